@@ -1,0 +1,27 @@
+"""The notebook's side: ``%load_ext notebook_accel`` (or ``kernel_ext``), the magics and the panel.
+
+Importing it touches no device and imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Registers the magics and warms the template, so that the first launch finds it ready."""
+    from kernel_ext import magics
+
+    magics.register(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Takes the magics away and stops what runs."""
+    from kernel_ext import magics
+
+    magics.unregister(shell)

@@ -1,0 +1,166 @@
+"""``%%distributed``: a few lines between IPython and the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from notebook_accel import config as configuration
+from notebook_accel import options
+from notebook_accel.errors import CellError, CellSyntaxError, ConfigError
+from notebook_accel.launching import cell as cells
+from notebook_accel.launching import launcher, local
+
+__all__ = ["register", "unregister"]
+
+_NAME = "distributed"
+_DESCRIPTION = """\
+Runs the cell in several processes, each a rank with a device of its own.
+
+The cell is the training function: it runs once in every rank, with the notebook's names that it uses. The value of its
+last expression is that rank's result; the cell's own value is all of them. If it ends with a `def`, that function is
+also defined in the notebook, and is what is run, with --args. Names that the cell assigns stay in the ranks, unless
+they are pulled.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%%{_NAME}: {message}. %%{_NAME}? shows every option.")
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(prog=f"%%{_NAME}", description=_DESCRIPTION, add_help=False, allow_abbrev=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    options.add_flags(parser)
+    parser.add_argument(
+        "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
+    )
+    parser.add_argument("--out", metavar="NAME", help="Binds the results, one value a rank, to this name.")
+    parser.add_argument(
+        "--pull", metavar="NAME,...", type=_names, default=(), help="Binds rank 0's values of these names."
+    )
+    push = "Sends these names too, for code that reaches them through eval, globals() or a string."
+    parser.add_argument("--push", metavar="NAME,...", type=_names, default=(), help=push)
+    parser.add_argument("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    wrong = [name for name in names if not name.isidentifier()]
+    if wrong or not names:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as model,history")
+    return names
+
+
+class Magics:
+    """The magics of one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._parser = _make_parser()
+
+    def distributed(self, line: str, cell: str) -> Any:
+        given = self._parse(line)
+        config = configuration.resolve(options.given(given), file=configuration.default_path())
+        parsed = self._read(cell)
+        args = self._arguments(given.args, parsed)
+        if parsed.calls:
+            self._shell.ex(compile(parsed.definitions, parsed.label, "exec"))
+        job = launcher.launch_cell(
+            parsed,
+            config,
+            namespace=self._shell.user_ns,
+            args=args,
+            push=given.push,
+            pull=given.pull,
+            background=given.background,
+        )
+        if given.background:
+            self._bind(given.out, job)
+            return job
+        results = launcher.follow(job)
+        self._bind(given.out, results)
+        self._shell.push(job.pulled)
+        return results if any(value is not None for value in results) else None
+
+    def _parse(self, line: str) -> argparse.Namespace:
+        words = _split(line)
+        given, rest = self._parser.parse_known_args(words)
+        if rest:
+            self._parser.error(f"there is no option {rest[0]}")
+        return given
+
+    def _read(self, cell: str) -> cells.Cell:
+        try:
+            # The line of the magic is the notebook's line 1: keep its place, so that line numbers are the notebook's.
+            return cells.parse("\n" + self._shell.transform_cell(cell), self._label())
+        except SyntaxError as error:
+            shown = self._shell.SyntaxTB.structured_traceback(type(error), error, None)
+            raise CellSyntaxError(f"The cell is not Python: {error}", shown=tuple(shown)) from None
+
+    def _label(self) -> str:
+        """``In[7]``, of the cell that is running. Whether the shell's counter is ahead of it differs by version."""
+        name_of = getattr(self._shell.compile, "format_code_name", lambda _: None)
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            named = name_of(frame.f_code.co_filename)
+            if named is not None:
+                return str(named[1])
+        return f"In[{self._shell.execution_count}]"
+
+    def _arguments(self, expression: str | None, parsed: cells.Cell) -> tuple[Any, ...]:
+        if expression is None:
+            return ()
+        if not parsed.calls:
+            raise CellError(
+                "--args was given, and the cell doesn't end with a `def` that could take them.",
+                fix="end the cell with the function, or leave out --args: the cell sees the notebook's names",
+            )
+        value = self._shell.ev(expression)
+        return value if isinstance(value, tuple) else (value,)
+
+    def _bind(self, name: str | None, value: Any) -> None:
+        if name is None:
+            return
+        if not name.isidentifier():
+            raise ConfigError(f"--out {name}: that is no name.", fix="--out results")
+        self._shell.push({name: value})
+
+
+def _split(line: str) -> list[str]:
+    """Words as a shell would split them; brackets keep their content together, so --args (x, 1) needs no quotes."""
+    return [
+        part[1:-1] if part[0] == part[-1] and part[0] in "'\"" and len(part) > 1 else part
+        for part in re.findall(r"\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^\s()\[\]'\"]+", line)
+    ]
+
+
+def register(shell: InteractiveShell) -> None:
+    """Makes the magics known to a shell, and starts warming the template."""
+    owner = shell.magics_manager.magics["cell"].get(_NAME)
+    if owner is not None and not isinstance(getattr(owner, "__self__", None), Magics):
+        print(
+            f"notebook_accel: %%{_NAME} was another extension's ({getattr(owner, '__module__', 'unknown')}); "
+            f"from now on it is notebook_accel's. %unload_ext notebook_accel takes it away.",
+            file=sys.stderr,
+        )
+    magics = Magics(shell)
+    Magics.distributed.__doc__ = magics._parser.format_help()
+    shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
+    local.engine().warm()
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Takes the magics away, stops every run and ends the processes that were kept ready."""
+    shell.magics_manager.magics["cell"].pop(_NAME, None)
+    local.engine().close()

@@ -1,0 +1,173 @@
+"""The live panel under a cell: a run's state in widgets that change as it does.
+
+Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, the widgets are closed and
+what they showed is replaced by the same as plain HTML, so that a saved notebook shows it without a kernel.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from kernel_ext import render
+from kernel_ext.chart import chart_html
+from kernel_ext.run_state import RunState
+from notebook_accel import events
+
+if TYPE_CHECKING:
+    from notebook_accel.launching.job import Job
+
+__all__ = ["PanelView", "open_view"]
+
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def open_view(job: Job) -> PanelView | None:
+    """Opens the panel of a run, or returns ``None`` where nobody would see it.
+
+    Front ends with a person before them allow a cell to ask for input; nbclient, nbconvert and papermill don't, and
+    that is the one difference that a kernel can see. The option ``view="panel"`` overrides it.
+    """
+    kernel = _kernel()
+    # _allow_stdin is what the running cell's execute request said. In a kernel without it, somebody may be looking.
+    if kernel is None or (job.config.view != "panel" and not getattr(kernel, "_allow_stdin", True)):
+        return None
+    try:
+        return PanelView(job)
+    except ImportError:  # no ipywidgets
+        return None
+
+
+def _kernel() -> Any:
+    """The ipykernel that this process is, or ``None``. Imports nothing, since plain scripts come through here too."""
+    ipython = sys.modules.get("IPython") if "ipykernel" in sys.modules else None
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None)
+
+
+class PanelView:
+    """A run's panel. Constructing it displays it under the running cell.
+
+    Args:
+        job: The run. Its events are taken by nobody else.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._state = RunState(job.world_size)
+        self._drawn_second = -1
+        # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
+        # ipykernel keeps in a context variable (since version 7).
+        self._cell_context = contextvars.copy_context()
+        self._display_id = uuid.uuid4().hex
+        self._widgets = _Widgets(job)
+        view = {"model_id": self._widgets.root.model_id, "version_major": 2, "version_minor": 0}
+        self._draw(time.monotonic(), set())
+        self._publish({_WIDGET_VIEW: view, "text/plain": f"{job.name}: running on {job.devices}"})
+
+    def refresh(self) -> None:
+        """Draws what is new. Without events, only the clock moves, once a second."""
+        kinds = self._take_events()
+        now_s = time.monotonic()
+        if kinds or int(now_s - self._job.started_s) != self._drawn_second:
+            self._draw(now_s, kinds)
+
+    def close(self) -> None:
+        """Replaces the widgets by the final state as plain HTML and text. The run has ended."""
+        self._take_events()
+        self._state.close()
+        now_s = time.monotonic()
+        facts = self._facts(now_s)
+        summary = {
+            "text/html": render.summary_html(facts, self._state, now_s),
+            "text/plain": render.summary_text(facts, self._state, now_s),
+        }
+        self._publish(summary, update=True)
+        self._widgets.close()
+
+    def _take_events(self) -> set[type[events.Event]]:
+        """Brings the state up to date; returns which kinds of events came."""
+        kinds: set[type[events.Event]] = set()
+        for rank, event in self._job.events():
+            kinds.add(type(event))
+            self._state.apply(rank, event)
+            if isinstance(event, events.Display):
+                self._publish(event.data, display_id=None)
+        return kinds
+
+    def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
+        # A widget sends nothing when it is given the value that it has.
+        widgets, state = self._widgets, self._state
+        widgets.header.value = render.header_html(self._facts(now_s), state, now_s)
+        widgets.table.value = render.table_html(state, now_s)
+        if events.Output in kinds or not widgets.output.value:
+            widgets.output.value = render.output_html(state)
+        if events.Metrics in kinds:
+            widgets.chart.value = chart_html(state)
+        self._drawn_second = int(now_s - self._job.started_s)
+
+    def _facts(self, now_s: float) -> render.RunFacts:
+        job = self._job
+        end_s = now_s if job.ended_s is None else job.ended_s
+        return render.RunFacts(
+            name=job.name,
+            devices=job.devices,
+            precision=job.config.mixed_precision,
+            status=job.status,
+            elapsed_s=end_s - job.started_s,
+            hint="" if job.is_background or job.done else "interrupt the kernel to stop",
+        )
+
+    def _publish(self, data: dict[str, Any], **options: Any) -> None:
+        from IPython.display import display
+
+        options = {"display_id": self._display_id, **options}
+        self._cell_context.copy().run(display, data, raw=True, **options)
+
+
+class _Widgets:
+    """The panel's widgets. Each part is one widget, so that only what has changed is sent."""
+
+    def __init__(self, job: Job) -> None:
+        import ipywidgets  # not above: plain scripts import this module too, to be told that they have no panel
+
+        style = ipywidgets.HTML(render.style_html())
+        self.header, self.table, self.output, self.chart = (ipywidgets.HTML() for _ in range(4))
+        top = [self.header]
+        if job.is_background:
+            # Only then can a click be delivered for certain: a running cell keeps the kernel from reading messages.
+            self._stop = ipywidgets.Button(description="Stop", tooltip="Stop every rank of this run")
+            self._stop.on_click(lambda _: self._on_stop(job))
+            self._stop.add_class("nba-stop")
+            top.append(self._stop)
+        header_row = ipywidgets.HBox(top)
+        bottom = ipywidgets.HBox([self.output, self.chart])
+        self.root = ipywidgets.VBox([style, header_row, self.table, bottom])
+        for widget, name in (
+            (self.root, "nba-panel"),
+            (style, "nba-style"),
+            (header_row, "nba-top"),
+            (bottom, "nba-bottom"),
+            (self.output, "nba-output-pane"),
+            (self.chart, "nba-chart-pane"),
+        ):
+            widget.add_class(name)
+
+    def _on_stop(self, job: Job) -> None:
+        self._stop.disabled = True
+        self._stop.description = "Stopping …"
+        job.stop()
+
+    def close(self) -> None:
+        """Closes them all, with the models of their layouts and styles, so that no comm stays open."""
+        _close(self.root)
+
+
+def _close(widget: Any) -> None:
+    for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
+        if part is not None:
+            _close(part) if hasattr(part, "layout") else part.close()
+    widget.close()

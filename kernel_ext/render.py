@@ -1,0 +1,309 @@
+"""From a run's state to HTML and to plain text. Pure functions; everything that a rank said is escaped.
+
+The HTML reads well without its style sheet too, as sanitizers leave it: a real table, words for states, text beside
+every bar. The live panel shows its parts (header, table, output, chart) in widgets of their own; the summary that stays
+in the notebook is the same parts in one piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Iterable
+
+from kernel_ext.chart import chart_html
+from kernel_ext.run_state import OutputLine, RankState, RunState
+from kernel_ext.style import STYLE
+
+__all__ = ["RunFacts", "header_html", "output_html", "style_html", "summary_html", "summary_text", "table_html"]
+
+_LIVE_LINES = 100
+_OPEN_LINES = 12
+_MOST_METRIC_COLUMNS = 4
+_UNKNOWN = "\N{EN DASH}"
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """What is shown of a run besides what its ranks say.
+
+    Attributes:
+        name: Its name.
+        devices: What it runs on, such as ``2 CPUs``.
+        precision: Its mixed precision, ``no`` if it has none.
+        status: ``starting``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
+        elapsed_s: How long it has been running, or ran.
+        hint: A word for the reader, such as how to stop it; may be empty.
+    """
+
+    name: str
+    devices: str
+    precision: str
+    status: str
+    elapsed_s: float
+    hint: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.status not in ("starting", "running")
+
+    @property
+    def state(self) -> str:
+        """The status in the words that ranks have too."""
+        return "finished" if self.status == "succeeded" else self.status
+
+
+def style_html() -> str:
+    """The style sheet for everything below an element of class ``nba-panel``."""
+    return f"<style>{STYLE}</style>"
+
+
+def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
+    """The line above the table: state, name, devices, epoch, times."""
+    times = [f"<span>{_time(facts.elapsed_s)} {_faint('in all' if facts.has_ended else 'elapsed')}</span>"]
+    left_s = None if facts.has_ended else state.left_s(now_s)
+    if left_s is not None:
+        are_epochs_known = all(rank.epoch is None or rank.epochs is not None for rank in state.ranks)
+        times.append(f"<span>{_time(left_s)} {_faint('left' if are_epochs_known else 'left in this epoch')}</span>")
+    hint = _faint(facts.hint) if facts.hint else ""
+    return (
+        f'<div class="nba-header">{_badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
+        f"{_faint(' · '.join(_about(facts, state)))} "
+        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>'
+    )
+
+
+def table_html(state: RunState, now_s: float) -> str:
+    """One row a rank, and below it a row with what happened to it, if something did."""
+    columns = _columns(state, now_s)
+    heads = "".join(f'<th scope="col" class="{column.kind}">{html.escape(column.head)}</th>' for column in columns)
+    rows = []
+    for rank in state.ranks:
+        cells = "".join(f'<td class="{column.kind}">{column.cell(rank)}</td>' for column in columns)
+        about = html.escape(", ".join(filter(None, (rank.device, rank.label))))
+        rows.append(f'<tr title="{about}"><th scope="row">{rank.rank}</th>{cells}</tr>')
+        if rank.note:
+            note = f'<td class="nba-note nba-{rank.state}" colspan="{len(columns)}">{html.escape(rank.note)}</td>'
+            rows.append(f"<tr><td></td>{note}</tr>")
+    return (
+        '<div class="nba-scroll"><table class="nba-ranks"><caption>Ranks</caption>'
+        f'<thead><tr><th scope="col">rank</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+def output_html(state: RunState) -> str:
+    """The last lines of output, the newest in view."""
+    lines = state.output.last(_LIVE_LINES)
+    earlier = state.output.count - len(lines)
+    note = f"{_faint(_count(earlier, 'earlier line'))}\n" if earlier else ""
+    body = _lines_html(lines, state) if lines else _faint("no output yet")
+    return _scrolled(f'<pre class="nba-output" aria-label="Output">{note}{body}</pre>')
+
+
+def summary_html(facts: RunFacts, state: RunState, now_s: float) -> str:
+    """What stays in the notebook: the whole panel as it is now, in one piece that needs no kernel."""
+    chart = chart_html(state)
+    output = f'<div class="nba-output-pane">{_whole_output_html(state)}</div>' if state.output.count else ""
+    beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
+    bottom = f'<div class="nba-bottom">{output}{beside}</div>' if output or beside else ""
+    return (
+        f'<div class="nba-panel">{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
+        f"{table_html(state, now_s)}{bottom}</div>"
+    )
+
+
+def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
+    """The same facts in plain text, for where HTML isn't shown."""
+    columns = _columns(state, now_s)
+    rows = [["rank", *(column.head for column in columns)]]
+    rows += [[str(rank.rank), *(column.text(rank) for column in columns)] for rank in state.ranks]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [f"rank {rank.rank}: {rank.note}" for rank in state.ranks if rank.note]
+    first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts.elapsed_s)])}"
+    return "\n".join([first, *table, *notes, *_output_lines(state)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """One column of the table.
+
+    Attributes:
+        head: Its head.
+        text: A rank's cell as text.
+        kind: The CSS class of its cells.
+        html: A rank's cell as HTML, where it is more than its text.
+    """
+
+    head: str
+    text: Callable[[RankState], str]
+    kind: str = ""
+    html: Callable[[RankState], str] | None = None
+
+    def cell(self, rank: RankState) -> str:
+        return self.html(rank) if self.html is not None else html.escape(self.text(rank))
+
+
+def _columns(state: RunState, now_s: float) -> list[_Column]:
+    """The columns that some rank has something for."""
+    columns = [_Column("state", lambda rank: rank.state, html=lambda rank: _badge(rank.state))]
+    if any(rank.step is not None for rank in state.ranks):
+        columns.append(_Column("step", _step_text, html=_step_html))
+        columns.append(_Column("steps/s", lambda rank: _rate(rank.steps_per_s(now_s)), "nba-number"))
+        if not all(rank.has_ended for rank in state.ranks):
+            columns.append(_Column("left", lambda rank: _time(rank.left_s(now_s)), "nba-number"))
+    names = state.metric_names
+    columns += [_metric_column(name) for name in names[:_MOST_METRIC_COLUMNS]]
+    if others := names[_MOST_METRIC_COLUMNS:]:
+        columns.append(_Column("other metrics", lambda rank: _metrics_text(rank, others)))
+    if any(rank.memory_used_bytes is not None for rank in state.ranks):
+        columns.append(_Column("memory", _memory_text, html=_memory_html))
+    # Always there: it takes the width that the others leave, so that they don't move when one comes.
+    columns.append(_Column("last output", lambda rank: rank.last_line, "nba-last"))
+    return columns
+
+
+def _metric_column(name: str) -> _Column:
+    return _Column(name, lambda rank: _metric(rank.metrics.get(name)), "nba-number")
+
+
+def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
+    return ", ".join(f"{name} {_metric(rank.metrics[name])}" for name in names if name in rank.metrics)
+
+
+def _step_text(rank: RankState) -> str:
+    if rank.step is None:
+        return _UNKNOWN
+    return f"{rank.step:,} / {rank.total:,}" if rank.total is not None else f"{rank.step:,}"
+
+
+def _step_html(rank: RankState) -> str:
+    if rank.step is None or not rank.total:
+        return html.escape(_step_text(rank))
+    bar = _bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.rank}"')
+    total = f"{rank.total:,}"
+    return f'{bar}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {_faint(f"/ {total}")}'
+
+
+def _memory_text(rank: RankState) -> str:
+    if rank.memory_used_bytes is None:
+        return _UNKNOWN
+    return " / ".join(_sizes(rank.memory_used_bytes, rank.memory_total_bytes))
+
+
+def _memory_html(rank: RankState) -> str:
+    if rank.memory_used_bytes is None or not rank.memory_total_bytes:
+        return html.escape(_memory_text(rank))
+    of = "Host memory" if rank.memory_kind == "host" else "Device memory"
+    label = f'role="meter" aria-label="{of} of rank {rank.rank}, in MiB"'
+    bar = _bar(rank.memory_used_bytes // _MIB, rank.memory_total_bytes // _MIB, label, "nba-memory")
+    used, total = _sizes(rank.memory_used_bytes, rank.memory_total_bytes)
+    return f"{bar}{used} {_faint(f'/ {total}')}"
+
+
+def _about(facts: RunFacts, state: RunState) -> list[str]:
+    about = [facts.devices]
+    if facts.precision != "no":
+        about.append(facts.precision)
+    epochs = [(rank.epoch, rank.epochs) for rank in state.ranks if rank.epoch is not None]
+    if epochs:
+        epoch, of = min(epochs, key=lambda pair: pair[0])  # the slowest rank's
+        about.append(f"epoch {epoch}" if of is None else f"epoch {epoch} of {of}")
+    return about
+
+
+def _whole_output_html(state: RunState) -> str:
+    """The kept output: the last lines in view, the ones before them folded away."""
+    last = state.output.last(_OPEN_LINES)
+    shown = f'<pre class="nba-output" aria-label="Output">{_lines_html(last, state)}</pre>'
+    earlier = state.output.count - len(last)
+    if not earlier:
+        return shown
+    folded = html.escape("\n".join(_output_lines(state)[: -len(last)]))
+    scrolled = _scrolled(f'<pre class="nba-output">{folded}</pre>')
+    return f"<details><summary>{_count(earlier, 'earlier line')}</summary>{scrolled}</details>{shown}"
+
+
+def _output_lines(state: RunState) -> list[str]:
+    output = state.output
+    gap = [f"… {_count(output.left_out, 'line')} left out …"] if output.left_out else []
+    return [_line_text(line, state) for line in output.head] + gap + [_line_text(line, state) for line in output.tail]
+
+
+def _line_text(line: OutputLine, state: RunState) -> str:
+    return f"{_margin(line, state)}{line.text}"
+
+
+def _lines_html(lines: Iterable[OutputLine], state: RunState) -> str:
+    return "\n".join(f"{_faint(_margin(line, state))}{html.escape(line.text)}" for line in lines)
+
+
+def _margin(line: OutputLine, state: RunState) -> str:
+    return f"{line.rank:>{len(str(len(state.ranks) - 1))}} │ "
+
+
+def _scrolled(body: str) -> str:
+    return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
+
+
+def _bar(value: float, total: float, label: str, kind: str = "") -> str:
+    share = min(max(value / total, 0.0), 1.0)
+    return (
+        f'<div class="nba-bar {kind}" {label} aria-valuemin="0" aria-valuenow="{value}" aria-valuemax="{total}">'
+        f'<div style="width:{share:.1%}"></div></div>'
+    )
+
+
+def _badge(word: str) -> str:
+    return f'<span class="nba-badge nba-{html.escape(word)}">{html.escape(word)}</span>'
+
+
+def _faint(text: str) -> str:
+    return f'<span class="nba-faint">{html.escape(text)}</span>'
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _rate(steps_per_s: float | None) -> str:
+    if steps_per_s is None:
+        return _UNKNOWN
+    if steps_per_s >= 1:
+        return f"{steps_per_s:,.0f}" if steps_per_s >= 100 else f"{steps_per_s:.1f}"
+    return f"{steps_per_s:.2g}"
+
+
+def _metric(value: float | None) -> str:
+    if value is None:
+        return _UNKNOWN
+    if not math.isfinite(value) or (value != 0 and not 1e-3 <= abs(value) < 1e6):
+        return f"{value:.3g}"
+    # Three digits after a small number's point, fewer after a large one's, so that a changing value keeps its width.
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def _sizes(used_bytes: int, total_bytes: int) -> list[str]:
+    """Both sizes, with the unit once if it is the same; the total only if it is known."""
+    used, total = _size(used_bytes), _size(total_bytes)
+    if not total_bytes:
+        return [used]
+    number, _, unit = used.partition(" ")
+    return [number if total.endswith(unit) else used, total]
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes >= 10 * _GIB:
+        return f"{size_bytes / _GIB:.0f} GiB"
+    return f"{size_bytes / _GIB:.1f} GiB" if size_bytes >= _GIB else f"{size_bytes / _MIB:.0f} MiB"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return _UNKNOWN
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"

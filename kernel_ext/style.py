@@ -1,0 +1,119 @@
+"""The panel's looks: one style sheet for the live widgets and for the summary that stays in the saved notebook.
+
+Colours follow the front end's theme: JupyterLab's variables first, then VS Code's, then a palette of our own, which is
+chosen by the front end's mark on the page, or by what the system prefers where there is none.
+"""
+
+from __future__ import annotations
+
+__all__ = ["STYLE"]
+
+_LIGHT = (
+    "--nba-good:#1a7f4b;--nba-bad:#b3261e;--nba-busy:#1f5fc9;--nba-warn:#8a5a00;"
+    "--nba-bar:#2563c9;--nba-memory:#636c78;"
+    "--nba-own-page:#fff;--nba-own-text:#1b1f24;--nba-own-faint:#5d6672;--nba-own-line:#dfe2e7;"
+)
+_DARK = (
+    "--nba-good:#57c794;--nba-bad:#f28b82;--nba-busy:#8ab4f8;--nba-warn:#e3a94a;"
+    "--nba-bar:#79a9f7;--nba-memory:#9aa3b0;"
+    "--nba-own-page:#16191f;--nba-own-text:#e8eaed;--nba-own-faint:#9aa3b0;--nba-own-line:#2c323b;"
+)
+_LIGHT_MARKS = '[data-jp-theme-light="true"] .nba-panel,.vscode-light .nba-panel,html[theme="light"] .nba-panel'
+_DARK_MARKS = '[data-jp-theme-light="false"] .nba-panel,.vscode-dark .nba-panel,html[theme="dark"] .nba-panel'
+
+_RULES = """
+.nba-panel {
+  --nba-page: var(--jp-layout-color1, var(--vscode-editor-background, var(--nba-own-page)));
+  --nba-shade: color-mix(in srgb, var(--nba-text) 5%, var(--nba-page));
+  --nba-rail: color-mix(in srgb, var(--nba-text) 12%, var(--nba-page));
+  --nba-text: var(--jp-ui-font-color1, var(--vscode-foreground, var(--nba-own-text)));
+  --nba-faint: var(--jp-ui-font-color2, var(--vscode-descriptionForeground, var(--nba-own-faint)));
+  --nba-line: var(--jp-border-color2, var(--vscode-panel-border, var(--nba-own-line)));
+  container-type: inline-size; box-sizing: border-box; max-width: 1180px; margin: 4px 0; overflow: hidden;
+  border: 1px solid var(--nba-line); border-radius: 8px;
+  background: var(--nba-page); color: var(--nba-text);
+  font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); font-variant-numeric: tabular-nums;
+}
+.nba-panel .widget-box, .nba-panel .widget-html, .nba-panel .widget-html-content {
+  margin: 0; padding: 0; min-width: 0; height: auto; overflow: visible; font: inherit; color: inherit;
+}
+.nba-panel .widget-html-content { flex: 1 1 auto; width: 100%; }
+.nba-panel .nba-style { display: none; }
+
+.nba-panel .nba-top { display: flex; align-items: center; gap: 12px; padding: 6px 14px;
+  min-height: 46px; box-sizing: border-box; border-bottom: 1px solid var(--nba-line); }
+.nba-panel .nba-top > .widget-html, .nba-panel .nba-header { flex: 1 1 auto; }
+.nba-panel .nba-header { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 12px; }
+.nba-panel .nba-name { font-weight: 600; overflow-wrap: anywhere; }
+.nba-panel .nba-faint { color: var(--nba-faint); }
+.nba-panel .nba-times { margin-left: auto; display: flex; gap: 12px; }
+.nba-panel button.nba-stop { flex: none; width: auto; height: 28px; margin: 0; padding: 0 14px; line-height: 26px;
+  border: 1px solid var(--nba-bad); border-radius: 6px; background: transparent; color: var(--nba-bad); font: inherit; }
+.nba-panel button.nba-stop:hover:enabled { background: var(--nba-bad); color: var(--nba-page); box-shadow: none; }
+.nba-panel button.nba-stop:focus-visible { outline: 2px solid var(--nba-bar); outline-offset: 2px; }
+.nba-panel button.nba-stop:disabled { opacity: .6; }
+
+.nba-panel .nba-badge { display: inline-block; padding: 0 7px; border: 1px solid currentColor; border-radius: 4px;
+  font-size: 12px; line-height: 18px; color: var(--nba-faint); white-space: nowrap; }
+.nba-panel table.nba-ranks .nba-badge { min-width: 44px; text-align: center; }
+.nba-panel .nba-running { color: var(--nba-busy); }
+.nba-panel .nba-finished { color: var(--nba-good); }
+.nba-panel .nba-failed, .nba-panel .nba-killed { color: var(--nba-bad); }
+.nba-panel .nba-stopped { color: var(--nba-warn); }
+
+.nba-panel .nba-scroll { overflow-x: auto; padding: 5px 0; }
+.nba-panel table.nba-ranks { width: 100%; margin: 0; border: 0; border-collapse: collapse; table-layout: auto;
+  font-size: 13px; color: inherit; }
+.nba-panel table.nba-ranks caption { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); white-space: nowrap; }
+.nba-panel table.nba-ranks :is(thead, tbody, tr, tr:hover) { background: none; border: 0; }
+.nba-panel table.nba-ranks :is(th, td) { padding: 4px 18px 4px 0; border: 0; vertical-align: middle;
+  text-align: left; white-space: nowrap; font-weight: 400; max-width: none; }
+.nba-panel table.nba-ranks :is(th, td):first-child { padding-left: 14px; }
+.nba-panel table.nba-ranks thead th { color: var(--nba-faint); font-size: 12px; }
+.nba-panel table.nba-ranks .nba-number { text-align: right; }
+.nba-panel table.nba-ranks .nba-last { width: 100%; max-width: 0; padding-right: 14px; overflow: hidden;
+  text-overflow: ellipsis; }
+.nba-panel table.nba-ranks td.nba-last { color: var(--nba-faint);
+  font-family: var(--jp-code-font-family, var(--vscode-editor-font-family, monospace)); font-size: 12px; }
+.nba-panel table.nba-ranks td.nba-note { padding-top: 0; white-space: normal; overflow-wrap: anywhere; }
+.nba-panel .nba-count { display: inline-block; text-align: right; }
+.nba-panel .nba-bar { display: inline-block; width: 130px; height: 7px; margin-right: 9px; border-radius: 4px;
+  background: var(--nba-rail); overflow: hidden; vertical-align: 1px; }
+.nba-panel .nba-bar > div { height: 100%; border-radius: 4px; background: var(--nba-bar); }
+.nba-panel .nba-bar.nba-memory { width: 48px; }
+.nba-panel .nba-bar.nba-memory > div { background: var(--nba-memory); }
+
+.nba-panel .nba-bottom { display: flex; align-items: stretch; border-top: 1px solid var(--nba-line); }
+.nba-panel .nba-bottom > .nba-output-pane { flex: 1 1 auto; min-width: 0; background: var(--nba-shade); }
+.nba-panel .nba-bottom > .nba-chart-pane { flex: none; }
+.nba-panel .nba-scrollback { display: flex; flex-direction: column-reverse; max-height: 236px; min-height: 100px;
+  overflow: auto; }
+.nba-panel pre.nba-output { margin: 0 0 auto; padding: 10px 14px; border: 0; background: none; color: inherit;
+  font: 12px/1.6 var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.nba-panel details { padding: 8px 14px 0; }
+.nba-panel details > pre.nba-output { padding: 6px 0 0; }
+.nba-panel summary { cursor: pointer; color: var(--nba-faint); font-size: 12px; }
+.nba-panel .nba-chart { padding: 8px 14px 4px; width: 280px; border-left: 1px solid var(--nba-line); height: 100%;
+  box-sizing: content-box; }
+.nba-panel .nba-chart-title { display: flex; justify-content: space-between; font-size: 12px; color: var(--nba-faint); }
+.nba-panel .nba-chart svg { display: block; max-width: 100%; color: var(--nba-faint); }
+.nba-panel .nba-chart .nba-curve { color: var(--nba-bar); }
+
+@container (max-width: 880px) {
+  .nba-panel table.nba-ranks :is(th, td) { padding-right: 14px; }
+  .nba-panel .nba-bar { width: 90px; }
+}
+@container (max-width: 620px) {
+  .nba-panel .nba-bottom { flex-wrap: wrap; }
+  .nba-panel .nba-bottom > .nba-output-pane { flex-basis: 100%; }
+  .nba-panel .nba-chart { border-left: 0; }
+}
+"""
+
+STYLE = (
+    f".nba-panel{{{_LIGHT}}}@media (prefers-color-scheme:dark){{.nba-panel{{{_DARK}}}}}"
+    f"{_LIGHT_MARKS}{{{_LIGHT}}}{_DARK_MARKS}{{{_DARK}}}{_RULES}"
+)
+"""The text of a ``style`` element. Every rule is below ``.nba-panel``, so that nothing else on the page changes."""

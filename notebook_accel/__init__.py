@@ -1,0 +1,101 @@
+"""Train on every accelerator of this machine, from a notebook cell.
+
+This is the only door: what is named here is public. Importing it imports neither torch nor IPython; each name brings
+what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from notebook_accel.config import LaunchConfig
+    from notebook_accel.errors import (
+        ConfigError,
+        LaunchError,
+        NotebookAccelError,
+        PayloadError,
+        PreflightError,
+        RankFailedError,
+        RunError,
+        RunStoppedError,
+        RunTimeoutError,
+        TrainingError,
+    )
+    from notebook_accel.launching.job import Job, Results
+    from notebook_accel.launching.launcher import notebook_launcher
+    from notebook_accel.reporting import report
+    from notebook_accel.training.accelerator import Accelerator
+    from notebook_accel.training.accumulation import GradientAccumulationPlugin
+    from notebook_accel.training.data import DataLoaderConfiguration
+
+__version__ = "0.1.0"
+
+# A table of names instead of imports: what is imported here, every kernel that loads the extension pays for, and the
+# kernel must not import torch.
+_HOME = {
+    "Accelerator": "training.accelerator",
+    "ConfigError": "errors",
+    "DataLoaderConfiguration": "training.data",
+    "GradientAccumulationPlugin": "training.accumulation",
+    "Job": "launching.job",
+    "LaunchConfig": "config",
+    "LaunchError": "errors",
+    "NotebookAccelError": "errors",
+    "PayloadError": "errors",
+    "PreflightError": "errors",
+    "RankFailedError": "errors",
+    "Results": "launching.job",
+    "RunError": "errors",
+    "RunStoppedError": "errors",
+    "RunTimeoutError": "errors",
+    "TrainingError": "errors",
+    "notebook_launcher": "launching.launcher",
+    "report": "reporting",
+}
+
+__all__ = [
+    "Accelerator",
+    "ConfigError",
+    "DataLoaderConfiguration",
+    "GradientAccumulationPlugin",
+    "Job",
+    "LaunchConfig",
+    "LaunchError",
+    "NotebookAccelError",
+    "PayloadError",
+    "PreflightError",
+    "RankFailedError",
+    "Results",
+    "RunError",
+    "RunStoppedError",
+    "RunTimeoutError",
+    "TrainingError",
+    "notebook_launcher",
+    "report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext notebook_accel``: the extension itself is the package ``kernel_ext``."""
+    importlib.import_module("kernel_ext").load_ipython_extension(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext notebook_accel``: takes the magics away and stops what runs."""
+    importlib.import_module("kernel_ext").unload_ipython_extension(shell)

@@ -1,0 +1,206 @@
+"""Framed messages, and file descriptors with them, over a Unix stream socket.
+
+The one transport between kernel, agent, template and ranks. Both ends of every such socket are made by ``socketpair``
+and inherited or passed on, so there is no address for a stranger to connect to.
+
+A frame is a header (body length and number of descriptors), the body, and the descriptors as ancillary data of the
+header's first byte.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import errno
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+
+__all__ = ["ClosedError", "Connection", "Message"]
+
+_HEADER = struct.Struct("!IH")
+_READ_BYTES = 1 << 18
+_MOST_DESCRIPTORS = 250  # Linux refuses more than 253 in one message (SCM_MAX_FD)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+
+
+_GONE = "the other end of a connection has gone"
+
+
+class ClosedError(ConnectionError):
+    """The other end has gone."""
+
+
+class Message:
+    """One received frame: ``body`` and the descriptors that came with it, which now belong to the receiver."""
+
+    __slots__ = ("body", "descriptors")
+
+    def __init__(self, body: bytes, descriptors: list[int]) -> None:
+        self.body = body
+        self.descriptors = descriptors
+
+
+class Connection:
+    """One end of a socket pair.
+
+    ``send`` blocks until the frame is written and may be called by several threads. ``queue`` and ``flush`` are for an
+    event loop that must never block: ``queue`` keeps what doesn't fit, ``flush`` writes as much as fits. Frames stay
+    whole and in order whatever happens: the rest of one that could only be written in part goes before the next.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = bytearray()
+        self._descriptors: collections.deque[int] = collections.deque()
+        self._outbox: collections.deque[memoryview] = collections.deque()
+        self._lock = threading.Lock()
+        self.queued_bytes = 0
+
+    @classmethod
+    def pair(cls) -> tuple[Connection, Connection]:
+        """Two connected ends."""
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return cls(left), cls(right)
+
+    @classmethod
+    def from_descriptor(cls, descriptor: int) -> Connection:
+        """The connection over an inherited descriptor, which it owns from now on."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """The socket's descriptor, so that ``select`` takes a connection."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Closes this end, and every received descriptor that nobody has taken."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._socket.close()
+
+    def shutdown(self) -> None:
+        """Tells the other end, and every thread that reads here, that nothing more will come."""
+        with contextlib.suppress(OSError):  # the other end was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """How long ``send`` and ``receive`` wait before they raise ``TimeoutError``; ``None`` for ever."""
+        self._socket.settimeout(timeout_s)
+
+    def set_blocking(self, blocking: bool) -> None:
+        """``False`` for an event loop, which then uses ``queue`` and ``flush`` instead of ``send``."""
+        self._socket.setblocking(blocking)
+
+    def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Writes one frame.
+
+        Raises:
+            ClosedError: The other end has gone.
+            TimeoutError: The other end hasn't read for as long as ``set_timeout`` allows. The frame may still be
+                delivered, before the next one, but never in part.
+        """
+        assert len(descriptors) <= _MOST_DESCRIPTORS
+        header = _HEADER.pack(len(body), len(descriptors))
+        with self._lock:
+            self._write_outbox()
+            written = self._send_first(header, descriptors)
+            self._keep(header[written:] + body)
+            self._write_outbox()
+
+    def queue(self, body: bytes) -> None:
+        """Keeps a frame for ``flush``. Frames with descriptors can't be queued."""
+        with self._lock:
+            self._keep(_HEADER.pack(len(body), 0) + body)
+
+    def flush(self) -> bool:
+        """Writes what fits of the queued frames; returns whether nothing is left.
+
+        Raises:
+            ClosedError: The other end has gone.
+        """
+        with self._lock:
+            try:
+                self._write_outbox()
+            except BlockingIOError:
+                return False
+        return True
+
+    def _send_first(self, header: bytes, descriptors: Sequence[int]) -> int:
+        """Sends the header with the descriptors; returns how many of its bytes were written."""
+        if not descriptors:
+            return 0
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        with _closed_errors():
+            return self._socket.sendmsg([header], ancillary)
+
+    def _keep(self, data: bytes) -> None:
+        self._outbox.append(memoryview(data))
+        self.queued_bytes += len(data)
+
+    def _write_outbox(self) -> None:
+        while self._outbox:
+            data = self._outbox[0]
+            with _closed_errors():
+                sent = self._socket.send(data)
+            self.queued_bytes -= sent
+            if sent == len(data):
+                self._outbox.popleft()
+            else:
+                self._outbox[0] = data[sent:]
+
+    def receive(self) -> list[Message]:
+        """Reads until at least one frame is complete and returns all that are; none only if reading would block.
+
+        Raises:
+            ClosedError: The other end has gone and everything that it sent has been returned.
+            TimeoutError: Nothing came for as long as ``set_timeout`` allows.
+            OSError: This process has no room for the descriptors that came.
+        """
+        while not (frames := self._complete_frames()):
+            try:
+                data = self._read()
+            except BlockingIOError:
+                return []
+            if not data:
+                raise ClosedError(_GONE)
+            self._received += data
+        return frames
+
+    def _read(self) -> bytes:
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            return b""
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+                self._descriptors.extend(numbers)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "too many open files in this process to take the descriptors that came")
+        return data
+
+    def _complete_frames(self) -> list[Message]:
+        frames: list[Message] = []
+        start = 0
+        while len(self._received) - start >= _HEADER.size:
+            length, count = _HEADER.unpack_from(self._received, start)
+            end = start + _HEADER.size + length
+            if len(self._received) < end:
+                break
+            body = bytes(memoryview(self._received)[start + _HEADER.size : end])
+            frames.append(Message(body, [self._descriptors.popleft() for _ in range(count)]))
+            start = end
+        del self._received[:start]
+        return frames
+
+
+@contextlib.contextmanager
+def _closed_errors() -> Iterator[None]:
+    try:
+        yield
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise ClosedError(_GONE) from error

@@ -1,0 +1,84 @@
+"""The command line: parses and calls, no logic of its own.
+
+``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+from notebook_accel import __version__, config, options
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching import preflight
+
+__all__ = ["main"]
+
+_REPORTED = (
+    *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
+    *("nvidia-ml-py", "numpy", "accelerate"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: The command line after the program's name; by default this process's.
+
+    Returns:
+        The exit status: 0 if all is well, 1 if not, 2 for a command line that can't be understood.
+    """
+    parsed = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except NotebookAccelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
+    )
+    parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    env = commands.add_parser("env", help="print what to paste into a bug report")
+    env.set_defaults(run=_env)
+    doctor = commands.add_parser(
+        "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
+    )
+    options.add_flags(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _env(_: argparse.Namespace) -> int:
+    lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    lines |= {name: _version(name) for name in _REPORTED}
+    devices = preflight.Devices(config.LaunchConfig())
+    lines["devices"] = devices.describe(devices.available)
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        sys.stdout.write(f"{name:<{width}}  {value}\n")
+    return 0
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    findings = preflight.check(config.resolve(options.given(parsed), file=config.default_path()))
+    for finding in findings:
+        sys.stdout.write(f"{'refused' if finding.refuses else 'warning'}: {finding}\n")
+    if not findings:
+        sys.stdout.write("Nothing speaks against a launch.\n")
+    return int(any(finding.refuses for finding in findings))

@@ -1,0 +1,260 @@
+"""The options of a launch, each stated once: name, type, bounds, default, help.
+
+Flags, form fields, validation and reference tables derive from ``LaunchConfig``. The file format is YAML with the key
+names of Accelerate's ``default_config.yaml``, so that either tool reads the other's file; keys that mean nothing here
+are kept when a file is read and written again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from notebook_accel.environment import is_false, is_true
+from notebook_accel.errors import ConfigError
+
+__all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "save"]
+
+_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _help(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a launch can be told. Immutable; ``replace`` makes a changed one.
+
+    Raises nothing by itself: ``resolve`` and ``replace`` check.
+    """
+
+    num_processes: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=4096)] | None,
+        _help("Number of ranks. Default: one for each visible device, one on a machine with only a CPU."),
+    ] = None
+    mixed_precision: Annotated[
+        Literal["no", "fp16", "bf16"],
+        _help("Precision of the forward pass inside the ranks' Accelerator."),
+    ] = "no"
+    use_cpu: Annotated[
+        bool,
+        _help("Train on the CPU, with gloo, also where there are GPUs."),
+    ] = False
+    start_method: Annotated[
+        Literal["auto", "spawn"],
+        _help("How ranks come into being. spawn: clean processes, forked from a template that never saw the kernel."),
+    ] = "auto"
+    allow_initialized_cuda: Annotated[
+        bool,
+        _help("Go on although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
+    ] = False
+    timeout_s: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        _help("Stop the run after so many seconds. Default: no limit."),
+    ] = None
+    grace_s: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=3600)],
+        _help("Seconds that a rank has to end by itself after an interrupt, and again after SIGTERM, before SIGKILL."),
+    ] = 2.0
+    main_process_port: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
+        _help("TCP port of the ranks' store. Default: a free one."),
+    ] = None
+    name: Annotated[
+        Annotated[str, msgspec.Meta(max_length=80)],
+        _help("Name of the run in the panel. Default: the function's name, or the cell's number."),
+    ] = ""
+    view: Annotated[
+        Literal["auto", "panel", "lines", "none"],
+        _help("What shows the run. auto: the panel where somebody looks at the notebook, plain lines elsewhere."),
+    ] = "auto"
+
+    def replace(self, **changes: Any) -> LaunchConfig:
+        """A copy with the given options changed.
+
+        Raises:
+            ConfigError: A value isn't allowed, or there is no such option.
+        """
+        return _checked({**msgspec.structs.asdict(self), **changes})
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One option as flags and forms need it.
+
+    Attributes:
+        name: The field's name in ``LaunchConfig``.
+        help: What it does, in a sentence or two.
+        default: Its default.
+        choices: The allowed values where they are few, the default first, else empty.
+        kind: The type of a value: ``bool``, ``int``, ``float`` or ``str``.
+        optional: Whether ``None`` is allowed.
+    """
+
+    name: str
+    help: str
+    default: Any
+    choices: tuple[str, ...]
+    kind: type
+    optional: bool
+
+
+@functools.cache
+def fields() -> tuple[Option, ...]:
+    """All options, in the order in which they are stated."""
+    info = msgspec.inspect.type_info(LaunchConfig)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return tuple(_option(field) for field in info.fields)
+
+
+def _option(field: msgspec.inspect.Field) -> Option:
+    declared: Any = field.type
+    text = ""
+    while isinstance(declared, msgspec.inspect.Metadata):
+        text = text or (declared.extra_json_schema or {}).get("description", "")
+        declared = declared.type
+    members = declared.types if isinstance(declared, msgspec.inspect.UnionType) else (declared,)
+    plain = next(member for member in members if not isinstance(member, msgspec.inspect.NoneType))
+    kinds: dict[type, type] = {
+        msgspec.inspect.BoolType: bool,
+        msgspec.inspect.IntType: int,
+        msgspec.inspect.FloatType: float,
+    }
+    return Option(
+        name=field.name,
+        help=text,
+        default=field.default,
+        choices=tuple(sorted(getattr(plain, "values", ()), key=lambda choice: (choice != field.default, choice))),
+        kind=kinds.get(type(plain), str),
+        optional=len(members) > 1,
+    )
+
+
+def default_path() -> pathlib.Path:
+    """Where the configuration file is looked for: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or the user's cache directory."""
+    named = os.environ.get("NOTEBOOK_ACCEL_CONFIG_FILE")
+    if named:
+        return pathlib.Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(cache).expanduser() / "notebook_accel" / "default_config.yaml"
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """The options that a file sets. Keys that only Accelerate knows are left out.
+
+    Raises:
+        ConfigError: The file isn't YAML, or isn't a table of options, or has a value that isn't allowed.
+    """
+    known = {option.name: option for option in fields()}
+    options = {name: value for name, value in _content(path).items() if name in known}
+    for name, value in options.items():
+        if value is False and "no" in known[name].choices:
+            options[name] = "no"  # YAML 1.1 reads a bare `no` as false
+    try:
+        _checked(options)
+    except ConfigError as error:
+        raise ConfigError(f"In the configuration file {path}: {error.what}", why=error.why, fix=error.fix) from None
+    return options
+
+
+def save(config: LaunchConfig, path: pathlib.Path) -> None:
+    """Writes the options that differ from the defaults, and keeps what the file has besides options.
+
+    Written beside the file and renamed, so that there is never half a file.
+
+    Raises:
+        ConfigError: There is a file already, and it can't be read.
+    """
+    known = {option.name for option in fields()}
+    content = {name: value for name, value in _content(path).items() if name not in known} if path.exists() else {}
+    content.update(
+        {option.name: value for option in fields() if (value := getattr(config, option.name)) != option.default}
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text(yaml.safe_dump(content, sort_keys=True), encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _content(path: pathlib.Path) -> dict[Any, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"The configuration file {path} can't be read: {error}", fix=f"mend it or delete it: rm {path}"
+        ) from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(
+            f"The configuration file {path} holds {type(content).__name__} instead of options.",
+            why="It has one `option: value` a line.",
+            fix=f"mend it or delete it: rm {path}",
+        )
+    return content or {}
+
+
+def resolve(
+    arguments: Mapping[str, Any], *, file: pathlib.Path | None = None, environ: Mapping[str, str] = os.environ
+) -> LaunchConfig:
+    """Defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
+
+    Args:
+        arguments: Options that were given in code or as flags; ``None`` counts as not given.
+        file: A configuration file; ignored if it doesn't exist.
+        environ: The environment to read.
+
+    Raises:
+        ConfigError: A value isn't allowed, wherever it came from.
+    """
+    merged: dict[str, Any] = load(file) if file is not None and file.exists() else {}
+    for option in fields():
+        text = environ.get(f"NOTEBOOK_ACCEL_{option.name.upper()}")
+        if text:
+            merged[option.name] = from_text(option, text)
+    merged.update({name: value for name, value in arguments.items() if value is not None})
+    return _checked(merged)
+
+
+def from_text(option: Option, text: str) -> Any:
+    """The value that a flag's or variable's text means; text that means no such value is returned as it is."""
+    if option.optional and text.lower() in {"none", ""}:
+        return None
+    if option.kind is bool:
+        return True if is_true(text) else False if is_false(text) else text
+    try:
+        return option.kind(text)
+    except ValueError:
+        return text
+
+
+def _checked(values: Mapping[str, Any]) -> LaunchConfig:
+    known = {option.name: option for option in fields()}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
+        option = known[name]
+        if option.choices and value not in option.choices:
+            raise ConfigError(f"{name}={value!r} is not known.", fix=f"use one of {', '.join(option.choices)}")
+        if not _is_of_kind(option, value):
+            raise ConfigError(f"{name}={value!r} is not {_IN_WORDS[option.kind]}.", fix=f"{name}: {option.help}")
+    try:
+        return msgspec.convert(dict(values), LaunchConfig)
+    except msgspec.ValidationError as error:
+        # Only bounds are left to be wrong. msgspec says "Expected `int` >= 1 - at `$.num_processes`".
+        text, _, where = str(error).rpartition(" - at `$.")
+        name, bound = where.rstrip("`"), text.rpartition("` ")[2]
+        raise ConfigError(
+            f"{name}={values[name]!r} can't be used: it has to be {bound}.", fix=f"{name}: {known[name].help}"
+        ) from None
+
+
+def _is_of_kind(option: Option, value: Any) -> bool:
+    if value is None:
+        return option.optional
+    if isinstance(value, bool):  # which Python counts as an int
+        return option.kind is bool
+    return isinstance(value, (int, float) if option.kind is float else option.kind)

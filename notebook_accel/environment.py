@@ -1,0 +1,134 @@
+"""A rank's place in the run, as the standard environment variables say it, and their names.
+
+The names are those of torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that
+anything that starts from them works inside a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+
+from notebook_accel.errors import ConfigError
+
+__all__ = ["RankPlace", "import_time_variables", "is_false", "is_true", "patched"]
+
+MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
+USE_CPU = "ACCELERATE_USE_CPU"
+COMPAT = "NOTEBOOK_ACCEL_COMPAT"
+
+# What torch, its math libraries, Python and the Hugging Face libraries read once, when they are imported or load their
+# shared objects. A template that has them imported has the old values.
+_READ_AT_IMPORT = (
+    *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "LD_", "PYTHON"),
+    *("PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "CUDA_", "NCCL_", "GLOO_", "HF_"),
+)
+# torch reads these when a device or a group is first used, which in a rank comes after the fork.
+_READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlace:
+    """One rank's place among all.
+
+    Attributes:
+        rank: 0 to ``world_size - 1``, over all nodes.
+        world_size: Number of ranks in all.
+        local_rank: 0 to ``local_world_size - 1``, on this node.
+        local_world_size: Number of ranks on this node.
+        master_addr: Host of the store through which ranks find each other.
+        master_port: Its TCP port.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankPlace:
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+        Raises:
+            ConfigError: One of them isn't a number, or the rank isn't below the world size.
+        """
+        place = cls(
+            rank=_number(environ, "RANK", 0),
+            world_size=_number(environ, "WORLD_SIZE", 1),
+            local_rank=_number(environ, "LOCAL_RANK", 0),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", 0),
+        )
+        if not 0 <= place.rank < place.world_size:
+            raise ConfigError(
+                f"RANK is {place.rank} and WORLD_SIZE is {place.world_size}.",
+                why="A rank is a number from 0 to the world size - 1.",
+                fix="unset RANK and WORLD_SIZE, or set both as the launcher of your ranks should have",
+            )
+        return place
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that say this."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}, which is no whole number.", fix=f"unset {name}"
+        ) from None
+
+
+def is_true(text: str) -> bool:
+    """Whether an environment variable's text means yes: 1, true, t, yes, y or on, in any case."""
+    return text.strip().lower() in {"1", "true", "t", "yes", "y", "on"}
+
+
+def is_false(text: str) -> bool:
+    """Whether an environment variable's text means no: 0, false, f, no, n or off, in any case."""
+    return text.strip().lower() in {"0", "false", "f", "no", "n", "off"}
+
+
+def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that libraries read when they are imported, so that a changed one needs a fresh process."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
+    }
+
+
+@contextlib.contextmanager
+def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    _apply(variables)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def _apply(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,258 @@
+"""Every error that this package raises on purpose.
+
+    NotebookAccelError
+    ├── ConfigError (ValueError)        an option that can't be what it was given as
+    ├── LaunchError                     the run could not be started
+    │   ├── PreflightError              this machine or this kernel refuses; lists every finding
+    │   ├── CellError                   the cell can't be run in a rank as it is written
+    │   │   └── CellSyntaxError         it is not Python
+    │   ├── PayloadError                an object can't be sent to the ranks; names the path to it
+    │   └── ProcessStartError           a process of ours could not be started
+    ├── RunError                        the run was started and did not end well
+    │   ├── RankFailedError             a rank raised or died; the first one in time, with its own traceback
+    │   ├── RunStoppedError             somebody stopped the run
+    │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
+    │   └── SupervisorLostError         the process that looks after the ranks has gone
+    └── TrainingError                   misuse of the training runtime inside a rank
+        └── CollectiveError             ranks that disagree about a collective
+
+An error says what happened, why, and what to type. Context is also there as attributes. Every error pickles, since
+errors travel from ranks to the notebook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from typing import Any
+
+__all__ = [
+    "CellError",
+    "CellSyntaxError",
+    "CollectiveError",
+    "ConfigError",
+    "Finding",
+    "LaunchError",
+    "NotebookAccelError",
+    "PayloadError",
+    "PreflightError",
+    "ProcessStartError",
+    "RankEnd",
+    "RankFailedError",
+    "RunError",
+    "RunStoppedError",
+    "RunTimeoutError",
+    "SupervisorLostError",
+    "TrainingError",
+]
+
+
+class NotebookAccelError(Exception):
+    """The root of the tree.
+
+    Args:
+        what: What happened, in one sentence.
+        why: The reason, where it isn't plain from ``what``.
+        fix: What to type or to change.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.why, self.fix and f"Fix: {self.fix}") if part)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
+        return [f"{type(self).__name__}: {self}"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Constructors are keyword-only and differ, so rebuild from the attributes instead of calling them.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...], attributes: dict[str, Any]) -> NotebookAccelError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+class ConfigError(NotebookAccelError, ValueError):
+    """An option was given a value that it can't have, or an option was named that doesn't exist."""
+
+
+class LaunchError(NotebookAccelError):
+    """The run could not be started. No rank has run any user code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that preflight found.
+
+    Attributes:
+        what: What is the case.
+        why: Why it matters.
+        fix: What to type.
+        refuses: Whether the launch is refused because of it; otherwise it is a warning.
+    """
+
+    what: str
+    why: str
+    fix: str
+    refuses: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  Why: {self.why}\n  Fix: {self.fix}"
+
+
+class PreflightError(LaunchError):
+    """The checks before a launch refused it. ``findings`` has all of them."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        refusing = [finding for finding in findings if finding.refuses]
+        super().__init__("\n".join(str(finding) for finding in refusing))
+        self.findings = findings
+
+
+class CellError(LaunchError):
+    """The cell uses something that a rank can't do, found before any process is started."""
+
+
+class CellSyntaxError(CellError):
+    """The cell is not Python. ``shown`` is how the notebook shows a syntax error."""
+
+    def __init__(self, what: str, *, shown: tuple[str, ...]) -> None:
+        super().__init__(what)
+        self.shown = shown
+
+    def _render_traceback_(self) -> list[str]:
+        return list(self.shown)
+
+
+class PayloadError(LaunchError):
+    """An object can't be pickled.
+
+    Attributes:
+        path: How to get to the object from a name that the user knows, for example
+            ``global "loader" -> attribute "dataset" -> attribute "file"``.
+    """
+
+    def __init__(self, what: str, *, path: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.path = path
+
+
+class ProcessStartError(LaunchError):
+    """The agent or the template, the processes that ranks are forked from, could not be started."""
+
+
+class RunError(NotebookAccelError):
+    """The run was started and did not end with every rank's result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: The rank.
+        exit_code: Its exit status, or ``None`` if a signal ended it.
+        signal: The signal's number, or ``None``.
+        stopped: Whether the signal was ours, sent because another rank had failed or the run was stopped.
+        error: The exception's type and message in one line, empty if there was none.
+    """
+
+    rank: int
+    exit_code: int | None = None
+    signal: int | None = None
+    stopped: bool = False
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error and not self.stopped:
+            return f"rank {self.rank}: {self.error}"
+        if self.stopped:
+            return f"rank {self.rank}: stopped"
+        if self.signal is not None:
+            return f"rank {self.rank}: killed by {signal_name(self.signal)}"
+        return f"rank {self.rank}: exited with status {self.exit_code}"
+
+
+class RankFailedError(RunError):
+    """A rank failed; the first one in time is the one reported. Its exception, if it had one, is ``__cause__``.
+
+    Attributes:
+        rank: The rank that failed first.
+        world_size: Number of ranks in the run.
+        exit_code: The rank's exit status, ``None`` if a signal ended it or it was still alive.
+        signal: The number of the signal that ended it, or ``None``.
+        remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
+        last_output: The last lines that the rank wrote.
+        others: How the other ranks ended.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rank: int,
+        world_size: int,
+        why: str = "",
+        fix: str = "",
+        exit_code: int | None = None,
+        signal: int | None = None,
+        remote_traceback: str = "",
+        last_output: tuple[str, ...] = (),
+        others: tuple[RankEnd, ...] = (),
+    ) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.rank = rank
+        self.world_size = world_size
+        self.exit_code = exit_code
+        self.signal = signal
+        self.remote_traceback = remote_traceback
+        self.last_output = last_output
+        self.others = others
+
+    def __str__(self) -> str:
+        parts = [super().__str__()]
+        if self.remote_traceback:
+            parts.append(f"Traceback of rank {self.rank}:\n{self.remote_traceback.rstrip()}")
+        if self.last_output:
+            lines = "\n".join(f"  {line}" for line in self.last_output)
+            parts.append(f"Last output of rank {self.rank}:\n{lines}")
+        if self.others:
+            parts.append("The others:\n" + "\n".join(f"  {end}" for end in self.others))
+        return "\n".join(parts)
+
+
+class RunStoppedError(RunError):
+    """The run was stopped, by ``Job.stop()``, the panel's button, or the extension being unloaded."""
+
+
+class RunTimeoutError(RunError, TimeoutError):
+    """The run took longer than its ``timeout_s``, or a result was not there in the time given for it."""
+
+
+class SupervisorLostError(RunError):
+    """The agent, the process that supervises the ranks, has gone. Its ranks were killed with it."""
+
+
+class TrainingError(NotebookAccelError):
+    """The training runtime was used in a way that can't work."""
+
+
+class CollectiveError(TrainingError):
+    """Ranks disagree about a collective: shapes, types, or which one it is."""
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,164 @@
+"""What a rank can say while it runs. The only vocabulary between a rank and whoever watches it.
+
+Events are small, typed and encoded with msgpack, never pickled: whoever reads them executes nothing. The one pickle in
+here, ``Failed.exception``, stays bytes until the job that owns the rank opens it.
+
+Times are seconds of ``time.monotonic()``, which on Linux is one clock for all processes of a machine, so that events of
+different ranks can be ordered.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Display",
+    "Ended",
+    "Event",
+    "Failed",
+    "Finished",
+    "Memory",
+    "Metrics",
+    "Output",
+    "Progress",
+    "Started",
+    "decode",
+    "encode",
+]
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    time_s: float = msgspec.field(default_factory=time.monotonic)
+
+
+class Started(_Event, frozen=True, kw_only=True):
+    """The rank is about to run the user's code."""
+
+    pid: int
+
+
+class Progress(_Event, frozen=True, kw_only=True):
+    """Where the rank stands.
+
+    Attributes:
+        step: Steps done in this epoch (or of this bar).
+        total: Steps of this epoch, ``None`` if it isn't known.
+        epoch: The epoch that is running, from 1; ``None`` if the source has no epochs.
+        epochs: How many epochs there will be, ``None`` if it isn't known.
+        steps: Steps done since the rank was started, over all epochs. The rate is made from this.
+        label: What is being counted, such as a bar's description.
+        device: The device that the rank computes on, such as ``cpu`` or ``cuda:0``; empty if not known yet.
+    """
+
+    step: int
+    total: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    steps: int = 0
+    label: str = ""
+    device: str = ""
+
+
+class Metrics(_Event, frozen=True, kw_only=True):
+    """The latest reported value of each metric, and the step (over all epochs) that they belong to."""
+
+    step: int
+    values: dict[str, float]
+
+
+Stream = Literal["stdout", "stderr"]
+
+
+class Output(_Event, frozen=True, kw_only=True):
+    """Whole lines that the rank wrote, without the last newline."""
+
+    stream: Stream
+    text: str
+
+
+class Display(_Event, frozen=True, kw_only=True):
+    """Something the rank displayed: a mime bundle. Binary data is base64 text, as Jupyter has it."""
+
+    data: dict[str, str]
+
+
+class Memory(_Event, frozen=True, kw_only=True):
+    """Memory in use by the rank, of what its device has, in bytes. ``kind`` says which memory that is."""
+
+    used_bytes: int
+    total_bytes: int
+    kind: Literal["host", "device"]
+
+
+class Failed(_Event, frozen=True, kw_only=True):
+    """The user's code raised.
+
+    Attributes:
+        kind: The exception's class name, such as ``ValueError``.
+        message: The exception's text.
+        traceback: The formatted traceback, the user's frames only.
+        line: The innermost line of the user's, such as ``In[7], line 12``; empty if there is none.
+        exception: The exception pickled, empty if it can't be.
+        lost_peer: Whether it only says that another rank has gone, so that the cause is elsewhere.
+    """
+
+    kind: str
+    message: str
+    traceback: str
+    line: str = ""
+    exception: bytes = b""
+    lost_peer: bool = False
+
+
+class Finished(_Event, frozen=True, kw_only=True):
+    """The user's code returned. The result, of ``result_bytes`` bytes, is in the rank's result file."""
+
+    result_bytes: int
+
+
+class Ended(_Event, frozen=True, kw_only=True):
+    """The rank's process is gone. Said by the agent, since a rank that is killed can't say it.
+
+    Attributes:
+        exit_code: Its exit status, ``None`` if a signal ended it.
+        signal: The signal's number, ``None`` if it exited.
+        stopped: Whether the agent had sent the signal, because the run was to end.
+    """
+
+    exit_code: int | None = None
+    signal: int | None = None
+    stopped: bool = False
+
+
+Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode(event: Event) -> bytes:
+    """The event as bytes. Text that UTF-8 can't hold, such as parts of some file names, is written with escapes."""
+    try:
+        return _encoder.encode(event)
+    except UnicodeEncodeError:
+        return _encoder.encode(_without_surrogates(msgspec.to_builtins(event, builtin_types=(bytes,))))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
+    return value
+
+
+def decode(data: bytes) -> Event:
+    """The event that ``encode`` made these bytes from.
+
+    Raises:
+        msgspec.DecodeError: The bytes are no event.
+    """
+    return _decoder.decode(data)

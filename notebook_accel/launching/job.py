@@ -1,0 +1,398 @@
+"""A run, as both of its ends see it: what is sealed and sent to the ranks, and the handle that the notebook holds."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, overload
+
+import msgspec
+
+from notebook_accel import serialization
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import (
+    NotebookAccelError,
+    ProcessStartError,
+    RankEnd,
+    RankFailedError,
+    RunStoppedError,
+    RunTimeoutError,
+    SupervisorLostError,
+    signal_name,
+)
+from notebook_accel.events import Ended, Event, Failed, Finished, Output, Started
+from notebook_accel.launching.messages import Reason
+
+__all__ = ["Control", "Job", "JobSpec", "Results", "Source"]
+
+_LAST_LINES = 10
+_MOST_PENDING_EVENTS = 100_000
+
+Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Source text that is in no file: a cell's. ``label`` is what a traceback calls it, such as ``In[7]``."""
+
+    label: str
+    text: str
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank must know before it opens the payload, whose head this is.
+
+    Attributes:
+        name: The run's name.
+        world_size: Number of ranks.
+        environment: The kernel's environment variables at the launch, with the run's own.
+        working_directory: The kernel's at the launch.
+        sys_path: The kernel's at the launch.
+        sources: Sources of the notebook's functions, by the file name in their code.
+        cell: The cell's source, for a target that is a cell; ``None`` for a function.
+        cell_filename: The file name that the cell's code gets; a key of ``sources``.
+        definitions: The part of the cell that worker processes of a rank need: imports, definitions and constants.
+        calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
+        pull: Names whose values rank 0 sends back beside its result.
+    """
+
+    name: str
+    world_size: int
+    environment: dict[str, str]
+    working_directory: str
+    sys_path: list[str]
+    sources: dict[str, Source] = {}
+    cell: str | None = None
+    cell_filename: str = ""
+    definitions: str = ""
+    calls: str = ""
+    pull: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """As bytes, for the head of the payload."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> JobSpec:
+        """From the bytes of ``encode``."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+
+class Results(Sequence[Any]):
+    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+
+    @overload
+    def __getitem__(self, rank: int) -> Any: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Any]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        return self._values[rank]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Results):
+            return self._values == other._values
+        return self._values == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it holds whatever ranks return, like a list
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+class Control(Protocol):
+    """What an engine lets one do with a run that it has started."""
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in the ranks; after the grace they are ended."""
+
+    def stop(self) -> None:
+        """Ends the ranks: SIGTERM, and SIGKILL after the grace."""
+
+    def kill(self) -> None:
+        """Ends the ranks at once."""
+
+
+class Job:
+    """A run that was started. Made by the launcher, fed by an engine, read by a view and by the user.
+
+    Attributes:
+        id: Unique among the kernel's runs.
+        name: The run's name.
+        config: Its options.
+        world_size: Number of ranks.
+        devices: What they run on, such as ``2 CPUs``.
+        is_background: Whether nobody waits for it in the cell that started it.
+        started_s: When it was started, in seconds of ``time.monotonic()``.
+        ended_s: When it ended, ``None`` as long as it runs.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        config: LaunchConfig,
+        *,
+        devices: str,
+        is_background: bool,
+        shipped: Sequence[Any],
+        result_files: Sequence[int],
+    ) -> None:
+        self.id = job_id
+        self.name = spec.name
+        self.config = config
+        self.world_size = spec.world_size
+        self.devices = devices
+        self.is_background = is_background
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.pulled: dict[str, Any] = {}
+        self._spec = spec
+        self._shipped = shipped
+        self._result_files = result_files
+        self._close_results = weakref.finalize(self, _close_all, tuple(result_files))
+        self._control: Control | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
+        self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(spec.world_size)]
+        self._failures: list[tuple[float, int, Failed]] = []
+        self._ends: dict[int, Ended] = {}
+        self._finished: set[int] = set()
+        self._has_started = False
+        self._reason: Reason = ""
+        self._engine_error: NotebookAccelError | None = None
+        self._outcome: Results | None = None
+        self._error: NotebookAccelError | None = None
+
+    # What users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self._ended.is_set()
+
+    @property
+    def status(self) -> Status:
+        """Where the run stands, in a word."""
+        if not self.done:
+            return "running" if self._has_started else "starting"
+        if self._reason in ("stopped", "interrupted"):
+            return "stopped"
+        return "succeeded" if self._has_all_results() else "failed"
+
+    @property
+    def error(self) -> NotebookAccelError | None:
+        """Why the run did not succeed; ``None`` while it runs and when it did."""
+        if not self.done or self.status == "succeeded":
+            return None
+        with self._lock:
+            if self._error is None:
+                self._error = self._make_error()
+            return self._error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the run has ended; returns whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def results(self, timeout_s: float | None = None) -> Results:
+        """Every rank's result, as soon as all are there.
+
+        Args:
+            timeout_s: How long to wait; ``None``: until the run has ended, which the agent watches over.
+
+        Raises:
+            RunTimeoutError: The run hasn't ended by then; it goes on.
+            RunError: The run has failed or was stopped.
+        """
+        if not self.wait(timeout_s):
+            raise RunTimeoutError(
+                f"The run {self.name!r} has not ended after {timeout_s:g} s.",
+                why="It goes on; asking again later does no harm.",
+                fix="job.results() to wait for its end, job.stop() to end it",
+            )
+        error = self.error
+        if error is not None:
+            raise error
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = self._read_results()
+        return self._outcome
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end."""
+        self._tell(lambda control: control.interrupt())
+
+    def stop(self) -> None:
+        """Ends the run. Doesn't wait for the end."""
+        self._tell(lambda control: control.stop())
+
+    def kill(self) -> None:
+        """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
+        self._tell(lambda control: control.kill())
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r}: {self.status}, {self.world_size} ranks on {self.devices}>"
+
+    # What views and engines call ------------------------------------------------------------------------------------
+
+    def events(self) -> list[tuple[int, Event]]:
+        """What the ranks have said since the last call, each once, with the rank, in order of arrival."""
+        drained = []
+        with contextlib.suppress(IndexError):
+            while True:
+                drained.append(self._pending.popleft())
+        return drained
+
+    def attach(self, control: Control) -> None:
+        """The engine's handle on the run."""
+        self._control = control
+
+    def deliver(self, rank: int, event: Event) -> None:
+        """Takes one event of a rank. Called by the engine's thread."""
+        if isinstance(event, Output):
+            self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
+        elif isinstance(event, Failed):
+            self._failures.append((event.time_s, rank, event))
+        elif isinstance(event, Ended):
+            self._ends[rank] = event
+        elif isinstance(event, Finished):
+            self._finished.add(rank)
+        elif isinstance(event, Started):
+            self._has_started = True
+        self._pending.append((rank, event))
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
+        """The run is over: every rank is gone. Called once, by the engine's thread."""
+        self._reason = reason
+        self._engine_error = error
+        self.ended_s = time.monotonic()
+        if not self._has_all_results():
+            self._close_results()
+        self._ended.set()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, what: Any) -> None:
+        if self._control is not None and not self.done:
+            what(self._control)
+
+    def _has_all_results(self) -> bool:
+        return self._engine_error is None and self._reason == "" and len(self._finished) == self.world_size
+
+    def _read_results(self) -> Results:
+        values = []
+        for rank, descriptor in enumerate(self._result_files):
+            value, pulled = serialization.open_sealed(descriptor, origins=self._shipped).value
+            values.append(value)
+            if rank == 0:
+                self.pulled = pulled
+        self._close_results()
+        return Results(values)
+
+    def _make_error(self) -> NotebookAccelError:
+        if self._engine_error is not None:
+            return self._engine_error
+        if self._reason == "timeout":
+            return RunTimeoutError(
+                f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
+                fix="give timeout_s more time, or leave it out",
+            )
+        if self._reason in ("stopped", "interrupted"):
+            return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
+        if self._reason == "template lost":
+            return SupervisorLostError(
+                "The process that the ranks were forked from has died, and the ranks with it.",
+                why="Something killed it; often that is the system, when memory runs out.",
+                fix="run the cell again: a new one is started",
+            )
+        return self._make_rank_error()
+
+    def _make_rank_error(self) -> RankFailedError | ProcessStartError:
+        """The error of the first rank that failed. One that only lost its peer comes after every other reason."""
+        deaths = [
+            (end.time_s, rank)
+            for rank, end in self._ends.items()
+            if not end.stopped and rank not in self._finished and all(rank != failed for _, failed, _ in self._failures)
+        ]
+        order: list[tuple[bool, float, int, Failed | None]]
+        order = [(failed.lost_peer, time_s, rank, failed) for time_s, rank, failed in self._failures]
+        order += [(False, time_s, rank, None) for time_s, rank in deaths]
+        if not order:
+            return ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
+        _, _, rank, failed = min(order, key=lambda item: item[:3])
+        return self._rank_failed(rank, failed) if failed is not None else self._rank_died(rank, self._ends[rank])
+
+    def _rank_failed(self, rank: int, failed: Failed) -> RankFailedError:
+        message = f": {failed.message}" if failed.message else ""
+        where = f" at {failed.line}" if failed.line else ""
+        error = RankFailedError(
+            f"rank {rank} of {self.world_size} failed{where}: {failed.kind}{message}",
+            rank=rank,
+            world_size=self.world_size,
+            fix=_advice(failed),
+            remote_traceback=failed.traceback,
+            last_output=tuple(self._last_lines[rank]),
+            others=self._others(rank),
+            exit_code=1,
+        )
+        if failed.exception:
+            # An exception class whose constructor doesn't take its own args can't be unpickled; its text is there.
+            with contextlib.suppress(Exception):
+                error.__cause__ = serialization.loads(failed.exception, origins=self._shipped)
+        return error
+
+    def _rank_died(self, rank: int, end: Ended) -> RankFailedError:
+        how = (
+            f"was killed by {signal_name(end.signal)}"
+            if end.signal is not None
+            else f"exited with status {end.exit_code} before its function returned"
+        )
+        return RankFailedError(
+            f"rank {rank} of {self.world_size} {how}.",
+            why=_WHY_KILLED if end.signal == 9 else "",
+            rank=rank,
+            world_size=self.world_size,
+            exit_code=end.exit_code,
+            signal=end.signal,
+            last_output=tuple(self._last_lines[rank]),
+            others=self._others(rank),
+        )
+
+    def _others(self, reported: int) -> tuple[RankEnd, ...]:
+        failed = {rank: f"{event.kind}: {event.message}" for _, rank, event in self._failures}
+        return tuple(
+            RankEnd(rank, end.exit_code, end.signal, end.stopped, failed.get(rank, ""))
+            for rank, end in sorted(self._ends.items())
+            if rank != reported
+        )
+
+
+def _advice(failed: Failed) -> str:
+    """A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source."""
+    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    if found is None or found[1] not in vars(sys.modules["__main__"]):
+        return ""
+    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
+
+
+_WHY_KILLED = "Nothing of notebook-accel sent it. Often it is the system, when the machine's memory runs out."
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,288 @@
+"""``notebook_launcher``: a function, or a cell, on every device, and its results back in the notebook."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from notebook_accel import config as configuration
+from notebook_accel import environment, serialization
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, PreflightError
+from notebook_accel.launching import local, preflight, sources
+from notebook_accel.launching.cell import Cell
+from notebook_accel.launching.job import Job, JobSpec, Results, Source
+from notebook_accel.launching.view import View, open_view
+from notebook_accel.launching.worker import Target
+
+__all__ = ["follow", "launch_cell", "launch_function", "notebook_launcher"]
+
+_REFRESH_PERIOD_S = 0.2
+_numbers = itertools.count(1)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,  # noqa: ARG001 - a name that callers use; it means nothing without restarts
+    log_line_prefix_template: str | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    background: bool = False,
+    start_method: str = "auto",
+    use_cpu: bool = False,
+    allow_initialized_cuda: bool = False,
+    timeout_s: float | None = None,
+    grace_s: float | None = None,
+    name: str = "",
+    view: str = "auto",
+) -> Results | Job:
+    """Runs a function in several processes, each a rank with a device of its own, and returns what they return.
+
+    The ranks start clean: they have the function, its arguments and the notebook's names that it uses, by value, and
+    the kernel's environment variables, working directory and import path; nothing else of the kernel.
+
+    Configuration files are not read here; ``%%distributed`` and the command line read them.
+
+    Args:
+        function: What each rank calls.
+        args: Its positional arguments.
+        num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks.
+        use_port: TCP port of the ranks' store. Default: a free one.
+        master_addr: Several nodes are not there yet: this machine, ``127.0.0.1`` or ``localhost``.
+        node_rank: Several nodes are not there yet: 0.
+        num_nodes: Several nodes are not there yet: 1.
+        rdzv_backend: Several nodes are not there yet: ``static``.
+        rdzv_endpoint: Several nodes are not there yet: empty.
+        rdzv_conf: Several nodes are not there yet: ``None``.
+        rdzv_id: Several nodes are not there yet: ``none``.
+        max_restarts: Restarts are not there yet: 0.
+        monitor_interval: Has a meaning only with restarts.
+        log_line_prefix_template: Not there yet: ``None``.
+        kwargs: The function's keyword arguments.
+        background: Return a ``Job`` at once instead of waiting for the results.
+        start_method: How ranks come into being: ``auto`` or ``spawn``.
+        use_cpu: Train on the CPU also where there are GPUs.
+        allow_initialized_cuda: Go on although CUDA is in use in the kernel.
+        timeout_s: Stop the run after so many seconds.
+        grace_s: Seconds that a rank has to end by itself before it is killed.
+        name: Name of the run in the panel. Default: the function's name.
+        view: What shows the run: ``auto``, ``panel``, ``lines`` or ``none``.
+
+    Returns:
+        ``Results``, one value a rank; or, with ``background=True``, the ``Job``.
+
+    Raises:
+        ConfigError: An option has a value that it can't have, or that isn't there yet.
+        PreflightError: This machine or this kernel can't do it.
+        PayloadError: Something that the function uses can't be sent.
+        RankFailedError: A rank failed; the first one in time. Its own exception is the cause.
+        RunTimeoutError: ``timeout_s`` ran out.
+        KeyboardInterrupt: The kernel was interrupted; every rank is gone.
+    """
+    _refuse_what_is_not_there(
+        master_addr=(master_addr in ("127.0.0.1", "localhost"), master_addr),
+        node_rank=(node_rank == 0, node_rank),
+        num_nodes=(num_nodes == 1, num_nodes),
+        rdzv_backend=(rdzv_backend == "static", rdzv_backend),
+        rdzv_endpoint=(not rdzv_endpoint, rdzv_endpoint),
+        rdzv_conf=(not rdzv_conf, rdzv_conf),
+        rdzv_id=(rdzv_id == "none", rdzv_id),
+        max_restarts=(max_restarts == 0, max_restarts),
+        log_line_prefix_template=(log_line_prefix_template is None, log_line_prefix_template),
+    )
+    if not callable(function):
+        raise ConfigError(
+            f"notebook_launcher takes a function, not {type(function).__name__}.",
+            fix="notebook_launcher(train, args=(...)): the function itself, without calling it",
+        )
+    options = configuration.resolve(
+        {
+            "num_processes": num_processes,
+            "mixed_precision": mixed_precision,
+            "main_process_port": None if use_port is None else _port(use_port),
+            "start_method": start_method,
+            "use_cpu": use_cpu,
+            "allow_initialized_cuda": allow_initialized_cuda,
+            "timeout_s": timeout_s,
+            "grace_s": grace_s,
+            "name": name,
+            "view": view,
+        },
+        environ={},
+    )
+    job = launch_function(function, tuple(args), dict(kwargs or {}), options, background=background)
+    return job if background else follow(job)
+
+
+def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:
+    for option, (is_default, value) in given.items():
+        if not is_default:
+            raise ConfigError(
+                f"{option}={value!r} is not there yet.",
+                why="Several nodes and restarts come in a later version; this one runs on one machine, once.",
+                fix=f"leave out {option}",
+            )
+
+
+def _port(use_port: str | int) -> Any:
+    return int(use_port) if isinstance(use_port, str) and use_port.isdigit() else use_port
+
+
+def launch_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: LaunchConfig,
+    *,
+    background: bool = False,
+) -> Job:
+    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start."""
+    label = getattr(function, "__name__", type(function).__name__)
+    roots = {f'function "{label}"': function}
+    roots |= {f"argument {index}": value for index, value in enumerate(args)}
+    roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
+    target = Target(names={}, function=function, args=args, kwargs=kwargs)
+    return _launch(target, roots, config, background=background, name=config.name or label)
+
+
+def launch_cell(
+    cell: Cell,
+    config: LaunchConfig,
+    *,
+    namespace: Mapping[str, Any],
+    args: tuple[Any, ...] = (),
+    push: Sequence[str] = (),
+    pull: Sequence[str] = (),
+    background: bool = False,
+) -> Job:
+    """Starts a cell on all ranks and returns its job.
+
+    Args:
+        cell: The cell.
+        config: The options.
+        namespace: The notebook's names, of which the ranks get those that the cell uses.
+        args: Arguments for the function that the cell ends by defining.
+        push: Further names to send.
+        pull: Names whose values on rank 0 come back; they are in ``Job.pulled`` once the results are there.
+        background: Whether nobody will wait for it in the cell.
+    """
+    names = cell.captured(namespace, push)
+    roots = {f'global "{name}"': value for name, value in names.items()}
+    roots |= {f"argument {index}": value for index, value in enumerate(args)}
+    return _launch(
+        Target(names=names, args=args),
+        roots,
+        config,
+        background=background,
+        name=config.name or cell.calls or cell.label,
+        sources={cell.label: Source(cell.label, cell.source)},
+        cell=cell.source,
+        cell_filename=cell.label,
+        definitions=cell.definitions,
+        calls=cell.calls,
+        pull=tuple(pull),
+    )
+
+
+def _launch(
+    target: Target, roots: Mapping[str, Any], config: LaunchConfig, *, background: bool, name: str, **of_cell: Any
+) -> Job:
+    devices = preflight.Devices(config)
+    findings = preflight.check(config)
+    if any(finding.refuses for finding in findings):
+        raise PreflightError(findings)
+    world_size = config.num_processes or devices.available
+    pickled = serialization.pickle_by_value(target, roots=roots, namespace=sys.modules["__main__"].__dict__)
+    spec = JobSpec(
+        name=name,
+        world_size=world_size,
+        environment={**os.environ, **_variables(config, devices)},
+        working_directory=os.getcwd(),
+        sys_path=list(sys.path),
+        sources=sources.of_functions(pickled.shipped) | of_cell.pop("sources", {}),
+        **of_cell,
+    )
+    payload = serialization.memory_file("notebook-accel-payload")
+    try:
+        serialization.seal(payload, pickled, spec.encode())
+        serialization.make_unwritable(payload)
+        result_files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(world_size)]
+        job = Job(
+            f"{os.getpid()}-{next(_numbers)}",
+            spec,
+            config,
+            devices=devices.describe(world_size),
+            is_background=background,
+            shipped=pickled.shipped,
+            result_files=result_files,
+        )
+        local.engine().start(job, payload, result_files)
+    finally:
+        os.close(payload)
+    print(f"Launching training on {job.devices}.")
+    if background:
+        threading.Thread(
+            target=_draw_until_done, args=(job, open_view(job)), name=f"notebook-accel-view-{job.id}", daemon=True
+        ).start()
+    return job
+
+
+def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, str]:
+    variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+    if devices.kind == "CPU":
+        # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
+        variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+    return variables
+
+
+def _draw_until_done(job: Job, view: View) -> None:
+    while not job.wait(_REFRESH_PERIOD_S):
+        view.refresh()
+    view.close()
+
+
+def follow(job: Job) -> Results:
+    """Waits for a job in the foreground, with its view drawn; its results.
+
+    An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
+
+    Raises:
+        RunError: The run has failed or was stopped.
+        KeyboardInterrupt: The kernel was interrupted; every rank is gone.
+    """
+    view = None
+    try:
+        view = open_view(job)
+        _draw_until_done(job, view)
+    except KeyboardInterrupt:
+        _end_interrupted(job)
+        if view is not None:
+            view.close()
+        raise
+    return job.results()
+
+
+def _end_interrupted(job: Job) -> None:
+    try:
+        job.interrupt()
+        job.wait(3 * job.config.grace_s + 10)
+    except KeyboardInterrupt:
+        job.kill()
+        job.wait(10)

@@ -1,0 +1,157 @@
+"""What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
+
+kernel -> agent      Prepare, Launch, End, Quit
+agent -> kernel      Said, RunEnded, Broken
+agent -> template    Fork
+template -> agent    Ready, Forked, Exited
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "Broken",
+    "End",
+    "Exited",
+    "Fork",
+    "Forked",
+    "Launch",
+    "Prepare",
+    "Quit",
+    "Ready",
+    "RunEnded",
+    "Said",
+    "decode_for_agent",
+    "decode_for_kernel",
+    "decode_from_template",
+    "encode",
+]
+
+How = Literal["interrupt", "stop", "kill"]
+Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Prepare(_Message, frozen=True, kw_only=True):
+    """Have a template ready that was started with this environment and import path. Later launches use it."""
+
+    environment: dict[str, str]
+    sys_path: list[str]
+
+
+class Launch(_Message, frozen=True, kw_only=True):
+    """Start a run. Descriptors: the payload, then one result file a rank."""
+
+    job_id: str
+    world_size: int
+    port: int
+    grace_s: float
+    timeout_s: float | None
+
+
+class End(_Message, frozen=True, kw_only=True):
+    """End a run: SIGINT first, or SIGTERM, or SIGKILL. The stronger ones follow by themselves after the grace."""
+
+    job_id: str
+    how: How
+
+
+class Quit(_Message, frozen=True):
+    """Kill what runs and go."""
+
+
+class Said(_Message, frozen=True, kw_only=True):
+    """An encoded event of a rank."""
+
+    job_id: str
+    rank: int
+    event: msgspec.Raw
+
+
+class RunEnded(_Message, frozen=True, kw_only=True):
+    """Every process of the run is gone and everything that it said has been said."""
+
+    job_id: str
+    reason: Reason
+
+
+class Broken(_Message, frozen=True, kw_only=True):
+    """No template can be had, or a run could not be started."""
+
+    text: str
+    job_id: str = ""
+
+
+class Fork(_Message, frozen=True, kw_only=True):
+    """Fork one rank.
+
+    Descriptors: payload, result file, connection, stdout, stderr, and the store's listening socket if it ``listens``.
+    """
+
+    job_id: str
+    rank: int
+    world_size: int
+    port: int
+    listens: bool
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """The template has imported what ranks need. ``seconds`` is how long that took."""
+
+    seconds: float
+
+
+class Forked(_Message, frozen=True, kw_only=True):
+    """The rank exists and leads a process group of its own, of the same number."""
+
+    job_id: str
+    rank: int
+    pid: int
+
+
+class Exited(_Message, frozen=True, kw_only=True):
+    """The rank is gone, and so is every process of its group. ``status`` is as from ``os.waitstatus_to_exitcode``."""
+
+    job_id: str
+    rank: int
+    status: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_for_agent: msgspec.msgpack.Decoder[Prepare | Launch | End | Quit] = msgspec.msgpack.Decoder(
+    Prepare | Launch | End | Quit
+)
+_for_kernel: msgspec.msgpack.Decoder[Said | RunEnded | Broken] = msgspec.msgpack.Decoder(Said | RunEnded | Broken)
+_from_template: msgspec.msgpack.Decoder[Ready | Forked | Exited] = msgspec.msgpack.Decoder(Ready | Forked | Exited)
+_for_template = msgspec.msgpack.Decoder(Fork)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_for_agent(body: bytes) -> Prepare | Launch | End | Quit:
+    """What the kernel told the agent."""
+    return _for_agent.decode(body)
+
+
+def decode_for_kernel(body: bytes) -> Said | RunEnded | Broken:
+    """What the agent told the kernel."""
+    return _for_kernel.decode(body)
+
+
+def decode_from_template(body: bytes) -> Ready | Forked | Exited:
+    """What the template told the agent."""
+    return _from_template.decode(body)
+
+
+def decode_for_template(body: bytes) -> Fork:
+    """What the agent told the template."""
+    return _for_template.decode(body)

@@ -1,0 +1,116 @@
+"""What is checked before a launch, without importing torch or waking a device.
+
+Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import Finding
+
+__all__ = ["Devices", "check", "visible_gpus"]
+
+
+class Devices:
+    """What ranks will run on.
+
+    Attributes:
+        kind: ``CPU`` or ``GPU``.
+        available: How many there are; for CPUs, how many ranks run by default, which is one.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        gpus = 0 if config.use_cpu else visible_gpus()
+        self.kind = "GPU" if gpus else "CPU"
+        self.available = gpus or 1
+
+    def describe(self, count: int) -> str:
+        """``2 CPUs``, ``1 GPU``."""
+        return f"{count} {self.kind}{'' if count == 1 else 's'}"
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """How many GPUs a new process would see, asked of the driver's management library, which leaves CUDA asleep.
+
+    ``CUDA_VISIBLE_DEVICES`` is read as the driver does: the list ends at the first entry that names no device.
+    """
+    installed = _installed_gpus()
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return installed
+    count = 0
+    for entry in listed.split(","):
+        name = entry.strip()
+        is_index = name.isdigit() and int(name) < installed
+        if not is_index and not name.startswith(("GPU-", "MIG-")):
+            break
+        count += 1
+    return count
+
+
+def _installed_gpus() -> int:
+    with contextlib.suppress(Exception):  # no library, no driver, no permission: all mean that ranks would see none
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        try:
+            return int(nvml.nvmlDeviceGetCount())
+        finally:
+            nvml.nvmlShutdown()
+    return 0
+
+
+def check(config: LaunchConfig) -> tuple[Finding, ...]:
+    """All that speaks against a launch with these options, from this process."""
+    findings = [_platform(), _too_many_ranks(config), _half_precision_on_cpu(config), _cuda_in_use(config)]
+    return tuple(finding for finding in findings if finding is not None)
+
+
+def _platform() -> Finding | None:
+    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+        return None
+    return Finding(
+        f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
+        "Ranks are started and cleaned up with process descriptors and anonymous memory files, which only Linux has.",
+        "use Linux, or WSL 2 on Windows; everything that needs no launch works here",
+    )
+
+
+def _too_many_ranks(config: LaunchConfig) -> Finding | None:
+    devices = Devices(config)
+    if devices.kind == "CPU" or config.num_processes is None or config.num_processes <= devices.available:
+        return None
+    return Finding(
+        f"{config.num_processes} processes were asked for, and there are {devices.describe(devices.available)}.",
+        "Each rank needs a GPU of its own: NCCL refuses two ranks on one.",
+        f"--num_processes {devices.available}, or --use_cpu to train on the CPU",
+    )
+
+
+def _half_precision_on_cpu(config: LaunchConfig) -> Finding | None:
+    if config.mixed_precision != "fp16" or Devices(config).kind != "CPU":
+        return None
+    return Finding(
+        "mixed_precision='fp16' was asked for, and the ranks run on the CPU.",
+        "fp16 needs gradient scaling, which works on GPUs; on a CPU most operations have no fp16 version.",
+        "--mixed_precision bf16, or no",
+    )
+
+
+def _cuda_in_use(config: LaunchConfig) -> Finding | None:
+    torch = sys.modules.get("torch")
+    if torch is None or config.use_cpu or not torch.cuda.is_initialized():
+        return None
+    held = sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+    return Finding(
+        f"CUDA is in use in this kernel: it holds {held / 2**20:,.0f} MiB of GPU memory, and what the driver needs.",
+        "What the kernel holds, the ranks can't have; and a model that is on the GPU can't be sent to them.",
+        "restart the kernel and make tensors on the GPU only inside the cell or function; "
+        "or --allow_initialized_cuda (allow_initialized_cuda=True) to go on: ranks start clean",
+        refuses=not config.allow_initialized_cuda,
+    )

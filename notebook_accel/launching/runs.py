@@ -1,0 +1,135 @@
+"""The agent's account of one run: its ranks, why it is ending, and what is still to be sent to end it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+
+from notebook_accel.channel import Connection
+from notebook_accel.launching import messages
+from notebook_accel.launching.output import LineReader
+from notebook_accel.launching.processes import kill_group
+
+__all__ = ["Rank", "Run"]
+
+_EXIT_DEADLINE_S = 5.0  # from the run's last word to its last exit
+_REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
+_STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
+    "interrupt": (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
+    "stop": (signal.SIGTERM, signal.SIGKILL),
+    "kill": (signal.SIGKILL,),
+}
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of a run.
+
+    Attributes:
+        number: Its rank.
+        connection: Over which it says its events.
+        readers: Of its standard output and error.
+        pid: ``None`` until it was forked.
+        status: How it exited, ``None`` while it lives.
+        said_finished: Whether its result is there.
+        was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
+    """
+
+    number: int
+    connection: Connection
+    readers: list[LineReader] = dataclasses.field(default_factory=list)
+    pid: int | None = None
+    status: int | None = None
+    said_finished: bool = False
+    was_told_to_end: bool = False
+
+    def forked(self, pid: int) -> None:
+        """It exists from now on; if its end was decided before, it ends now."""
+        self.pid = pid
+        if self.was_told_to_end:
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal: to the rank itself, so that its own code can react; SIGKILL to all that it has started."""
+        if self.pid is None:
+            return
+        if number == signal.SIGKILL:
+            kill_group(self.pid)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@dataclasses.dataclass
+class Run:
+    """One run.
+
+    Attributes:
+        launch: What the kernel asked for.
+        descriptors: What came with it, until the ranks have it.
+        ranks: In order; empty until the run is started.
+        reason: Why it is ending or has ended; empty as long as nothing but success ends it.
+    """
+
+    launch: messages.Launch
+    descriptors: list[int]
+    ranks: list[Rank] = dataclasses.field(default_factory=list)
+    reason: messages.Reason = ""
+    _deadline_s: float | None = None
+    _steps: list[signal.Signals] = dataclasses.field(default_factory=list)
+    _next_step_s: float | None = None
+
+    @property
+    def alive(self) -> list[Rank]:
+        """The ranks that have not exited."""
+        return [rank for rank in self.ranks if rank.status is None]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has exited."""
+        return not self.alive
+
+    def started(self) -> None:
+        """Its time runs from now on."""
+        if self.launch.timeout_s is not None:
+            self._deadline_s = time.monotonic() + self.launch.timeout_s
+
+    def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:
+        """Begins to end it. The first reason stays; a later end can only be a stronger one."""
+        self.reason = self.reason or (reason or _REASONS[how])
+        self._steps = list(_STEPS[how])
+        self._step(time.monotonic())
+
+    def release(self) -> None:
+        """Every rank has finished: lets them go. They wait for it, since rank 0 serves the store that all use."""
+        for rank in self.alive:
+            rank.connection.shutdown()
+        self._steps, self._next_step_s = [signal.SIGKILL], time.monotonic() + _EXIT_DEADLINE_S
+
+    def tick(self, now_s: float) -> None:
+        """Does what has become due."""
+        if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
+            self.end("stop", "timeout")
+        if self._next_step_s is not None and now_s > self._next_step_s:
+            self._step(now_s)
+
+    def close_descriptors(self) -> None:
+        """Closes what came with the launch."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+
+    def _step(self, now_s: float) -> None:
+        number = self._steps.pop(0)
+        for rank in self.alive:
+            rank.was_told_to_end = True
+            rank.signal(number)
+        self._next_step_s = now_s + self.launch.grace_s if self._steps else None
+
+
+def reason_of(how: messages.How) -> messages.Reason:
+    """What a run that never started ended by."""
+    return _REASONS[how]

@@ -1,0 +1,147 @@
+"""What code from a notebook expects around it, in a rank: ``get_ipython()``, ``display()``, tqdm's bars.
+
+Small stand-ins that need no kernel. Which line magics work is stated here once; the others are refused before a launch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accel import reporting
+
+__all__ = ["LINE_MAGICS", "RankShell", "install"]
+
+
+class RankShell:
+    """The ``get_ipython()`` of a rank: shell commands and a few line magics, nothing of a kernel.
+
+    Args:
+        namespace: The rank's ``__main__``.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.user_ns = namespace
+
+    def system(self, command: str) -> None:
+        """``!command``: its output is the rank's output."""
+        sys.stdout.flush()
+        self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
+
+    def getoutput(self, command: str, split: bool = True) -> list[str] | str:
+        """``x = !command``: its output's lines."""
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.stdout.splitlines() if split else done.stdout
+
+    def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
+        """``%name line``, for the names in ``LINE_MAGICS``."""
+        return LINE_MAGICS[name](self, line)
+
+
+def _time(shell: RankShell, line: str) -> Any:
+    started = time.perf_counter()
+    try:
+        value = eval(compile(line, "<%time>", "eval"), shell.user_ns)
+    except SyntaxError:
+        value = None
+        exec(compile(line, "<%time>", "exec"), shell.user_ns)
+    print(f"Wall time: {time.perf_counter() - started:.3g} s")
+    return value
+
+
+def _env(_: RankShell, line: str) -> Any:
+    name, has_value, value = line.strip().replace(" ", "=", 1).partition("=")
+    if not name:
+        return dict(os.environ)
+    if not has_value:
+        return os.environ.get(name)
+    os.environ[name] = value
+    return None
+
+
+LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
+    "cd": lambda _shell, line: os.chdir(os.path.expanduser(line.strip() or "~")),
+    "env": _env,
+    "matplotlib": lambda _shell, _line: None,  # a rank draws to files or through display()
+    "pwd": lambda _shell, _line: os.getcwd(),
+    "set_env": _env,
+    "sx": lambda shell, line: shell.getoutput(line),
+    "system": lambda shell, line: shell.getoutput(line),
+    "time": _time,
+}
+
+
+def install(namespace: dict[str, Any]) -> None:
+    """Puts the stand-ins where notebook code looks for them."""
+    shell = RankShell(namespace)
+    builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
+    builtins.display = _display  # type: ignore[attr-defined]
+    if "tqdm.std" in sys.modules:
+        _adopt_tqdm(sys.modules["tqdm.std"].tqdm)
+
+
+def _display(*objects: Any, **_: Any) -> None:
+    for obj in objects:
+        data = {"text/plain": repr(obj)}
+        html = getattr(obj, "_repr_html_", lambda: None)()
+        if html:
+            data["text/html"] = html
+        reporting.reporter().display(data)
+
+
+def _adopt_tqdm(bar_class: Any) -> None:
+    """From now on bars are counted in the rank's row instead of being drawn over its output."""
+    original_init, original_close = bar_class.__init__, bar_class.close
+    open_bars: list[_BarCounter] = []
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **{"file": _NOWHERE, **kwargs})
+        counts_itself = isinstance(getattr(self.iterable, "counter", None), reporting.Counter)
+        if self.disable or counts_itself:  # a prepared loader's own count is the better one
+            return
+        open_bars.append(_BarCounter(self))
+        reporting.reporter().show_outer(open_bars[0])
+        reporting.reporter().show(open_bars[-1])
+
+    def close(self: Any) -> None:
+        for counter in [counter for counter in open_bars if counter.bar is self]:
+            open_bars.remove(counter)
+            reporting.reporter().show_outer(open_bars[0] if open_bars else None)
+        original_close(self)
+
+    bar_class.__init__, bar_class.close = init, close
+
+
+class _BarCounter(reporting.Counter):
+    """Reads a bar's own count, so that the loop under it costs what it costs without us."""
+
+    __slots__ = ("bar",)
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        super().__init__(label=bar.desc or "", total=bar.total)
+        bar.notebook_accel_counter = self  # reporters hold counters weakly: this one lives as long as its bar
+
+    @property
+    def step(self) -> int:  # a plain attribute elsewhere, so that training can increment it
+        return int(self.bar.n)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        """Counters start at zero; the bar knows better."""
+
+
+class _Nowhere(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+_NOWHERE = _Nowhere()

@@ -1,0 +1,201 @@
+"""One rank: from a fork of the template to the end of the user's code.
+
+Everything here runs in the forked process, before, around and after the user's code.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import dataclasses
+import importlib
+import importlib.machinery
+import linecache
+import os
+import random
+import signal
+import sys
+import threading
+import types
+from typing import Any, TextIO
+
+from notebook_accel import events, reporting, serialization
+from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.environment import RankPlace
+from notebook_accel.launching import failure, messages, stand_ins, store
+from notebook_accel.launching.job import JobSpec
+
+__all__ = ["Target", "open_namespace", "run"]
+
+_SEND_DEADLINE_S = 30.0
+NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
+
+
+@dataclasses.dataclass
+class Target:
+    """What the payload holds: the names that the code uses, and what is called with which arguments.
+
+    Attributes:
+        names: Names of the notebook and their values, for the rank's ``__main__``.
+        function: The function to call; ``None`` if the code is a cell.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    names: dict[str, Any]
+    function: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(order: messages.Fork, descriptors: list[int]) -> int:
+    """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
+    payload, result, connection, stdout, stderr, *listening = descriptors
+    _take_over_streams(stdout, stderr)
+    _reset_process()
+    spec = JobSpec.decode(serialization.read_head(payload))
+    place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
+    link = Connection.from_descriptor(connection)
+    link.set_timeout(_SEND_DEADLINE_S)
+    reporter = reporting.connect(link)
+    os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
+    last, status = _run_to_the_end(spec, place, payload, result, listening)
+    with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    reporter.close()
+    reporter.send(last)
+    if status == 0:
+        _wait_for_release(link)
+    _leave()
+    return status
+
+
+def _run_to_the_end(
+    spec: JobSpec, place: RankPlace, payload: int, result: int, listening: list[int]
+) -> tuple[events.Event, int]:
+    """Everything that can raise; the rank's last word and its exit status."""
+    shipped: list[Any] = []
+    try:
+        _take_over_environment(spec, place)
+        served = [store.serve(place, descriptor) for descriptor in listening]  # noqa: F841 - for as long as it lives
+        store.join()
+        reporting.reporter().send(events.Started(pid=os.getpid()))
+        module = _become_main(payload)
+        opened = open_namespace(spec, payload, module.__dict__)
+        shipped.extend(obj for _, obj in opened.shipped)
+        try:
+            value = _call(spec, opened.value, module.__dict__)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            value = None
+        pulled = {name: failure.look_up(module.__dict__, name) for name in spec.pull} if place.rank == 0 else {}
+        return events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped)), 0
+    except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        return failure.describe(error, spec, shipped), 1
+
+
+def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
+    """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
+    for filename, source in spec.sources.items():
+        # Without a modification time the cache never looks for a file of that name.
+        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+    opened = serialization.open_sealed(payload, namespace=namespace)
+    namespace.update({name: obj for name, obj in opened.shipped if name is not None})
+    namespace.update(opened.value.names)
+    return opened
+
+
+def _take_over_streams(stdout: int, stderr: int) -> None:
+    for descriptor, number in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # By line, so that what is printed is seen at once and whole, whichever rank prints beside it.
+    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
+
+
+def _by_line(descriptor: int) -> TextIO:
+    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _reset_process() -> None:
+    """Undoes what is right for the template and wrong for a rank."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.argv = [""]
+    # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    os.environ.update(place.variables())
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of one machine need no other
+    sys.path[:] = spec.sys_path
+    os.chdir(spec.working_directory)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch read the variable when the template imported it, so tell it the other way.
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+
+
+def _become_main(payload: int) -> types.ModuleType:
+    """A new ``__main__``, as a notebook's code expects it.
+
+    Its spec names a module that worker processes started by spawn or forkserver can run to have the same names: that is
+    how multiprocessing looks for them.
+    """
+    module = types.ModuleType("__main__")
+    module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.worker_main", None)
+    sys.modules["__main__"] = module
+    os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
+    stand_ins.install(module.__dict__)
+    return module
+
+
+def _call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
+    if spec.cell is None:
+        return target.function(*target.args, **target.kwargs)
+    value = _run_cell(spec.cell, spec.cell_filename, namespace)
+    if spec.calls:
+        return namespace[spec.calls](*target.args, **target.kwargs)
+    return value
+
+
+def _run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+    """Runs the cell at module level; the value of its last statement, if that is an expression."""
+    tree = ast.parse(source, filename)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+        return None
+    tree.body.pop()
+    exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+    return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
+
+
+def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], shipped: list[Any]) -> int:
+    roots = {f"the result of rank {rank}": value, **{f'name "{name}"': obj for name, obj in pulled.items()}}
+    pickled = serialization.pickle_by_value((value, pulled), roots=roots, origins=shipped, device_tensors_to_cpu=True)
+    return serialization.seal(result, pickled)
+
+
+def _wait_for_release(link: Connection) -> None:
+    """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups."""
+    link.set_timeout(None)  # the agent always ends the run, and the template's end kills this process
+    with contextlib.suppress(ClosedError):
+        while True:
+            link.receive()
+
+
+def _leave() -> None:
+    """What an interpreter's end does for the user's code, without taking torch apart, which takes long."""
+    with contextlib.suppress(Exception):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
+        atexit._run_exitfuncs()  # ends DataLoader workers, and runs what the user registered

@@ -1,0 +1,29 @@
+"""The ``__main__`` of a process that a rank's multiprocessing has started by spawn or forkserver.
+
+Run by multiprocessing under the name ``__mp_main__``: what stands in its namespace afterwards is what objects from the
+rank's ``__main__`` are looked up in. Imports, definitions and constants of the cell are run again; nothing else is.
+"""
+
+import contextlib
+import os
+
+from notebook_accel import serialization
+from notebook_accel.launching import worker
+from notebook_accel.launching.job import JobSpec
+
+
+def _fill(namespace: dict[str, object]) -> None:
+    descriptor = os.open(os.environ[worker.NAMESPACE_VARIABLE], os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        spec = JobSpec.decode(serialization.read_head(descriptor))
+        worker.open_namespace(spec, descriptor, namespace)
+    finally:
+        os.close(descriptor)
+    if spec.definitions:
+        # What a definition needs from the statements that are left out is missed only by code that uses it.
+        with contextlib.suppress(NameError):
+            exec(compile(spec.definitions, spec.cell_filename, "exec", dont_inherit=True), namespace)
+
+
+if __name__ == "__mp_main__":
+    _fill(globals())

@@ -1,0 +1,234 @@
+"""The rank's side of the panel: what is counted and measured, and when it is said.
+
+Training code counts with one attribute increment a step. A thread looks five times a second and sends what has changed,
+so that neither the rate of steps nor a slow reader can slow down training.
+
+Outside a launched rank everything here works and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from notebook_accel import events
+from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.errors import ConfigError
+
+__all__ = ["Counter", "Reporter", "connect", "report", "reporter"]
+
+_SAMPLE_PERIOD_S = 0.2
+_MEMORY_PERIOD_SAMPLES = 5
+_CLOSE_DEADLINE_S = 10.0
+
+
+class Counter:
+    """Steps of one loader or bar. Training increments ``step``; all else is read by the sampler.
+
+    Attributes:
+        step: Steps done in the running epoch.
+        total: Steps of the epoch, ``None`` if not known.
+        epoch: The running epoch from 1, ``None`` if this counts no epochs.
+        label: What is counted.
+        done_before: Steps of the epochs before this one.
+    """
+
+    __slots__ = ("done_before", "epoch", "label", "step", "total")
+
+    def __init__(self, label: str = "", total: int | None = None) -> None:
+        self.step = 0
+        self.total = total
+        self.epoch: int | None = None
+        self.label = label
+        self.done_before = 0
+
+    def start(self, epoch: int | None = None, total: int | None = None) -> None:
+        """Begins an epoch and makes this the counter that the rank's row shows."""
+        self.done_before += self.step
+        self.step = 0
+        self.epoch = epoch
+        self.total = total
+        reporter().show(self)
+
+
+class Reporter:
+    """Samples counters, metrics and memory of this process and sends them to the agent.
+
+    Args:
+        connection: Where to, ``None`` outside a launched rank.
+    """
+
+    def __init__(self, connection: Connection | None = None) -> None:
+        self._connection = connection
+        self._shown: Counter | None = None
+        self._outer: Counter | None = None
+        self._values: dict[str, Any] = {}
+        self._values_changed = False
+        self._last_progress: events.Progress | None = None
+        self._displays: collections.deque[events.Display] = collections.deque(maxlen=1000)
+        self._device = ""
+        self._device_memory: Callable[[], tuple[int, int]] | None = None
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether somebody is told: true in a launched rank, false elsewhere and in processes that the rank forks."""
+        return self._connection is not None and self._pid == os.getpid()
+
+    def start(self) -> None:
+        """Starts the sampling thread."""
+        self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
+        self._thread.start()
+
+    def show(self, counter: Counter) -> None:
+        """From now on the rank's row shows this counter."""
+        self._shown = counter
+
+    def show_outer(self, counter: Counter | None) -> None:
+        """The counter around the shown one, such as a bar over epochs: gives the epoch and how many there will be."""
+        self._outer = counter
+
+    def set_device(self, name: str, memory: Callable[[], tuple[int, int]] | None = None) -> None:
+        """Names the rank's device; ``memory`` gives its used and total bytes and is called once a second."""
+        self._device = name
+        self._device_memory = memory
+
+    def set_metrics(self, values: Mapping[str, Any]) -> None:
+        """Replaces the latest value of each named metric. Tensors are read later, by the sampling thread."""
+        self._values.update(values)
+        self._values_changed = True
+
+    def display(self, data: dict[str, str]) -> None:
+        """Shows a mime bundle in the notebook, in its turn."""
+        self._displays.append(events.Display(data=data))
+
+    def send(self, event: events.Event) -> None:
+        """Sends one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
+        if self._connection is not None and self.is_connected:
+            with contextlib.suppress(ClosedError, TimeoutError):
+                self._connection.send(events.encode(event))
+
+    def close(self) -> None:
+        """Stops sampling and sends what was not said yet."""
+        self._stop.set()
+        if self._thread is not None and self.is_connected:
+            self._thread.join(_CLOSE_DEADLINE_S)
+        self._sample()
+
+    def _run(self) -> None:
+        samples = 0
+        while not self._stop.is_set():
+            self._sample()
+            if samples % _MEMORY_PERIOD_SAMPLES == 0:
+                self._sample_memory()
+            samples += 1
+            self._stop.wait(_SAMPLE_PERIOD_S)
+
+    def _sample(self) -> None:
+        while self._displays:
+            self.send(self._displays.popleft())
+        progress = self._progress()
+        if progress is not None and not _same_progress(progress, self._last_progress):
+            self._last_progress = progress
+            self.send(progress)
+        if self._values_changed:
+            self._values_changed = False
+            numbers = {name: _number(value) for name, value in list(self._values.items())}
+            values = {name: number for name, number in numbers.items() if number is not None}
+            self.send(events.Metrics(step=progress.steps if progress else 0, values=values))
+
+    def _progress(self) -> events.Progress | None:
+        counter, outer = self._shown, self._outer
+        if counter is None:
+            return None
+        epoch, epochs = counter.epoch, None
+        if outer is not None and outer is not counter and outer.total is not None:
+            epoch, epochs = min(outer.step + 1, outer.total), outer.total
+        return events.Progress(
+            step=counter.step,
+            total=counter.total,
+            epoch=epoch,
+            epochs=epochs,
+            steps=counter.done_before + counter.step,
+            label=counter.label,
+            device=self._device,
+        )
+
+    def _sample_memory(self) -> None:
+        if self._device_memory is None:
+            self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=_host_bytes(), kind="host"))
+            return
+        try:
+            used, total = self._device_memory()
+        except RuntimeError:  # the device has failed: training will say so, and the sampler must go on
+            return
+        self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device"))
+
+
+def _same_progress(new: events.Progress, old: events.Progress | None) -> bool:
+    return old is not None and (new.step, new.total, new.steps, new.epoch, new.epochs, new.label, new.device) == (
+        old.step, old.total, old.steps, old.epoch, old.epochs, old.label, old.device
+    )  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    item = getattr(value, "item", None)
+    try:
+        return float(item() if callable(item) else value)
+    except (TypeError, ValueError, RuntimeError):  # a complex number, or a tensor whose device has failed
+        return None
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+_reporter = Reporter()
+
+
+def reporter() -> Reporter:
+    """This process's reporter."""
+    return _reporter
+
+
+def connect(connection: Connection) -> Reporter:
+    """Makes this process a rank that reports over ``connection``, and starts sampling."""
+    global _reporter
+    _reporter = Reporter(connection)
+    _reporter.start()
+    return _reporter
+
+
+def report(**metrics: Any) -> None:
+    """Shows metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
+
+    Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond. Outside
+    a launched rank it does nothing.
+
+    Raises:
+        ConfigError: A value is neither a number nor something of one element.
+    """
+    for name, value in metrics.items():
+        if not isinstance(value, (int, float)):
+            numel = getattr(value, "numel", None)
+            count = numel() if callable(numel) else getattr(value, "size", None)
+            if count != 1:
+                raise ConfigError(
+                    f"report({name}=...) takes one number, not {type(value).__name__}.",
+                    fix=f"report({name}={name}.mean())" if count else f"report({name}=<a number>)",
+                )
+            detach = getattr(value, "detach", None)
+            metrics[name] = detach() if callable(detach) else value
+    if _reporter.is_connected:
+        _reporter.set_metrics(metrics)

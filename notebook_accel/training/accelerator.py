@@ -1,0 +1,325 @@
+"""``Accelerator``: what training code holds. It owns the parts of the runtime and hands each call to one of them."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from notebook_accel.training import accumulation, collectives, models, optimizers, process_group
+from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
+from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
+from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
+from notebook_accel.training.precision import Precision
+
+__all__ = ["Accelerator"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+
+class Accelerator:
+    """One rank of a training run.
+
+    Making it joins the group that the environment describes; without one, this process trains alone. A further one in
+    the same process uses the same group.
+
+    Args:
+        device_placement: Put models and batches on this rank's device.
+        split_batches: The loaders' batch size is that of all ranks together. The same as in ``dataloader_config``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. By default what the launcher was told, else ``"no"``.
+        gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``.
+        gradient_accumulation_plugin: More about accumulation.
+        dataloader_config: How loaders are prepared.
+        cpu: Compute on the CPU, also where there are GPUs.
+        step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
+
+    Attributes:
+        gradient_state: Where training stands: ``sync_gradients``, ``end_of_dataloader``.
+
+    Raises:
+        ConfigError: An option was given a value that it can't have.
+        TrainingError: The other ranks didn't come in time, or this one has no device.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        cpu: bool = False,
+        step_scheduler_with_optimizer: bool = True,
+    ) -> None:
+        plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
+        config = dataloader_config or DataLoaderConfiguration()
+        self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
+        self._runtime = process_group.join(cpu=cpu)
+        self._precision = Precision(mixed_precision, self._runtime.device)
+        self.gradient_state = GradientState(plugin)
+        self._device_placement = device_placement
+        self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._prepared: list[tuple[Any, Any]] = []
+
+    def prepare(self, *objects: Any) -> Any:
+        """Makes models, optimizers, loaders and schedulers ready for this rank.
+
+        Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
+        rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects are passed
+        through, and so is what was prepared before.
+
+        Returns:
+            The objects in the same order; a single one by itself.
+        """
+        kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (torch.nn.Module, self.prepare_model),  # first: optimizers follow where their parameters have gone
+            (torch.optim.Optimizer, self.prepare_optimizer),
+            (DataLoader, self.prepare_data_loader),
+            (LRScheduler, self.prepare_scheduler),  # last: each looks for its optimizer among the prepared ones
+        )
+        prepared = objects
+        for kind, prepare_one in kinds:
+            prepared = tuple(prepare_one(item) if isinstance(item, kind) else item for item in prepared)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``prepare`` for one model."""
+        prepare = functools.partial(models.prepare_model, device_placement=self._device_placement)
+        return self._once(model, lambda: prepare(model, self._runtime, self._precision))
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
+        """``prepare`` for one optimizer."""
+        scaler = self._precision.scaler
+        return self._once(optimizer, lambda: optimizers.prepare_optimizer(optimizer, self.gradient_state, scaler))
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoaderShard:
+        """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
+        placed = self._device_placement if device_placement is None else device_placement
+        prepare = functools.partial(prepare_data_loader, state=self.gradient_state, config=self._loading)
+        return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device_placement=placed))
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """``prepare`` for one scheduler. Its optimizer has to be prepared before."""
+        prepare = functools.partial(
+            optimizers.prepare_scheduler,
+            steps_per_call=1 if self._loading.split_batches else self.num_processes,
+            step_with_optimizer=self._step_scheduler_with_optimizer,
+        )
+        return self._once(scheduler, lambda: prepare(scheduler, self._optimizers, self.gradient_state))
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """The model that was prepared, as it was. Training can go on with the prepared one.
+
+        Args:
+            model: A prepared model; any other is returned as it is.
+            keep_fp32_wrapper: Return it so that it still computes in mixed precision.
+            keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
+        """
+        return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forgets all that was prepared and gives unused device memory back.
+
+        Returns:
+            As many ``None`` as there are arguments, to overwrite the caller's names with.
+        """
+        self._prepared.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def end_training(self) -> None:
+        """Forgets all that was prepared and leaves the group, which ends with the last Accelerator of this process."""
+        self.free_memory()
+        self._runtime.leave()
+
+    # One step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """``loss.backward(**kwargs)``, divided by the length of the accumulation window and scaled for fp16."""
+        loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
+        scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
+        scaled.backward(**kwargs)
+
+    def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
+        """One micro-batch, around its forward and backward pass and the optimizer's step.
+
+        Gradients add up, each rank's for itself, until ``gradient_accumulation_steps`` micro-batches are done or the
+        loader ends; only then they are averaged over the ranks, and optimizers and schedulers step.
+        """
+        return self.gradient_state.accumulate(models)
+
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
+        return accumulation.no_sync(model)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """A context that computes in mixed precision, for what happens outside of a prepared model."""
+        return self._precision.autocast()
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clips gradients to a total norm where they sync, and returns the norm that they had before.
+
+        Can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
+        """
+        clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
+        return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clips gradients to ``[-clip_value, clip_value]`` where they sync. Can be called for every micro-batch."""
+        clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
+        clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+
+    # All ranks together
+
+    def gather(self, tensor: Any) -> Any:
+        """The ranks' tensors one after the other, on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
+
+        Takes nested lists, tuples and mappings of tensors. With one process they come back as they are.
+
+        Raises:
+            CollectiveError: Shapes or types differ between ranks; noticed before it happens where ranks are CPUs.
+        """
+        return collectives.gather(self._runtime, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like ``gather``, with each sample of an epoch once: what was repeated to fill the last batches is left out.
+
+        Args:
+            input_data: Nested tensors with as many rows for each sample of the batch that is out, mostly one; or a
+                list of objects.
+            use_gather_object: Gather a list as objects although its items are tensors.
+        """
+        return collectives.gather_for_metrics(
+            self._runtime, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+        )
+
+    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
+        """The ``"sum"`` or ``"mean"`` of the ranks' tensors, element by element, in new tensors."""
+        return collectives.reduce(self._runtime, tensor, reduction)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Fills the ranks' tensors with those of one rank, in place, and returns them."""
+        return collectives.broadcast(self._runtime, tensor, from_process)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pads the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
+        return collectives.pad_across_processes(self._runtime, tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """Returns when every rank has called it."""
+        collectives.wait_for_everyone(self._runtime)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Lets rank 0 run the body before the others, such as to download something once."""
+        return collectives.first(self._runtime, is_first=self.is_main_process)
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Lets the first rank of each machine run the body before the others."""
+        return collectives.first(self._runtime, is_first=self.is_local_main_process)
+
+    # One rank alone
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first rank of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorates a function that runs on rank 0 only and returns ``None`` on the others."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorates a function that runs on the first rank of each machine only and returns ``None`` on the others."""
+        return _only_if(self.is_local_main_process, function)
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self._runtime.device
+
+    @property
+    def process_index(self) -> int:
+        """This rank, from 0."""
+        return self._runtime.place.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine, from 0."""
+        return self._runtime.place.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return self._runtime.place.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches that make one optimizer step."""
+        return self.gradient_state.num_steps
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return self._precision.name
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left out its last step because a gradient overflowed in fp16."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return [prepared for _, prepared in self._prepared if isinstance(prepared, AcceleratedOptimizer)]
+
+    def _once(self, given: Any, prepare: Callable[[], _T]) -> _T:
+        """What ``given`` was prepared as before, or is now."""
+        for original, prepared in self._prepared:
+            if given is original or given is prepared:
+                already: _T = prepared
+                return already
+        new = prepare()
+        self._prepared.append((given, new))
+        return new
+
+
+def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        return function(*args, **kwargs) if is_chosen else None
+
+    return wrapper

@@ -1,0 +1,191 @@
+"""Gradient accumulation: when gradients sync, and what the loss is divided by.
+
+A window is the run of micro-batches whose gradients make one optimizer step. All windows of an epoch are
+``num_steps`` long but the last, which ends with the loader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError
+from notebook_accel.reporting import Counter, reporter
+from notebook_accel.training.sharding import Tail
+
+__all__ = ["GradientAccumulationPlugin", "GradientState", "LoaderPass", "no_sync", "resolve"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How gradients are accumulated.
+
+    Attributes:
+        num_steps: Micro-batches in a window; by default what the ``Accelerator`` is told as
+            ``gradient_accumulation_steps``.
+        adjust_scheduler: Let a scheduler advance by all the micro-batches of a window instead of by one: for a schedule
+            that was planned in micro-batches. Accelerate has ``True`` here, but there it has no effect on the learning
+            rate, so ``False`` is what gives the same numbers.
+        sync_with_dataloader: End a window where the loader ends.
+        sync_each_batch: Average gradients over the ranks after every micro-batch instead of once a window. Slower, but
+            no rank holds gradients of its own.
+        scale_last_window: Divide the loss of a shorter last window by its real length, so that its step is the mean
+            over its micro-batches like any other. ``False``, or ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the
+            environment, divides by ``num_steps`` as Accelerate does.
+
+    Raises:
+        ConfigError: ``num_steps`` isn't a whole number from 1.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    scale_last_window: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None:
+            _check_steps("GradientAccumulationPlugin(num_steps=...)", self.num_steps)
+
+
+def resolve(
+    steps: int, plugin: GradientAccumulationPlugin | None, environ: Mapping[str, str] = os.environ
+) -> GradientAccumulationPlugin:
+    """The plugin that says what ``gradient_accumulation_steps`` and the given plugin say together.
+
+    Raises:
+        ConfigError: They say different numbers, or one that can't be.
+    """
+    _check_steps("gradient_accumulation_steps", steps)
+    plugin = plugin or GradientAccumulationPlugin()
+    if plugin.num_steps not in (None, steps) and steps != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {steps}, and the plugin's num_steps is {plugin.num_steps}.",
+            fix="give one of them",
+        )
+    return dataclasses.replace(
+        plugin,
+        num_steps=plugin.num_steps or steps,
+        scale_last_window=plugin.scale_last_window and environ.get(environment.COMPAT) != "accelerate",
+    )
+
+
+def _check_steps(name: str, steps: object) -> None:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ConfigError(f"{name} is {steps!r}.", why="It is a number of micro-batches.", fix="a whole number from 1")
+
+
+class LoaderPass:
+    """One pass over a loader, from its first batch to its last or to a ``break``.
+
+    Attributes:
+        counter: Its ``step`` says how many batches are out.
+        total: How many there will be, ``None`` if the loader has no length.
+        is_last: Whether the batch that is out is the last.
+        tail: The round that is out, if it is a last one unlike the others.
+    """
+
+    __slots__ = ("counter", "is_last", "tail", "total")
+
+    def __init__(self, counter: Counter, total: int | None) -> None:
+        self.counter = counter
+        self.total = total
+        self.is_last = False
+        self.tail: Tail | None = None
+
+
+class GradientState:
+    """Where an ``Accelerator``'s training stands. Its loaders, optimizers and schedulers share it.
+
+    Args:
+        plugin: As ``resolve`` returns it.
+
+    Attributes:
+        sync_gradients: Whether this micro-batch ends a window, so that gradients are averaged over the ranks and
+            optimizers step.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.num_steps = plugin.num_steps or 1
+        self.sync_gradients = True
+        self._divisor = self.num_steps
+        self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
+        self._passes: list[LoaderPass] = []
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost loader's last batch is out."""
+        return bool(self._passes) and self._passes[-1].is_last
+
+    @property
+    def tail(self) -> Tail | None:
+        """The innermost loader's round that is out, if it is a last one unlike the others."""
+        return self._passes[-1].tail if self._passes else None
+
+    @contextlib.contextmanager
+    def iterating(self, counter: Counter, total: int | None) -> Iterator[LoaderPass]:
+        """A pass over a loader. However it is left, nothing of it stays."""
+        current = LoaderPass(counter, total)
+        self._passes.append(current)
+        try:
+            yield current
+        finally:
+            self._passes.remove(current)
+            if self._passes:
+                reporter().show(self._passes[-1].counter)
+
+    @contextlib.contextmanager
+    def accumulate(self, models: Iterable[Any]) -> Iterator[None]:
+        """One micro-batch: gradients stay local in here unless it ends a window."""
+        self._begin_micro_batch()
+        with contextlib.ExitStack() as stack:
+            if not self.sync_gradients and not self.plugin.sync_each_batch:
+                for model in models:
+                    stack.enter_context(no_sync(model))
+            yield
+
+    def _begin_micro_batch(self) -> None:
+        current = self._passes[-1] if self._passes and self.plugin.sync_with_dataloader else None
+        if self.sync_gradients:
+            self._micro_batches = 0
+            self._divisor = self._expected_length(current)
+        self._micro_batches += 1
+        self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.is_last)
+
+    def _expected_length(self, current: LoaderPass | None) -> int:
+        """Length of the window that begins, as far as the loader's length tells."""
+        if current is None or current.total is None or not self.plugin.scale_last_window:
+            return self.num_steps
+        batches_left = current.total - current.counter.step + 1
+        return max(1, min(self.num_steps, batches_left))
+
+    def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+        """The loss divided by the length of its window.
+
+        If the window ends here with another length than was expected when it began, which happens with loaders that
+        have no length, what the earlier micro-batches left in the gradients is rescaled.
+
+        Args:
+            loss: Of this micro-batch.
+            parameters: Gives the parameters whose gradients accumulate.
+        """
+        length = self._micro_batches
+        if self.sync_gradients and length and length != self._divisor and self.plugin.scale_last_window:
+            for parameter in parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._divisor / length)
+            self._divisor = length
+        return loss if self._divisor == 1 else loss / self._divisor
+
+
+def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
+    method = getattr(model, "no_sync", None)
+    return method() if callable(method) else contextlib.nullcontext()

@@ -1,0 +1,269 @@
+"""What all ranks do together: gather, reduce, broadcast, pad, over nested lists, tuples, named tuples and mappings.
+
+In one process tensors come back as they are. In a group, ranks that disagree about what they are doing get a
+``CollectiveError`` wherever the runtime compares calls; all of them get it, and the group can still be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
+from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.sharding import Tail
+from notebook_accel.training.trees import leaves_of, map_leaves
+
+__all__ = [
+    "broadcast",
+    "broadcast_object",
+    "broadcast_object_list",
+    "first",
+    "gather",
+    "gather_for_metrics",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "wait_for_everyone",
+]
+
+_T = TypeVar("_T")
+
+# Sums of these would overflow, or can't be made by every backend.
+_SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
+
+
+def gather(runtime: Runtime, tree: Any) -> Any:
+    """The ranks' tensors one after the other: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+        TrainingError: Something in ``tree`` isn't a tensor.
+    """
+    if runtime.place.world_size == 1:
+        return tree
+    _agree(runtime, "gather", _tensors_of(tree, "gather"))
+    return map_leaves(lambda tensor: runtime.all_gather(_at_least_1d(tensor)), tree)
+
+
+def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
+    """Like ``gather``, without what the ranks got twice to fill the last round of an epoch.
+
+    Args:
+        runtime: The way to the other ranks.
+        tree: Nested tensors; or a list of anything, of which every rank's items are put into one list.
+        tail: The round that is being worked on if it is a last one unlike the others.
+        use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
+    """
+    if runtime.place.world_size == 1:
+        return tree
+    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree)):
+        gathered = gather_object(runtime, tree)
+        return gathered[: tail.kept(len(gathered))] if tail else gathered
+    if tail is None:
+        return gather(runtime, tree)
+    if tail.ragged:
+        return map_leaves(lambda tensor: _gather_ragged(runtime, tensor), tree)
+    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], gather(runtime, tree))
+
+
+def _gather_ragged(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
+    """Gathers tensors of different lengths, once an epoch, so as objects: those carry their shapes."""
+    parts = runtime.all_gather_object(_at_least_1d(tensor).detach().cpu())
+    return torch.cat(parts).to(tensor.device)
+
+
+def reduce(runtime: Runtime, tree: Any, reduction: str = "mean") -> Any:
+    """The sum or mean of the ranks' tensors, element by element, in new tensors.
+
+    The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+        ConfigError: ``reduction`` is neither ``"sum"`` nor ``"mean"``.
+        TrainingError: Something in ``tree`` isn't a tensor.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ConfigError(f"reduction is {reduction!r}.", fix='reduction="sum" or reduction="mean"')
+    world_size = runtime.place.world_size
+    if world_size == 1:
+        return tree
+    _agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
+
+    def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch.int64 if tensor.dtype in _SUMMED_AS_INT64 else tensor.dtype
+        total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        runtime.all_reduce(total)
+        return total if reduction == "sum" else total / world_size
+
+    return map_leaves(reduced, tree)
+
+
+@torch.no_grad()
+def broadcast(runtime: Runtime, tree: Any, from_process: int = 0) -> Any:
+    """Fills the ranks' tensors with those of one rank, in place, and returns them.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+        TrainingError: Something in ``tree`` isn't a tensor.
+    """
+    if runtime.place.world_size == 1:
+        return tree
+    _agree(runtime, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        contiguous = tensor.contiguous()
+        runtime.broadcast(contiguous, from_process)
+        return tensor if contiguous is tensor else tensor.copy_(contiguous)
+
+    return map_leaves(filled, tree)
+
+
+def pad_across_processes(
+    runtime: Runtime, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
+    """Pads the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
+
+    Tensors without that dimension are left as they are.
+
+    Args:
+        runtime: The way to the other ranks.
+        tree: Nested tensors.
+        dim: The dimension.
+        pad_index: The value to pad with.
+        pad_first: Pad at the beginning.
+
+    Raises:
+        CollectiveError: Ranks have different numbers of tensors, or tensors that differ in something else.
+        TrainingError: Something in ``tree`` isn't a tensor.
+    """
+    if runtime.place.world_size == 1:
+        return tree
+    shapes = [tuple(tensor.shape) for tensor in _tensors_of(tree, "pad_across_processes")]
+    lengths = iter(_longest(runtime, shapes, dim))
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        length = next(lengths)
+        if length is None or tensor.shape[dim] == length:
+            return tensor
+        missing = list(tensor.shape)
+        missing[dim] = length - tensor.shape[dim]
+        padding = tensor.new_full(missing, pad_index)
+        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
+
+    return map_leaves(padded, tree)
+
+
+def gather_object(runtime: Runtime, values: Any) -> list[Any]:
+    """The ranks' lists put into one, in order of rank. Items can be anything that pickles.
+
+    Raises:
+        TrainingError: ``values`` isn't a list or a tuple.
+    """
+    if not isinstance(values, (list, tuple)):
+        raise TrainingError(
+            f"Objects are gathered from a list on each rank; this is {type(values).__name__}.",
+            fix="put it into a list: [value]",
+        )
+    _agree(runtime, "gather objects", [])
+    return [value for part in runtime.all_gather_object(values) for value in part]
+
+
+def broadcast_object(runtime: Runtime, value: _T, from_process: int = 0) -> _T:
+    """One rank's object, on all ranks."""
+    _agree(runtime, f"broadcast an object from rank {from_process}", [])
+    received: _T = runtime.broadcast_object(value, from_process)
+    return received
+
+
+def broadcast_object_list(runtime: Runtime, values: list[Any], from_process: int = 0) -> list[Any]:
+    """Replaces the items of ``values`` by those of one rank, in place, and returns it."""
+    values[:] = broadcast_object(runtime, values, from_process)
+    return values
+
+
+def wait_for_everyone(runtime: Runtime) -> None:
+    """Returns when every rank has called it."""
+    if runtime.compares_calls:
+        _agree(runtime, "wait for everyone", [])  # which is a barrier itself
+    else:
+        runtime.barrier()
+
+
+@contextlib.contextmanager
+def first(runtime: Runtime, *, is_first: bool) -> Iterator[None]:
+    """Lets some ranks run the body before the others do. If it raises in one of the first, the others still go on."""
+    if not is_first:
+        wait_for_everyone(runtime)
+    try:
+        yield
+    finally:
+        if is_first:
+            wait_for_everyone(runtime)
+
+
+def _agree(runtime: Runtime, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Lets the ranks compare what they are about to do, where the runtime asks for that.
+
+    Raises:
+        CollectiveError: They don't agree.
+    """
+    if not runtime.compares_calls:
+        return
+    call = operation + "".join(f" {_type_name(tensor)} {tuple(tensor.shape)}" for tensor in tensors)
+    digests = runtime.all_gather(torch.tensor([zlib.crc32(call.encode())]))
+    if bool((digests != digests[0]).any()):
+        raise _disagreement(runtime.all_gather_object(call))
+
+
+def _disagreement(calls: Sequence[str]) -> CollectiveError:
+    by_rank = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
+    return CollectiveError(
+        f"The ranks disagree about a collective:\n{by_rank}",
+        why="All ranks have to call the same ones in the same order, with tensors of the same shapes and types.",
+        fix="pad_across_processes for different lengths; keep collectives out of `if accelerator.is_main_process:`",
+    )
+
+
+def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
+    leaves = leaves_of(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            raise TrainingError(
+                f"{operation} takes tensors; {type(leaf).__name__} isn't one.",
+                fix="gather_for_metrics([...], use_gather_object=True) gathers lists of any objects",
+            )
+    return leaves
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
+def _longest(runtime: Runtime, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
+    """The greatest length of each tensor along ``dim`` over the ranks, ``None`` for those without that dimension."""
+    _agree(runtime, f"pad_across_processes along dimension {dim}", [])
+    by_rank = runtime.all_gather_object(shapes)
+    if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
+        raise _disagreement([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
+    return [
+        max(shape[dim] for shape in of_one_tensor) if _has(of_one_tensor[0], dim) else None
+        for of_one_tensor in zip(*by_rank, strict=True)
+    ]
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
+    """The shape with its size along ``dim`` left open."""
+    return tuple(None if _has(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
+
+
+def _has(shape: tuple[int, ...], dim: int) -> bool:
+    return -len(shape) <= dim < len(shape)

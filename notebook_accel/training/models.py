@@ -1,0 +1,104 @@
+"""Models: where they compute, in what precision, and how their gradients reach the other ranks."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accel.training.precision import Precision
+from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.trees import to_float32
+
+__all__ = ["prepare_model", "unwrap_model"]
+
+
+def prepare_model(
+    model: torch.nn.Module, runtime: Runtime, precision: Precision, *, device_placement: bool = True
+) -> torch.nn.Module:
+    """The model as training calls it: on the device, under autocast, gradients averaged over the ranks.
+
+    With one rank and no mixed precision that is ``model`` itself. The model keeps its parameters, so optimizers that
+    were made for it go on working.
+    """
+    if _autocast_view_in(model) is not None:  # prepared by another Accelerator, perhaps with another precision
+        model = unwrap_model(model)
+    if device_placement:
+        model.to(runtime.device)
+    prepared = model if precision.dtype is None else _autocast_view(model, precision.autocast)
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
+        return prepared
+    return runtime.data_parallel(prepared)
+
+
+def unwrap_model(
+    model: torch.nn.Module, *, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+) -> torch.nn.Module:
+    """The model that was prepared, as it was: its own class, computing in its own precision.
+
+    It shares its parameters with the prepared one, which goes on as before.
+
+    Args:
+        model: A prepared model, or one that wasn't, which is returned as it is.
+        keep_fp32_wrapper: Return what computes under autocast and returns float32, without all else.
+        keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
+    """
+    unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+    compiled = _compiled_from(model)
+    if isinstance(model, _AutocastView):
+        return model if keep_fp32_wrapper else unwrap(model._original)
+    if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
+        return unwrap(compiled)
+    return unwrap(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What ``torch.compile`` was given to make this. By name: importing its class takes longer than most launches."""
+    return model._modules.get("_orig_mod")
+
+
+class _AutocastView:
+    """The same model, called under autocast, with outputs in float32.
+
+    A view is an object of its own, of a subclass of the model's class, whose attributes *are* the model's: both have
+    one ``__dict__``. So the model isn't changed at all, unwrapping it in the middle of training doesn't change what
+    training computes, and a view pickles and copies as the model.
+    """
+
+    __slots__ = ("_autocast", "_original")
+    _autocast: Callable[[], Any]
+    _original: torch.nn.Module
+
+    def __init_subclass__(cls) -> None:
+        """Keeps a view's class out of what the model's own class does with its subclasses, such as registering them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._autocast():
+            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the model's class, which comes next
+        return to_float32(outputs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self._original,),)
+
+
+def _autocast_view(model: torch.nn.Module, autocast: Callable[[], Any]) -> torch.nn.Module:
+    own = type(model)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__slots__": ()}
+    kind = types.new_class(own.__name__, (_AutocastView, own), exec_body=lambda body: body.update(names))
+    view: torch.nn.Module = object.__new__(kind)
+    # Past the model's own __setattr__, which would register the model as a part of itself.
+    object.__setattr__(view, "__dict__", model.__dict__)
+    object.__setattr__(view, "_original", model)
+    object.__setattr__(view, "_autocast", autocast)
+    return view
+
+
+def _autocast_view_in(model: torch.nn.Module) -> _AutocastView | None:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner if isinstance(inner, _AutocastView) else None

@@ -1,0 +1,251 @@
+"""Optimizers and schedulers that move only when gradients sync."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.precision import LossScaler
+
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "parameters_of",
+    "prepare_optimizer",
+    "prepare_scheduler",
+]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing within an accumulation window, only at its end.
+
+    All else is the wrapped optimizer's. Pickles as the wrapped optimizer, since it means nothing outside its rank.
+
+    Args:
+        optimizer: The optimizer to wrap.
+        state: Says whether gradients sync.
+        scaler: The loss scaler, with fp16.
+
+    Attributes:
+        optimizer: The wrapped optimizer.
+        step_was_skipped: Whether the last step was left out because a gradient overflowed in fp16.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None = None
+    ) -> None:
+        # Not the base class's: parameters, state and hooks are the wrapped optimizer's and are looked up there.
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self._gradients = state
+        self._scaler = scaler
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps if gradients sync; with fp16, and no overflow."""
+        if not self._gradients.sync_gradients:
+            return None
+        if self._scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is not None:
+            raise TypeError("an optimizer that takes a closure can't be used with fp16; use bf16")
+        self.step_was_skipped = self._scaler.step(self.optimizer)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients if they have just synced; within a window they are still being summed."""
+        if self._gradients.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet: the object is being made
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.optimizer,),)
+
+
+class AcceleratedScheduler:
+    """A scheduler that advances when the optimizer has stepped, in the units of one process.
+
+    A schedule is planned in batches, and n ranks take n batches at once: so each call advances it n times, once with
+    ``split_batches``. All else is the wrapped scheduler's, and it pickles as that.
+
+    Args:
+        scheduler: The scheduler to wrap.
+        optimizers: If one of them skips its step, so does the scheduler.
+        state: Says whether gradients sync.
+        steps_per_call: How often each call advances the schedule.
+        step_with_optimizer: If false, each call is handed on as it is.
+
+    Attributes:
+        scheduler: The wrapped scheduler.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: Sequence[AcceleratedOptimizer],
+        state: GradientState,
+        *,
+        steps_per_call: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self._optimizers = optimizers
+        self._gradients = state
+        self._steps_per_call = steps_per_call
+        self._step_with_optimizer = step_with_optimizer
+        self._calls_waiting = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advances the schedule if the optimizer has stepped."""
+        if not self._step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        self._calls_waiting += 1
+        if not self._gradients.sync_gradients:
+            return
+        calls = self._calls_waiting if self._gradients.plugin.adjust_scheduler else 1
+        self._calls_waiting = 0
+        if any(optimizer.step_was_skipped for optimizer in self._optimizers):
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(*args, **kwargs)  # it counts its own calls, not batches
+            return
+        for _ in range(calls * self._steps_per_call):
+            if self._is_finished():
+                return
+            self.scheduler.step(*args, **kwargs)
+
+    def _is_finished(self) -> bool:
+        """Whether a schedule of fixed length has ended, after which ``OneCycleLR`` raises."""
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is not None and self.scheduler.last_epoch >= total
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not there yet: the object is being made
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedScheduler({self.scheduler!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.scheduler,),)
+
+
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None
+) -> AcceleratedOptimizer:
+    """Wraps an optimizer, and brings its state to where its parameters are now."""
+    if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
+        optimizer = optimizer.optimizer
+    if _state_lies_elsewhere(optimizer):
+        optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
+    return AcceleratedOptimizer(optimizer, state, scaler)
+
+
+def _state_lies_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        isinstance(value, torch.Tensor) and value.ndim > 0 and value.device != parameter.device
+        for parameter, values in optimizer.state.items()
+        for value in values.values()
+    )
+
+
+def prepare_scheduler(
+    scheduler: LRScheduler,
+    optimizers: Sequence[AcceleratedOptimizer],
+    state: GradientState,
+    *,
+    steps_per_call: int,
+    step_with_optimizer: bool,
+) -> AcceleratedScheduler:
+    """Wraps a scheduler; it follows the prepared optimizer that it was made for, or all if that isn't among them."""
+    own = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)]
+    return AcceleratedScheduler(
+        scheduler,
+        own or list(optimizers),
+        state,
+        steps_per_call=steps_per_call,
+        step_with_optimizer=step_with_optimizer,
+    )
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """All parameters that the optimizers move."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    *,
+    optimizers: Iterable[AcceleratedOptimizer],
+    state: GradientState,
+    scaler: LossScaler | None,
+) -> torch.Tensor:
+    """Clips the gradients of a whole window to a total norm, and returns the norm that they had.
+
+    Within a window nothing is clipped, and the norm of what has been summed so far is returned.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if state.sync_gradients:
+        _unscale(optimizers, scaler)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    return norm if scaler is None else norm / scaler.factor
+
+
+def clip_grad_value(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    *,
+    optimizers: Iterable[AcceleratedOptimizer],
+    state: GradientState,
+    scaler: LossScaler | None,
+) -> None:
+    """Clips each gradient of a whole window to ``[-clip_value, clip_value]``. Within a window nothing is clipped."""
+    if state.sync_gradients:
+        _unscale(optimizers, scaler)
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+def _unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
+    if scaler is not None:
+        for optimizer in optimizers:
+            scaler.unscale(optimizer.optimizer)

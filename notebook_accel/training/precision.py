@@ -1,0 +1,102 @@
+"""Mixed precision: the forward pass in 16 bits, weights and outputs in 32."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError
+
+__all__ = ["LossScaler", "Precision"]
+
+_DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """What the forward pass computes in, decided once.
+
+    Args:
+        name: ``"no"``, ``"bf16"`` or ``"fp16"``. ``None`` takes what the launcher was told, else ``"no"``.
+        device: What this rank computes on.
+        environ: Where the launcher's word is found.
+
+    Attributes:
+        name: One of the three.
+        dtype: What the forward pass computes in; ``None`` for ``"no"``.
+        scaler: Keeps small gradients from vanishing in fp16; ``None`` for the others.
+
+    Raises:
+        ConfigError: There is no such precision, or the device doesn't have it.
+    """
+
+    def __init__(self, name: str | None, device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+        name = name or environ.get(environment.MIXED_PRECISION) or "no"
+        if name not in _DTYPES:
+            raise ConfigError(
+                f"mixed_precision is {name!r}.", fix=f"one of {', '.join(repr(known) for known in _DTYPES)}"
+            )
+        if name == "fp16" and device.type == "cpu":
+            raise ConfigError(
+                "mixed_precision='fp16' needs a GPU, and this rank computes on the CPU.",
+                why="CPUs have no fast arithmetic in fp16: it would be slower than float32 and less exact.",
+                fix="mixed_precision='bf16', or 'no'",
+            )
+        self.name = name
+        self.dtype = _DTYPES[name]
+        self.scaler = LossScaler(device) if name == "fp16" else None
+        self._device_type = device.type
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which torch's operations choose this precision where that is safe."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, self.dtype)
+
+
+class LossScaler:
+    """torch's ``GradScaler``, made safe for several optimizers and for clipping more than once.
+
+    The scale changes before the next loss is scaled, not right after a step, so that all optimizers of one backward
+    pass are unscaled by the scale that their gradients were made with.
+
+    Args:
+        device: Where the gradients are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scaler = torch.amp.GradScaler(device.type)
+        self._unscaled: set[int] = set()
+        self._has_stepped = False
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by."""
+        return self._scaler.get_scale()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss multiplied by the scale."""
+        if self._has_stepped:
+            self._scaler.update()
+            self._unscaled.clear()
+            self._has_stepped = False
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings the optimizer's gradients back to their real size, unless they are already."""
+        if id(optimizer) not in self._unscaled:
+            self._scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Steps unless a gradient overflowed, and returns whether the step was left out."""
+        self._scaler.step(optimizer)
+        self._has_stepped = True
+        # torch keeps this for itself and tells it only through the scale, which changes later and for all optimizers.
+        found = self._scaler._found_inf_per_device(optimizer)
+        return any(bool(count.item()) for count in found.values())

@@ -1,0 +1,45 @@
+"""Joining the group of all ranks."""
+
+from __future__ import annotations
+
+import os
+
+from notebook_accel import environment
+from notebook_accel.environment import RankPlace
+from notebook_accel.reporting import reporter
+from notebook_accel.training.runtimes import torch_distributed
+from notebook_accel.training.runtimes.devices import local_device
+from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.runtimes.single_process import SingleProcess
+from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
+
+__all__ = ["JOIN_DEADLINE_S", "join"]
+
+# Ranks come here at different times when one of them downloads or unpacks something first.
+JOIN_DEADLINE_S = 600.0
+
+
+def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
+    """Makes this process one of the ranks that its environment says, and returns the way to the others.
+
+    A group that this process is in already, made here or by the user's code, is used as it is.
+
+    Args:
+        cpu: Compute on the CPU, also where there are GPUs; so does the environment variable that the launcher sets.
+        deadline_s: How long to wait for the other ranks, in seconds.
+
+    Raises:
+        ConfigError: The environment variables don't describe a rank.
+        TrainingError: The other ranks didn't come in time, or this one has no device.
+    """
+    cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
+    joined = torch_distributed.current_place()
+    place = joined or RankPlace.from_environment()
+    device = local_device(place, cpu=cpu)
+    runtime: Runtime
+    if place.world_size == 1 and joined is None:
+        runtime = SingleProcess(place, device)
+    else:
+        runtime = TorchDistributed(place, device, deadline_s)
+    reporter().set_device(str(device), runtime.memory())
+    return runtime

@@ -1,0 +1,43 @@
+"""The device that a rank computes on, where torch itself knows it: a CPU or an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import TrainingError
+
+__all__ = ["local_device", "memory_of"]
+
+
+def local_device(place: RankPlace, *, cpu: bool) -> torch.device:
+    """This rank's own GPU, made the current one, or the CPU if there is no GPU or ``cpu`` is asked for.
+
+    Raises:
+        TrainingError: There are GPUs, but fewer than ranks on this machine.
+    """
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if place.local_rank >= visible:
+        raise TrainingError(
+            f"Rank {place.rank} has no GPU of its own.",
+            why=f"{visible} visible here, and of the ranks on this machine it is number {place.local_rank}, from 0.",
+            fix=f"num_processes={visible}, or Accelerator(cpu=True)",
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def memory_of(device: torch.device) -> Callable[[], tuple[int, int]] | None:
+    """What gives a GPU's used and total bytes, ``None`` for a CPU, which has no memory of its own."""
+    return functools.partial(_gpu_memory, device) if device.type == "cuda" else None
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, total

@@ -1,0 +1,56 @@
+"""One process on its own: no group to join, and every collective is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from notebook_accel.environment import RankPlace
+from notebook_accel.training.runtimes.devices import memory_of
+
+__all__ = ["SingleProcess"]
+
+
+class SingleProcess:
+    """A ``Runtime`` of one rank.
+
+    Args:
+        place: Rank 0 of 1.
+        device: What it computes on.
+    """
+
+    compares_calls = False
+
+    def __init__(self, place: RankPlace, device: torch.device) -> None:
+        assert place.world_size == 1
+        self.place = place
+        self.device = device
+
+    def memory(self) -> Callable[[], tuple[int, int]] | None:
+        return memory_of(self.device)
+
+    def barrier(self) -> None:
+        pass
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        pass
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, source: int) -> Any:  # noqa: ARG002  # the seam's signature
+        return value
+
+    def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def leave(self) -> None:
+        pass

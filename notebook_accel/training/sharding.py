@@ -1,0 +1,325 @@
+"""Which samples each rank gets.
+
+Batches are dealt out in rounds: a round is what all ranks work on at the same time, one share a rank. Only the last
+round of an epoch can be incomplete. ``Tail`` says how many of its samples are real, so that metrics can leave out those
+that were repeated to fill it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
+
+from notebook_accel.errors import ConfigError, TrainingError
+
+__all__ = [
+    "BatchSamplerShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SynchronizedSampler",
+    "Tail",
+]
+
+
+class Tail(NamedTuple):
+    """The last round of an epoch, where it isn't like the others.
+
+    Attributes:
+        real: Its samples that occur for the first time in the epoch; they come before all others.
+        total: Its samples over all ranks.
+        ragged: Whether the ranks' shares differ in size, because nothing was repeated.
+    """
+
+    real: int
+    total: int
+    ragged: bool = False
+
+    def kept(self, gathered: int) -> int:
+        """How many of ``gathered`` rows belong to real samples.
+
+        A model may give several rows a sample, such as one a token. Rows that can't be dealt out evenly to the
+        samples, such as one loss a rank, are not about samples: all are kept.
+        """
+        rows_each, left_over = divmod(gathered, self.total)
+        return gathered if left_over else self.real * rows_each
+
+
+class BatchSamplerShard(Sampler[Any]):
+    """One rank's share of what a batch sampler yields.
+
+    Rank r of n takes batches r, r + n, r + 2n, ... With ``split_batches`` every batch is cut into n equal parts, and
+    rank r takes the r-th.
+
+    Args:
+        batch_sampler: What yields the batches, the same on every rank. If it has no attribute ``batch_size``, its
+            batches are left as they are, whatever their sizes, and the last round is filled with whole ones.
+        num_processes: Number of ranks.
+        process_index: This rank.
+        split_batches: Cut each batch instead of dealing out whole ones.
+        even_batches: Fill the last round from the beginning of the epoch, so that every rank has as many batches, all
+            of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
+
+    Attributes:
+        tail: The last round of the latest epoch, ``None`` if it was like the others.
+
+    Raises:
+        ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.tail: Tail | None = None
+        self._share_size = _part_of(self.batch_size, num_processes) if split_batches else self.batch_size
+
+    def __len__(self) -> int:
+        batches = len(cast(Sized, self.batch_sampler))
+        if self.split_batches:
+            return batches - self._misses_last_batch()
+        rounds, left_over = divmod(batches, self.num_processes)
+        if self.drop_last or not left_over:
+            return rounds
+        return rounds + (self.even_batches or self.process_index < left_over)
+
+    def _misses_last_batch(self) -> bool:
+        """Whether the last batch is cut into fewer parts than there are ranks, and this rank gets none."""
+        sampler = getattr(self.batch_sampler, "sampler", None)
+        if self.even_batches or self.drop_last or not isinstance(sampler, Sized):
+            return False
+        assert self.batch_size is not None
+        assert self._share_size is not None
+        left_over = len(sampler) % self.batch_size
+        return 0 < left_over <= self.process_index * self._share_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self.tail = None
+        first: list[Any] | None = None
+        held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
+        for shares in self._rounds():
+            if held is not None:
+                yield self._own(held)
+            first = first or shares
+            held = shares
+        if first is not None and held is not None:
+            yield from self._own_of_last(held, first)
+
+    def _rounds(self) -> Iterator[list[Any]]:
+        if not self.split_batches:
+            batches = iter(self.batch_sampler)
+            while shares := list(itertools.islice(batches, self.num_processes)):
+                yield shares
+            return
+        size = self._share_size
+        assert size is not None
+        for batch in self.batch_sampler:
+            yield [batch[start : start + size] for start in range(0, len(batch), size)]
+
+    def _own(self, shares: list[Any]) -> Any:
+        if len(shares) != self.num_processes:
+            raise TrainingError(
+                f"Before its last batch, the batch sampler yielded one that isn't of its size, {self.batch_size}.",
+                why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
+                fix="DataLoaderConfiguration(split_batches=False)",
+            )
+        return shares[self.process_index]
+
+    def _own_of_last(self, shares: list[Any], first: list[Any]) -> Iterator[Any]:
+        if self.drop_last and len(shares) < self.num_processes:
+            return
+        real = sum(map(_sample_count, shares))
+        if self.even_batches:
+            shares = self._filled(shares, first)
+            total = sum(map(_sample_count, shares))
+            self.tail = Tail(real, total) if real < total else None
+        elif len(shares) == self.num_processes and len(set(map(_sample_count, shares))) > 1:
+            self.tail = Tail(real, real, ragged=True)
+        if self.process_index < len(shares):
+            yield shares[self.process_index]
+
+    def _filled(self, shares: list[Any], first: list[Any]) -> list[Any]:
+        missing = self.num_processes - len(shares)
+        size = self._share_size
+        if size is None:
+            return [*shares, *itertools.islice(itertools.cycle(first), missing)]
+        refill = itertools.cycle(itertools.chain.from_iterable(first))
+        return [
+            [*share, *itertools.islice(refill, max(0, size - len(share)))]
+            for share in [*shares, *([] for _ in range(missing))]
+        ]
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's share of a dataset that can only be iterated.
+
+    Every rank reads the whole stream, in rounds of one batch a rank, and yields its own share of each round. So the
+    stream has to be the same on every rank.
+
+    Args:
+        dataset: The stream.
+        batch_size: Samples in a batch of one rank; with ``split_batches``, of all ranks together.
+        drop_last: Leave out a last round that is incomplete.
+        num_processes: Number of ranks.
+        process_index: This rank.
+        split_batches: Cut each batch instead of dealing out whole ones.
+        even_batches: Fill an incomplete last round from the beginning of the stream.
+
+    Raises:
+        ConfigError: ``split_batches``, and the batch size can't be divided by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.share_size = _part_of(batch_size, num_processes) if split_batches else batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the dataset which epoch is next, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        samples = len(cast(Sized, self.dataset))
+        rounds, left_over = divmod(samples, self.share_size * self.num_processes)
+        if self.drop_last or not left_over:
+            own = 0
+        elif self.even_batches:
+            own = self.share_size
+        else:
+            own = min(self.share_size, max(0, left_over - self.process_index * self.share_size))
+        return rounds * self.share_size + own
+
+    def __iter__(self) -> Iterator[Any]:
+        for share, _ in self.shares():
+            yield from share
+
+    def shares(self) -> Iterator[tuple[Sequence[Any], Tail | None]]:
+        """This rank's share of each round, and how that round differs from the others if it is the last."""
+        round_size = self.share_size * self.num_processes
+        own = slice(self.process_index * self.share_size, (self.process_index + 1) * self.share_size)
+        samples = iter(self.dataset)
+        first: list[Any] | None = None
+        while taken := list(itertools.islice(samples, round_size)):
+            first = first or taken
+            real = len(taken)
+            tail = None
+            if real < round_size:
+                if self.drop_last:
+                    return
+                if self.even_batches:
+                    taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
+                    tail = Tail(real, round_size)
+                elif real > round_size - self.share_size:
+                    tail = Tail(real, real, ragged=True)
+            yield taken[own], tail
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
+
+    Args:
+        data_source: What is sampled from.
+        replacement: Whether a sample can be drawn again.
+        num_samples: Samples in an epoch, all by default.
+        seed: The same on every rank.
+    """
+
+    def __init__(
+        self, data_source: Sized, replacement: bool = False, num_samples: int | None = None, *, seed: int
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator=torch.Generator())
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that is iterated next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        self.epoch += 1
+        yield from super().__iter__()
+
+
+class SynchronizedSampler(Sampler[Any]):
+    """A sampler that shuffles as rank 0's does, on every rank.
+
+    With the same global seed, rank 0 draws the very order that plain PyTorch draws in one process: the seed of an
+    epoch's order is taken from the global generator at the same moment.
+
+    Args:
+        sampler: A sampler with an attribute ``generator``, which may be ``None``.
+        from_rank_0: Gives every rank what rank 0 passes. Called by all ranks, once an epoch.
+    """
+
+    def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
+        self._sampler = copy.copy(sampler)
+        self._generator: torch.Generator | None = sampler.generator
+        self._from_rank_0 = from_rank_0
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler which epoch is next, if it wants to know."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            self._sampler.generator = torch.Generator().manual_seed(self._from_rank_0(seed))
+        else:
+            self._generator.set_state(self._from_rank_0(self._generator.get_state()))
+        yield from self._sampler
+
+
+def _part_of(batch_size: int | None, num_processes: int) -> int:
+    if batch_size is None:
+        raise ConfigError(
+            "split_batches can't be used with a batch sampler that has no batch_size.",
+            why="Each batch is cut into as many equal parts as there are ranks, so its size must be known.",
+            fix="DataLoaderConfiguration(split_batches=False)",
+        )
+    part, left_over = divmod(batch_size, num_processes)
+    if left_over:
+        raise ConfigError(
+            f"split_batches can't cut a batch of {batch_size} into {num_processes} equal parts.",
+            fix=f"a multiple of {num_processes}, such as {max(1, part) * num_processes}, or split_batches=False",
+        )
+    return part
+
+
+def _sample_count(batch: Any) -> int:
+    """Samples in a batch; a dataset that yields whole batches has one index a batch instead of a list of indices."""
+    return len(batch) if isinstance(batch, Sized) else 1

@@ -1,0 +1,72 @@
+"""Nested structures of tensors: what a loader yields, what a model returns, what a collective takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["leaves_of", "map_leaves", "send_to_device", "to_float32"]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure with ``function`` applied to everything that isn't a container.
+
+    Containers are lists, tuples, named tuples and mappings, and keep their type. A ``PackedSequence`` is one leaf: one
+    of its fields has to stay on the CPU, and only its own ``to`` knows which.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
+        items = [map_leaves(function, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, Mapping):
+        mapped = {key: map_leaves(function, value) for key, value in tree.items()}
+        if type(tree) is dict:
+            return mapped
+        if isinstance(tree, MutableMapping):
+            # A copy keeps what the class has besides its items, such as the factory of a defaultdict.
+            copied = copy.copy(tree)
+            for key, value in mapped.items():
+                copied[key] = value
+            return copied
+        return type(tree)(mapped)  # type: ignore[call-arg]  # an immutable mapping is made from a mapping
+    return function(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Everything in ``tree`` that isn't a container, in order."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree)
+    return leaves
+
+
+def send_to_device(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """``tree`` with its tensors on ``device``. Leaves that have no ``to`` are passed through.
+
+    Args:
+        tree: Nested tensors.
+        device: Where to.
+        non_blocking: Don't wait for copies out of pinned memory.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return map_leaves(moved, tree)
+
+
+def to_float32(tree: Any) -> Any:
+    """``tree`` with its half precision tensors in float32, all else as it is."""
+    return map_leaves(_widened, tree)
+
+
+def _widened(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
+        return leaf.float()
+    return leaf

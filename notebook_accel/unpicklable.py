@@ -1,0 +1,158 @@
+"""When something can't be pickled: what it is, and the way to it from a name that the user knows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from notebook_accel.errors import PayloadError
+
+__all__ = ["Failure", "OnDeviceError", "explain"]
+
+Failure = Callable[[Any], "Exception | None"]
+
+
+class OnDeviceError(pickle.PicklingError):
+    """A tensor lives on a device, in memory that belongs to this process."""
+
+
+def explain(roots: Mapping[str, Any], error: Exception, failure: Failure) -> PayloadError:
+    """The error that names what can't be pickled and the way to it.
+
+    Args:
+        roots: What was to be pickled, by the words that a message uses for it.
+        error: What pickling all of it raised.
+        failure: Pickles one object and gives back what that raised, or ``None``.
+    """
+    visited: set[int] = set()
+    for label, obj in roots.items():
+        reason = failure(obj)
+        if reason is not None:
+            path, culprit, reason = _descend(obj, [label], failure, reason, visited)
+            return _payload_error(path, culprit, reason)
+    # Each alone can be pickled and all together can't, so pickle's own words are the best there is.
+    return PayloadError(f"The objects for the ranks can't be pickled together: {error}", path=", ".join(roots))
+
+
+def _payload_error(path: list[str], culprit: Any, reason: Exception) -> PayloadError:
+    way = " -> ".join(path)
+    kind = type(culprit)
+    named = _KINDS.get(kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    if isinstance(reason, OnDeviceError):
+        return PayloadError(
+            f"{way} is {reason}, which can't be sent to the ranks.",
+            path=way,
+            why="Its memory belongs to this process's device context.",
+            fix="move it first with .cpu(), or make it inside the cell or the function",
+        )
+    return PayloadError(
+        f"{way} can't be sent to the ranks: it is {named}.",
+        path=way,
+        why=f"Ranks are processes of their own, and this can't be pickled ({type(reason).__name__}: {reason}).",
+        fix="make it inside the cell or the function instead, or keep it out of what the ranks use",
+    )
+
+
+_KINDS = {
+    "socket": "an open socket",
+    "generator": "a generator, which holds a running frame",
+    "lock": "a lock",
+    "RLock": "a lock",
+    "TextIOWrapper": "an open file",
+    "BufferedReader": "an open file",
+    "BufferedWriter": "an open file",
+    "FileIO": "an open file",
+}
+
+
+def _descend(
+    obj: Any, path: list[str], failure: Failure, reason: Exception, visited: set[int]
+) -> tuple[list[str], Any, Exception]:
+    """Follows the parts that can't be pickled down to one whose own parts all can."""
+    visited.add(id(obj))
+    for label, part in _parts(obj):
+        if id(part) in visited:
+            continue
+        part_reason = failure(part)
+        if part_reason is not None:
+            return _descend(part, [*path, label], failure, part_reason, visited)
+    return path, obj, reason
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    for kinds, parts in _PARTS:
+        if isinstance(obj, kinds):
+            yield from parts(obj)
+            break
+    if not isinstance(obj, (type, types.ModuleType, types.FunctionType)):
+        yield from ((f'attribute "{name}"', value) for name, value in getattr(obj, "__dict__", {}).items())
+        yield from _slots(obj)
+
+
+def _slots(obj: Any) -> Iterator[tuple[str, Any]]:
+    for cls in type(obj).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
+                yield f'attribute "{name}"', getattr(obj, name)
+
+
+def _dict_parts(obj: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in list(obj.items()):
+        yield f"key {key!r}", key
+        yield f"item {key!r}", value
+
+
+def _sequence_parts(obj: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((f"item {index}", value) for index, value in enumerate(list(obj)))
+
+
+def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # a cell that isn't filled yet
+            yield f'closure variable "{name}"', cell.cell_contents
+    for name in _global_names(obj.__code__):
+        if name in obj.__globals__:
+            yield f'global "{name}"', obj.__globals__[name]
+    yield from _sequence_parts(obj.__defaults__ or ())
+    yield from _dict_parts(obj.__kwdefaults__ or {})
+    yield from ((f'attribute "{name}"', value) for name, value in obj.__dict__.items())
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _class_parts(obj: type) -> Iterator[tuple[str, Any]]:
+    for base in obj.__bases__:
+        yield f"base class {base.__qualname__}", base
+    for name, value in list(vars(obj).items()):
+        plain = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if name not in ("__dict__", "__weakref__"):
+            yield f'attribute "{name}"', plain
+
+
+def _method_parts(obj: types.MethodType) -> Iterator[tuple[str, Any]]:
+    yield "its object", obj.__self__
+    yield "its function", obj.__func__
+
+
+def _partial_parts(obj: functools.partial[Any]) -> Iterator[tuple[str, Any]]:
+    yield "its function", obj.func
+    yield from _sequence_parts(obj.args)
+    yield from _dict_parts(obj.keywords)
+
+
+_PARTS: list[tuple[Any, Callable[[Any], Iterator[tuple[str, Any]]]]] = [
+    (dict, _dict_parts),
+    ((list, tuple, set, frozenset), _sequence_parts),
+    (types.FunctionType, _function_parts),
+    (types.MethodType, _method_parts),
+    (functools.partial, _partial_parts),
+    (type, _class_parts),
+]

@@ -1,0 +1,95 @@
+"""A JupyterLab server and a Chromium for the tests of this folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser import lab as labs
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+_CHROMIUM_FLAGS = (
+    "--no-sandbox",  # it is our own pages that it opens, and inside a container it has no sandbox
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+_DEFAULT_TIMEOUT_MS = 30_000
+
+
+def _missing() -> list[str]:
+    modules = [name for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
+    return modules if shutil.which("chromium") else [*modules, "chromium"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says in the report which tests did not run, and what to install."""
+    folder = pathlib.Path(__file__).parent
+    missing = _missing()
+    for item in items:
+        if missing and folder in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=f"NOT TESTED IN A BROWSER: {', '.join(missing)} not installed"))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[labs.Lab]:
+    """A JupyterLab server that the tests of a module share."""
+    with labs.running(tmp_path_factory.mktemp("lab")) as running:
+        yield running
+        running.stop_kernels()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A Chromium without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+@pytest.fixture
+def screenshot() -> Callable[[Page | Locator, str], None]:
+    """Takes a picture of a page or a part of it, if NOTEBOOK_ACCEL_SCREENSHOTS names a folder for them."""
+    named = os.environ.get("NOTEBOOK_ACCEL_SCREENSHOTS")
+
+    def take(shown: Page | Locator, name: str) -> None:
+        if named:
+            folder = pathlib.Path(named)
+            folder.mkdir(parents=True, exist_ok=True)
+            shown.screenshot(path=str(folder / f"{name}.png"))
+
+    return take
+
+
+@pytest.fixture
+def page(
+    browser: Browser, lab: labs.Lab, screenshot: Callable[[Page | Locator, str], None], request: pytest.FixtureRequest
+) -> Iterator[Page]:
+    """A page of that Chromium. Its kernels end with the test; if the test fails, there is a picture of it."""
+    pictures_are_kept = "NOTEBOOK_ACCEL_SCREENSHOTS" in os.environ
+    opened = browser.new_page(
+        viewport={"width": 1400, "height": 1000}, device_scale_factor=2 if pictures_are_kept else 1
+    )
+    opened.set_default_timeout(_DEFAULT_TIMEOUT_MS)
+    failures = request.session.testsfailed
+    yield opened
+    if request.session.testsfailed > failures:
+        screenshot(opened, f"failed_{request.node.name}")
+    opened.close()
+    lab.stop_kernels()

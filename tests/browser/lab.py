@@ -1,0 +1,144 @@
+"""A real JupyterLab server in a process group of its own, with nothing of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from tests import processes
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 20.0
+
+
+class Lab:
+    """A running JupyterLab.
+
+    Args:
+        folder: Where its notebooks, settings and everything else that it writes go.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._token = secrets.token_hex(16)
+        self._notebooks = folder / "notebooks"
+        self._notebooks.mkdir()
+        self._runtime = folder / "runtime"
+        self._set("apputils-extension/notification", {"fetchNews": "false", "checkForUpdates": False})
+        self._log = (folder / "server.log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+                *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={self._token}"),
+                *(f"--ServerApp.root_dir={self._notebooks}", "--LabApp.extension_manager=readonly"),
+            ],
+            env=self._environment(),
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        try:
+            self._port = processes.wait_until(self._find_port, "the server has a port", _START_TIMEOUT_S)
+            processes.wait_until(self._is_ready, "the server answers", _START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def _environment(self) -> dict[str, str]:
+        places = {
+            "HOME": "home",
+            "IPYTHONDIR": "ipython",
+            "JUPYTER_CONFIG_DIR": "config",
+            "JUPYTER_DATA_DIR": "data",
+            "JUPYTER_RUNTIME_DIR": "runtime",
+            "JUPYTERLAB_SETTINGS_DIR": "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+            "XDG_CACHE_HOME": "cache",
+            "XDG_CONFIG_HOME": "config",
+            "XDG_DATA_HOME": "data",
+        }
+        for name in places.values():
+            (self._folder / name).mkdir(exist_ok=True)
+        return {**os.environ, **{name: str(self._folder / place) for name, place in places.items()}}
+
+    def _set(self, plugin: str, settings: dict[str, Any]) -> None:
+        path = self._folder / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
+
+    def use_theme(self, name: str) -> None:
+        """The theme of pages that are opened from now on, such as ``JupyterLab Dark``."""
+        self._set("apputils-extension/themes", {"theme": name})
+
+    def write_notebook(self, name: str, cells: list[str]) -> None:
+        """Puts a notebook of these code cells into the server's folder."""
+        code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+        notebook = {
+            "cells": [{**code, "id": f"cell-{index}", "source": source} for index, source in enumerate(cells)],
+            "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+        (self._notebooks / name).write_text(json.dumps(notebook))
+
+    def saved_text(self, name: str) -> str:
+        """The notebook's file as it is, perhaps in the middle of being written."""
+        return (self._notebooks / name).read_text()
+
+    def url(self, path: str) -> str:
+        """The address of a page, with the token that opens it."""
+        return f"http://127.0.0.1:{self._port}/{path}?token={self._token}"
+
+    def stop_kernels(self) -> None:
+        """Shuts down every kernel."""
+        for session in self._ask("GET", "api/sessions"):
+            self._ask("DELETE", f"api/sessions/{session['id']}")
+
+    def _ask(self, method: str, path: str) -> Any:
+        request = urllib.request.Request(self.url(path), method=method)
+        with urllib.request.urlopen(request, timeout=_STOP_TIMEOUT_S) as response:
+            body = response.read()
+        return json.loads(body) if body else None
+
+    def _find_port(self) -> int:
+        """Its port, 0 as long as it has none."""
+        assert self._process.poll() is None, (self._folder / "server.log").read_text()
+        for path in self._runtime.glob("jpserver-*.json"):
+            with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                return int(json.loads(path.read_text())["port"])
+        return 0
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(urllib.error.URLError):
+            return "version" in self._ask("GET", "api")
+        return False
+
+    def close(self) -> None:
+        """Ends the server and its kernels."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left, as it should be
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path) -> Iterator[Lab]:
+    """A server for the time of a ``with`` block."""
+    lab = Lab(folder)
+    try:
+        yield lab
+    finally:
+        lab.close()

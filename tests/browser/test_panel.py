@@ -1,0 +1,166 @@
+"""A person's way through the panel: a real JupyterLab, a real browser, a real training run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import processes
+from tests.browser.lab import Lab
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Dialog, Locator, Page
+
+    Screenshot = Callable[[Page | Locator, str], None]
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+_EPOCHS = 12
+_STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
+_DATA = """
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+training = TensorDataset(images[:1437], labels[:1437])
+"""
+_TRAINING = f"""
+%%distributed --num_processes 2 --name digits
+from notebook_accel import Accelerator, report
+from torch import nn
+from tqdm.auto import tqdm
+
+accelerator = Accelerator()
+model = nn.Sequential(
+    nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 10)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(training, batch_size=16, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+for epoch in tqdm(range({_EPOCHS})):
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(loss=loss)
+    accelerator.print(f"epoch {{epoch + 1}}: loss {{loss.item():.3f}}")
+"""
+_ATTACK = """
+%%distributed --num_processes 2
+print("<script>alert(1)</script>")
+"""
+_BACKGROUND = """
+%%distributed --num_processes 2 --name sleepers --background
+import time
+print("asleep")
+time.sleep(600)
+"""
+
+
+def _open(page: Page, lab: Lab, name: str) -> None:
+    page.goto(lab.url(f"lab/tree/{name}") + "&reset")  # without the notebooks of earlier tests
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
+    page.get_by_text("| Idle").wait_for()  # a cell that is run before the kernel is there is not run
+
+
+def _run_cell(page: Page, index: int) -> Locator:
+    """Runs a cell by hand; returns the place where its output appears."""
+    cell = page.locator(".jp-Notebook .jp-CodeCell").nth(index)
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    return cell.locator(".jp-OutputArea")
+
+
+def _wait_until_done(page: Page, index: int) -> None:
+    prompt = page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".jp-InputPrompt")
+    processes.wait_until(lambda: re.fullmatch(r"\[\d+\]:", prompt.inner_text()), f"cell {index} is done", 60)
+
+
+def _steps(panel: Locator) -> list[int]:
+    bars = panel.get_by_role("progressbar").all()
+    return [int(bar.get_attribute("aria-valuenow") or 0) for bar in bars]
+
+
+def _save(page: Page, lab: Lab, name: str, expected: str) -> None:
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    processes.wait_until(lambda: expected in lab.saved_text(name), "the notebook is saved")
+
+
+def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    alerts: list[str] = []
+
+    def note_dialog(dialog: Dialog) -> None:
+        if dialog.type == "alert":
+            alerts.append(dialog.message)
+        dialog.accept()
+
+    page.on("dialog", note_dialog)
+    cells = ["%load_ext notebook_accel", _DATA.strip(), _TRAINING.strip(), _ATTACK.strip()]
+    lab.write_notebook("training.ipynb", cells)
+    _open(page, lab, "training.ipynb")
+    for index in (0, 1):
+        _run_cell(page, index)
+        _wait_until_done(page, index)
+
+    output = _run_cell(page, 2)
+    panel = output.locator(".nba-panel")
+    panel.get_by_role("progressbar").nth(1).wait_for()
+    seen = [_steps(panel)]
+
+    def has_moved() -> bool:
+        seen.append(_steps(panel))
+        return all(len({steps[rank] for steps in seen if len(steps) == 2}) > 3 for rank in range(2))
+
+    processes.wait_until(has_moved, "both rows move")
+    panel.get_by_text(f"epoch {_EPOCHS // 2}: loss").last.wait_for()
+    assert panel.locator("svg path").count() == 1
+    assert "running" in panel.locator(".nba-header").inner_text()
+    screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
+
+    _wait_until_done(page, 2)
+    assert _steps(panel) == [_STEPS, _STEPS]
+    assert panel.count() == 1
+    assert panel.locator(".widget-html").count() == 0
+    assert "finished" in panel.locator(".nba-header").inner_text()
+    assert f"epoch {_EPOCHS}: loss" in panel.inner_text()
+    screenshot(panel, "panel_finished")
+
+    attacked = _run_cell(page, 3).locator(".nba-panel")
+    _wait_until_done(page, 3)
+    assert attacked.inner_text().count("<script>alert(1)</script>") == 4  # in each rank's row, and in the output
+
+    _save(page, lab, "training.ipynb", "&lt;script&gt;")
+    lab.stop_kernels()
+    _open(page, lab, "training.ipynb")
+    panel.wait_for()
+    assert _steps(panel) == [_STEPS, _STEPS]
+    assert "finished" in panel.locator(".nba-header").inner_text()
+    assert panel.locator("svg path").count() == 1
+    assert attacked.inner_text().count("<script>alert(1)</script>") == 4
+    assert alerts == []
+
+
+def test_a_run_in_the_background_is_stopped_by_a_click(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    lab.write_notebook("background.ipynb", ["%load_ext notebook_accel", _BACKGROUND.strip(), "1 + 1"])
+    _open(page, lab, "background.ipynb")
+    _run_cell(page, 0)
+    _wait_until_done(page, 0)
+    output = _run_cell(page, 1)
+    panel = output.locator(".nba-panel")
+    panel.get_by_text("asleep").last.wait_for()
+    _run_cell(page, 2)  # the kernel is free, and what the panel shows then is still below its own cell
+    _wait_until_done(page, 2)
+    screenshot(panel, "panel_background")
+    panel.get_by_role("button", name="Stop").click()
+    panel.locator(".nba-header").get_by_text("stopped").wait_for()
+    assert panel.get_by_role("button").count() == 0
+    assert page.locator(".nba-panel").count() == 1

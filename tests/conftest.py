@@ -1,0 +1,130 @@
+"""Fixtures that all tests share, and the police: a test that leaves anything behind fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from notebook_accel.launching import local
+from tests import kernels, processes
+
+_GRACE_S = 5.0
+_POLL_S = 0.02
+# pytest says which test runs; torch says where it keeps compiled code, when its optimizers are first used.
+_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _orphans_stay_ours() -> None:
+    processes.adopt_orphans()
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    """A kernel that the tests of a module share."""
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
+        assert running.value("1 + 1") == "2"  # what the client makes lazily belongs to the fixture, not to a test
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[local.LocalEngine]:
+    """The agent and the template of this process, for the tests of a module that launch without a kernel."""
+    running = local.engine()
+    running.warm()
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fails a test after which a process, thread, descriptor, shared memory segment or variable is left.
+
+    What fixtures of a wider scope hold was there before the test and may stay; so may the agent and the template that
+    a kernel of theirs, or this process, keeps ready for its next launch.
+    """
+    variables = dict(os.environ)
+    before = _belongings()
+    yield
+    changed = _changed_variables(variables)
+    left = _left_since(before)
+    for name in changed:
+        _restore(name, variables)
+    for thing in left:
+        if isinstance(thing, processes.Process):
+            processes.kill(thing)
+    found = [*left.values(), *(f"environment variable {name}" for name in changed)]
+    assert not found, "the test left behind:\n" + "\n".join(found)
+
+
+def _left_since(before: dict[Any, str]) -> dict[Any, str]:
+    """What is new and doesn't go away by itself in a moment."""
+    deadline = time.monotonic() + _GRACE_S
+    collected = False
+    while True:
+        left = {thing: text for thing, text in _belongings().items() if thing not in before}
+        if not left or time.monotonic() > deadline:
+            return left
+        if not collected:
+            gc.collect()
+            collected = True
+        time.sleep(_POLL_S)
+
+
+def _belongings() -> dict[Any, str]:
+    """What this process and those below it hold and would go on holding, with a line about each."""
+    _reap_orphans()
+    below = processes.descendants(os.getpid())
+    standing = _standing(below)
+    found: dict[Any, str] = {process: f"process {process}" for process in below if process.pid not in standing}
+    found.update({thread: f"thread {thread.name}" for thread in threading.enumerate()})
+    found.update({("shared memory", name): f"/dev/shm/{name}" for name in os.listdir("/dev/shm")})
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            if target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:")):
+                found["descriptor", target, descriptor] = f"descriptor {descriptor}: {target}"
+    return found
+
+
+def _standing(below: list[processes.Process]) -> set[int]:
+    """The agents whose kernel lives, and their templates. Ranks have a template's command line, but not its parent."""
+    agents = {
+        process.pid
+        for process in below
+        # An agent is told its kernel's pid; an orphan has another parent now.
+        if "notebook_accel.launching.agent" in process.command and process.command.endswith(f" {process.parent}")
+    }
+    templates = {
+        process.pid
+        for process in below
+        if "notebook_accel.launching.template" in process.command and process.parent in agents
+    }
+    return agents | templates
+
+
+def _reap_orphans() -> None:
+    """Collects the ended processes that became this one's by ``adopt_orphans``; ``subprocess`` copes with it."""
+    for process in processes.children(os.getpid()):
+        if process.state == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def _changed_variables(before: dict[str, str]) -> list[str]:
+    after = dict(os.environ)
+    names = (before.keys() | after.keys()) - _SET_BY_LIBRARIES
+    return sorted(name for name in names if before.get(name) != after.get(name))
+
+
+def _restore(name: str, before: dict[str, str]) -> None:
+    os.environ.pop(name, None)
+    if name in before:
+        os.environ[name] = before[name]

@@ -1,0 +1,129 @@
+"""What only a machine with a GPU can show. Run by hand: ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests import kernels, processes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LAUNCH_S = 180.0
+
+
+def gpus() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return listed.count("GPU ")
+
+
+def used_mib() -> int:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+@pytest.fixture
+def notebook(tmp_path: pathlib.Path) -> Iterator[kernels.Kernel]:
+    with kernels.running(tmp_path) as kernel:
+        loaded = kernel.run("%load_ext notebook_accel\nimport os, time, torch", LAUNCH_S)
+        assert loaded.status == "ok", loaded.traceback
+        yield kernel
+
+
+TRAINING = """
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+loader = DataLoader(data, batch_size=64, shuffle=True)
+"""
+
+LOOP = """
+from notebook_accel import Accelerator, report
+accelerator = Accelerator()
+net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(8):
+    for x, y in loader:
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+        report(loss=loss)
+model = accelerator.unwrap_model(net)
+str(accelerator.device), str(x.device), accelerator.mixed_precision, float(loss)"""
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_a_cell_trains_on_the_gpu(notebook: kernels.Kernel, precision: str) -> None:
+    notebook.run(TRAINING)
+    cell = f"%%distributed --mixed_precision {precision} --pull model --out results{LOOP}"
+    outcome = notebook.run(cell, LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    assert f"Launching training on {gpus()} GPU" in outcome.stdout
+    assert notebook.value("results[0][:3]") == f"('cuda:0', 'cuda:0', '{precision}')"
+    accuracy = "(model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean().item() > 0.95"
+    assert notebook.value(accuracy) == "True"
+    assert notebook.value("str(next(model.parameters()).device), torch.cuda.is_initialized()") == "('cpu', False)"
+
+
+def test_more_ranks_than_gpus_is_refused_with_their_number(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(f"%%distributed -n {gpus() + 1}\n1", LAUNCH_S)
+    assert outcome.error_name == "PreflightError"
+    assert f"there {'is' if gpus() == 1 else 'are'} {gpus()} GPU" in outcome.traceback
+
+
+def test_cpu_ranks_where_there_are_gpus(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(
+        """%%distributed -n 2 --use_cpu
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+str(accelerator.device), int(accelerator.reduce(torch.tensor(accelerator.process_index + 1)))""",
+        LAUNCH_S,
+    )
+    assert outcome.result == "[('cpu', 3), ('cpu', 3)]", outcome.traceback
+
+
+def test_cuda_in_use_in_the_kernel(notebook: kernels.Kernel) -> None:
+    notebook.run("held = torch.ones(64 << 20, device='cuda')", LAUNCH_S)
+    refused = notebook.run("%%distributed\n1", LAUNCH_S)
+    assert refused.error_name == "PreflightError"
+    assert "CUDA is in use in this kernel: it holds 256 MiB" in refused.traceback
+    allowed = notebook.run(
+        "%%distributed --allow_initialized_cuda -n 1\nfloat(torch.ones(2, device='cuda').sum())", LAUNCH_S
+    )
+    assert allowed.result == "[2.0]", allowed.traceback
+    named = notebook.run("%%distributed --allow_initialized_cuda\nheld.sum()", LAUNCH_S)
+    assert 'global "held" is a tensor on cuda:0' in named.traceback
+
+
+def test_results_come_back_on_the_cpu(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 1 --out back\nt = torch.arange(4.0, device='cuda')\n(t, t[1:])", LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    notebook.run("back[0][1][0] = 9")
+    assert notebook.value("[t.tolist() for t in back[0]], torch.cuda.is_initialized()") == (
+        "([[0.0, 9.0, 2.0, 3.0], [9.0, 2.0, 3.0]], False)"
+    )
+
+
+def test_device_memory_is_free_after_an_interrupt_and_a_kill(notebook: kernels.Kernel) -> None:
+    before = used_mib()
+    for by_interrupt in (True, False):
+        cell = notebook.start("""%%distributed -n 1
+held = torch.ones(1 << 30, device="cuda")
+print(f"pid={os.getpid()}", flush=True)
+time.sleep(120)""")
+        cell.wait_for_output("pid=", LAUNCH_S)
+        rank = int(cell.stream("stdout").rpartition("pid=")[2].split()[0])
+        assert used_mib() > before + 4000
+        notebook.interrupt() if by_interrupt else os.kill(rank, signal.SIGKILL)
+        assert cell.finish(LAUNCH_S).status == "error"
+        processes.wait_until(lambda: used_mib() < before + 200, "the device memory is free")

@@ -1,0 +1,248 @@
+"""The reducer: what a run's events come to."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel_ext.run_state import OutputLine, OutputLog, RunState, Series, plain_text
+from notebook_accel import events
+
+_times = st.floats(0, 1e6)
+_text = st.text(max_size=40)
+_counts = st.integers(0, 1000)
+_any_event: st.SearchStrategy[events.Event] = st.one_of(
+    st.builds(events.Started, time_s=_times, pid=_counts),
+    st.builds(
+        events.Progress,
+        time_s=_times,
+        step=_counts,
+        total=st.none() | _counts,
+        epoch=st.none() | _counts,
+        epochs=st.none() | _counts,
+        steps=_counts,
+        label=_text,
+        device=_text,
+    ),
+    st.builds(events.Metrics, time_s=_times, step=_counts, values=st.dictionaries(_text, st.floats())),
+    st.builds(events.Output, time_s=_times, stream=st.sampled_from(["stdout", "stderr"]), text=_text),
+    st.builds(events.Display, time_s=_times, data=st.just({"text/plain": "x"})),
+    st.builds(events.Memory, time_s=_times, used_bytes=_counts, total_bytes=_counts, kind=st.just("host")),
+    st.builds(events.Failed, time_s=_times, kind=_text, message=_text, traceback=_text, lost_peer=st.booleans()),
+    st.builds(events.Finished, time_s=_times, result_bytes=_counts),
+    st.builds(events.Ended, time_s=_times, exit_code=st.none() | _counts, signal=st.none() | _counts),
+)
+
+
+def _progress(time_s: float, steps: int, **more: Any) -> events.Progress:
+    return events.Progress(**{"time_s": time_s, "step": steps, "steps": steps, "total": 100, **more})
+
+
+def _reduced(*sequence: events.Event, world_size: int = 1) -> RunState:
+    state = RunState(world_size)
+    for event in sequence:
+        state.apply(0, event)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("sequence", "word", "note"),
+    [
+        ([], "starting", ""),
+        ([events.Started(pid=1)], "running", ""),
+        ([events.Started(pid=1), events.Finished(result_bytes=1)], "finished", ""),
+        ([events.Finished(result_bytes=1), events.Ended(exit_code=0)], "finished", ""),
+        ([events.Started(pid=1), events.Ended(signal=15, stopped=True)], "stopped", ""),
+        ([events.Started(pid=1), events.Ended(signal=9)], "killed", "killed by SIGKILL"),
+        ([events.Started(pid=1), events.Ended(exit_code=3)], "failed", "exited with status 3 before its end"),
+        ([events.Started(pid=1), events.Ended(exit_code=0)], "failed", "exited with status 0 before its end"),
+    ],
+)
+def test_state_word(sequence: list[events.Event], word: str, note: str) -> None:
+    rank = _reduced(*sequence).ranks[0]
+    assert (rank.state, rank.note) == (word, note)
+    assert rank.has_ended == (word not in ("starting", "running"))
+
+
+def test_a_failure_says_what_and_where_and_outlives_the_end_of_the_process() -> None:
+    failed = events.Failed(kind="ValueError", message="boom\nsecond line", traceback="", line="In[7], line 12")
+    rank = _reduced(events.Started(pid=1), failed, events.Ended(exit_code=1)).ranks[0]
+    assert rank.state == "failed"
+    assert rank.note == "ValueError: boom (In[7], line 12)"
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_one_to_look_at() -> None:
+    failed = events.Failed(kind="RuntimeError", message="Connection closed by peer", traceback="", lost_peer=True)
+    rank = _reduced(failed).ranks[0]
+    assert (rank.state, rank.note) == ("stopped", "another rank has gone")
+
+
+def test_an_interrupted_rank_says_where() -> None:
+    rank = _reduced(events.Failed(kind="KeyboardInterrupt", message="", traceback="", line="In[7], line 3")).ranks[0]
+    assert (rank.state, rank.note) == ("stopped", "interrupted (In[7], line 3)")
+
+
+def test_ranks_whose_end_nobody_reported_are_stopped_when_the_run_is_over() -> None:
+    state = RunState(2)
+    state.apply(0, events.Finished(result_bytes=1))
+    state.close()
+    assert [rank.state for rank in state.ranks] == ["finished", "stopped"]
+
+
+def test_rate_is_of_the_last_seconds() -> None:
+    slow = [_progress(second, second) for second in range(20)]
+    fast = [_progress(20 + second, 20 + 10 * second) for second in range(10)]
+    rank = _reduced(*slow, *fast).ranks[0]
+    assert rank.steps_per_s(29.0) == pytest.approx(10.0)
+
+
+def test_rate_falls_when_a_rank_stands_still_and_stays_when_it_has_ended() -> None:
+    sequence = [_progress(second, 10 * second) for second in range(6)]
+    assert _reduced(*sequence).ranks[0].steps_per_s(5.5) == pytest.approx(10.0)
+    stuck = _reduced(*sequence).ranks[0].steps_per_s(105.0)
+    assert stuck is not None
+    assert stuck < 1.0
+    assert _reduced(*sequence, events.Finished(result_bytes=1)).ranks[0].steps_per_s(105.0) == pytest.approx(10.0)
+
+
+def test_rate_starts_anew_with_another_loader() -> None:
+    training = [_progress(second, 100 * second, total=1000) for second in range(5)]
+    evaluation = [_progress(5.0, 0, total=50), _progress(6.0, 7, total=50)]
+    assert _reduced(*training, *evaluation).ranks[0].steps_per_s(6.0) == pytest.approx(7.0)
+
+
+def test_rate_and_time_left_are_unknown_before_two_counts() -> None:
+    rank = _reduced(_progress(1.0, 10)).ranks[0]
+    assert rank.steps_per_s(1.0) is None
+    assert rank.left_s(1.0) is None
+
+
+def test_time_left_counts_the_epochs_to_come() -> None:
+    sequence = [_progress(second, 10 * second, epoch=2, epochs=4) for second in range(6)]
+    assert _reduced(*sequence).ranks[0].left_s(5.0) == pytest.approx((50 + 2 * 100) / 10)
+    without = [_progress(second, 10 * second, epoch=2) for second in range(6)]
+    assert _reduced(*without).ranks[0].left_s(5.0) == pytest.approx(50 / 10)
+
+
+def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
+    state = RunState(3)
+    for second in range(6):
+        state.apply(0, _progress(second, 10 * second))
+        state.apply(1, _progress(second, 5 * second))
+    assert state.left_s(5.0) == pytest.approx(75 / 5)
+
+
+def test_output_is_kept_by_rank_in_order_of_arrival() -> None:
+    state = RunState(2)
+    state.apply(1, events.Output(stream="stdout", text="a\nb"))
+    state.apply(0, events.Output(stream="stderr", text="c"))
+    assert state.output.last(10) == [OutputLine(1, "a"), OutputLine(1, "b"), OutputLine(0, "c")]
+    assert [rank.last_line for rank in state.ranks] == ["c", "b"]
+
+
+def test_much_output_keeps_its_beginning_and_its_end() -> None:
+    log = OutputLog()
+    for number in range(5000):
+        log.add(OutputLine(0, str(number)))
+    assert log.count == 5000
+    assert log.head[0].text == "0"
+    assert [line.text for line in log.last(2)] == ["4998", "4999"]
+    assert len(log.head) + len(log.tail) + log.left_out == 5000
+    assert log.left_out > 0
+    # No line from before the gap stands next to one from after it.
+    assert [line.text for line in log.last(10_000)] == [line.text for line in log.tail]
+
+
+def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_out() -> None:
+    log = OutputLog()
+    for number in range(250):
+        log.add(OutputLine(0, str(number)))
+    assert [line.text for line in log.last(100)] == [str(number) for number in range(150, 250)]
+
+
+def test_a_line_of_a_megabyte_is_clipped() -> None:
+    state = _reduced(events.Output(stream="stdout", text="x" * 1_000_000))
+    (line,) = state.output.last(1)
+    assert line.text.startswith("xxxx")
+    assert line.text.endswith("… and 998,000 more characters")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("\x1b[1;31mred\x1b[0m plain", "red plain"),
+        ("\x1b]0;title\x07text", "text"),
+        ("10%\r50%\r100%", "100%"),
+        ("windows line\r", "windows line"),
+        ("a\tb", "a\tb"),
+        ("bell\x07", "bell\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None:
+    assert plain_text(line) == text
+
+
+def test_history_is_the_mean_of_the_ranks() -> None:
+    state = RunState(2)
+    state.apply(0, events.Metrics(step=1, values={"loss": 2.0}))
+    state.apply(1, events.Metrics(step=1, values={"loss": 1.0}))
+    state.apply(0, events.Metrics(step=2, values={"loss": 1.0}))
+    assert state.history["loss"].points == [(1, 1.5), (2, 1.0)]
+
+
+def test_losses_come_first_among_the_metrics() -> None:
+    state = _reduced(events.Metrics(step=1, values={"accuracy": 0.5, "train_loss": 1.0, "lr": 0.1}))
+    assert state.metric_names == ["train_loss", "accuracy", "lr"]
+
+
+def test_a_series_stays_small_and_keeps_its_ends() -> None:
+    series = Series()
+    for step in range(100_000):
+        series.add(step, float(step))
+    points = series.points
+    assert 100 < len(points) < 400
+    assert points[0] == (0, 0.0)
+    assert points[-1] == (99_999, 99_999.0)
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(points[:-1])]
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_a_series_leaves_out_what_cannot_be_drawn() -> None:
+    series = Series()
+    for step, value in [(1, 1.0), (2, float("nan")), (3, 3.0), (2, 2.0), (4, float("inf"))]:
+        series.add(step, value)
+    assert series.points == [(1, 1.0), (3, 3.0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), _any_event), max_size=60))
+def test_a_ranks_state_depends_on_its_own_events_only(sequence: list[tuple[int, events.Event]]) -> None:
+    together = RunState(3)
+    for rank, event in sequence:
+        together.apply(rank, event)
+    for alone in range(3):
+        state = RunState(3)
+        for rank, event in sequence:
+            if rank == alone:
+                state.apply(rank, event)
+        assert repr(state.ranks[alone]) == repr(together.ranks[alone])
+
+
+@given(st.lists(_any_event, max_size=60), _times)
+def test_whatever_a_rank_says_has_a_rate_and_a_time_left(sequence: list[events.Event], now_s: float) -> None:
+    rank = _reduced(*sequence).ranks[0]
+    rate, left_s = rank.steps_per_s(now_s), rank.left_s(now_s)
+    assert rate is None or rate >= 0
+    assert left_s is None or left_s >= 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.floats()), max_size=200))
+def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, float]]) -> None:
+    series = Series()
+    for step, value in points:
+        series.add(step, value)
+    steps = [step for step, _ in series.points]
+    assert steps == sorted(set(steps))

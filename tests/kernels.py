@@ -1,0 +1,201 @@
+"""A real IPython kernel in a process of its own, driven as a front end drives it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+from tests import processes
+
+_START_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a cell ended, and what it showed.
+
+    Attributes:
+        status: ``ok``, ``error`` or ``aborted``.
+        stdout: All that came on that stream.
+        stderr: All that came on that stream.
+        result: The ``text/plain`` of the cell's last expression, empty without one.
+        error_name: The exception's class name, empty without one.
+        error_value: The exception's text.
+        traceback: What a notebook shows of the exception, colour codes included.
+        displays: The contents of ``display_data`` and ``update_display_data`` messages, in order.
+    """
+
+    status: str
+    stdout: str
+    stderr: str
+    result: str
+    error_name: str
+    error_value: str
+    traceback: str
+    displays: tuple[dict[str, Any], ...]
+
+
+class Cell:
+    """A cell that was sent to the kernel and may be running still."""
+
+    def __init__(self, client: BlockingKernelClient, code: str, *, allow_stdin: bool) -> None:
+        self._client = client
+        self.messages: list[dict[str, Any]] = []
+        self._idle = False
+        self._id = client.execute(code, allow_stdin=allow_stdin)
+
+    def finish(self, timeout_s: float = 60.0) -> Outcome:
+        """Waits until the cell is done."""
+        deadline = time.monotonic() + timeout_s
+        self._read_until(lambda: self._idle, "the cell is done", deadline)
+        reply = self._reply(deadline)
+        return Outcome(
+            status=reply["status"],
+            stdout=self.stream("stdout"),
+            stderr=self.stream("stderr"),
+            result="".join(content["data"]["text/plain"] for content in self._contents("execute_result")),
+            error_name=reply.get("ename", ""),
+            error_value=reply.get("evalue", ""),
+            traceback="\n".join(line for content in self._contents("error") for line in content["traceback"]),
+            displays=tuple(self._contents("display_data", "update_display_data")),
+        )
+
+    def wait_for_output(self, text: str, timeout_s: float = 60.0) -> None:
+        """Waits until the text was printed, on either stream."""
+        deadline = time.monotonic() + timeout_s
+        self._read_until(lambda: text in self.stream("stdout") + self.stream("stderr"), f"output {text!r}", deadline)
+
+    def stream(self, name: str) -> str:
+        """What came so far on ``stdout`` or ``stderr``."""
+        return "".join(content["text"] for content in self._contents("stream") if content["name"] == name)
+
+    def _contents(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        return (message["content"] for message in self.messages if message["msg_type"] in kinds)
+
+    def _read_until(self, condition: Callable[[], bool], what: str, deadline: float) -> None:
+        while not condition():
+            try:
+                message = self._client.get_iopub_msg(timeout=_POLL_S)
+            except queue.Empty:
+                self._check(what, deadline)
+                continue
+            if message["parent_header"].get("msg_id") == self._id:
+                self.messages.append(message)
+                self._idle = self._idle or message["content"].get("execution_state") == "idle"
+
+    def _reply(self, deadline: float) -> dict[str, Any]:
+        while True:
+            try:
+                message = self._client.get_shell_msg(timeout=_POLL_S)
+            except queue.Empty:
+                self._check("the cell's reply", deadline)
+                continue
+            if message["parent_header"].get("msg_id") == self._id:
+                return dict(message["content"])
+
+    def _check(self, what: str, deadline: float) -> None:
+        shown = f"\nstdout so far: {self.stream('stdout')!r}\nstderr so far: {self.stream('stderr')!r}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not in time: {what}{shown}")
+        if not self._client.is_alive():
+            raise AssertionError(f"the kernel died while waiting: {what}{shown}")
+
+
+class Kernel:
+    """An ipykernel of this very Python, without the user's profile, history or installed kernels.
+
+    Args:
+        folder: Where its profile goes, and its working directory.
+        variables: Environment variables besides this process's.
+    """
+
+    def __init__(self, folder: pathlib.Path, variables: Mapping[str, str] = {}) -> None:
+        self._manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+        self._log = folder / "kernel.log"
+        with self._log.open("wb") as log:
+            self._manager.start_kernel(
+                extra_arguments=["--HistoryManager.enabled=False"],
+                cwd=str(folder),
+                env={**os.environ, "IPYTHONDIR": str(folder / "ipython"), **variables},
+                stdout=log,
+                stderr=log,
+            )
+        self._client = self._manager.blocking_client()
+        try:
+            self._client.start_channels()
+            self._client.wait_for_ready(timeout=_START_TIMEOUT_S)
+            process = processes.read(self._manager.provisioner.pid)
+            assert process is not None
+            self.process = process
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """What reached the real stdout and stderr of the kernel's process, which no cell shows."""
+        return self._log.read_text(errors="replace")
+
+    def start(self, code: str, *, allow_stdin: bool = False) -> Cell:
+        """Sends a cell and doesn't wait.
+
+        Args:
+            code: The cell.
+            allow_stdin: Whether somebody could answer ``input()``, as front ends with a user say.
+        """
+        return Cell(self._client, code, allow_stdin=allow_stdin)
+
+    def run(self, code: str, timeout_s: float = 60.0, *, allow_stdin: bool = False) -> Outcome:
+        """Runs a cell to its end."""
+        return self.start(code, allow_stdin=allow_stdin).finish(timeout_s)
+
+    def value(self, expression: str, timeout_s: float = 60.0) -> str:
+        """The representation of an expression's value; fails if it raises."""
+        outcome = self.run(expression, timeout_s)
+        assert outcome.status == "ok", outcome.traceback
+        return outcome.result
+
+    def descendants(self) -> list[processes.Process]:
+        """The living processes below the kernel."""
+        return processes.descendants(self.pid)
+
+    def interrupt(self) -> None:
+        """What a front end's stop button does."""
+        self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        """Kills the kernel's process, and it alone, without giving it a chance to clean up."""
+        os.kill(self.pid, signal.SIGKILL)
+        processes.wait_until(lambda: not self.process.is_alive, "the kernel is dead")
+
+    def close(self) -> None:
+        """Ends the kernel as closing a notebook does, and closes every socket to it."""
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=not self._manager.is_alive())
+        self._manager.context.term()
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path, variables: Mapping[str, str] = {}) -> Iterator[Kernel]:
+    """A kernel for the time of a ``with`` block."""
+    kernel = Kernel(folder, variables)
+    try:
+        yield kernel
+    finally:
+        kernel.close()

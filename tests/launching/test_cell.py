@@ -1,0 +1,78 @@
+"""Which names a cell needs, what it defines, and what it may not do."""
+
+from __future__ import annotations
+
+import pytest
+
+from notebook_accel.errors import CellError
+from notebook_accel.launching import cell
+
+
+@pytest.mark.parametrize(("source", "uses"), [
+    ("model", ("model",)),
+    ("x = 1\nx", ()),
+    ("x = x + 1", ("x",)),
+    ("import torch\ntorch.ones(n)", ("n",)),
+    ("net, opt = prepare(model, opt)\nnet", ("prepare", "model", "opt")),
+    ("if flag:\n    x = 1\nx", ("flag", "x")),
+    ("if flag:\n    x = 1\nelse:\n    x = 2\nx", ("flag",)),
+    ("for i in items:\n    loss = f(i)\nfloat(loss)", ("items", "f")),
+    ("for i in items:\n    best = max(best, i)", ("items", "best")),
+    ("while flag:\n    x = 1\nx", ("flag", "x")),
+    ("with open_it() as file:\n    y = file\ny", ("open_it",)),
+    ("try:\n    x = risky()\nexcept E as error:\n    print(error)\nx", ("risky", "E", "x")),
+    ("def f(a): return a + g + h\ng = 1\nf(2)", ("g", "h")),
+    ("class C(Base):\n    def m(self): return helper", ("Base", "helper")),
+    ("[a for a in b]", ("b",)),
+    ("lambda a: a + c", ("c",)),
+    ("f'{value:.2f}'", ("value",)),
+    ("del x", ("x",)),
+    ("match command:\n    case [a, b]:\n        a + c\n    case Point(x=0):\n        pass", ("command", "c", "Point")),
+    ("(n := 3)\nn", ()),
+    ("print(len(x), In, _, get_ipython())", ("x",)),
+    ("async def f():\n    return await y", ("y",)),
+    ("x: int = 3\nx", ()),
+    ("a.b = c\na[i] += d", ("a", "c", "i", "d")),
+    ("global_name = 1\ndef f():\n    global counter\n    counter = counter + 1", ("counter",)),
+])  # fmt: skip
+def test_names_that_come_from_the_notebook(source: str, uses: tuple[str, ...]) -> None:
+    assert sorted(cell.parse(source, "In[1]").uses) == sorted(uses)
+
+
+def test_captured_takes_what_the_notebook_has_and_what_is_pushed() -> None:
+    parsed = cell.parse("model + missing", "In[1]")
+    assert parsed.captured({"model": 1, "hidden": 2, "other": 3}, ["hidden"]) == {"model": 1, "hidden": 2}
+    with pytest.raises(CellError, match="no name 'gone'"):
+        parsed.captured({"model": 1}, ["gone"])
+
+
+def test_final_def_is_what_is_called() -> None:
+    assert cell.parse("x = 1\ndef train(): pass", "In[1]").calls == "train"
+    assert cell.parse("def train(): pass\ntrain()", "In[1]").calls == ""
+
+
+def test_definitions_are_what_workers_need() -> None:
+    parsed = cell.parse("import os\nN = 3\nx = f()\nclass A: pass\ndef g(): return 1\nprint(x)", "In[1]")
+    namespace: dict[str, object] = {}
+    exec(parsed.definitions, namespace)
+    assert sorted(namespace.keys() - {"__builtins__"}) == ["A", "N", "g", "os"]
+
+
+@pytest.mark.parametrize("source", ["x = = 1", "return 3", "def f(:", "'abc"])
+def test_what_is_not_python_is_a_syntax_error_that_names_the_cell(source: str) -> None:
+    with pytest.raises(SyntaxError) as caught:
+        cell.parse(source, "In[7]")
+    assert caught.value.filename == "In[7]"
+
+
+@pytest.mark.parametrize("source", [
+    "get_ipython().run_line_magic('timeit', '1')", "x = get_ipython().run_cell_magic('time', '', 'y')",
+])  # fmt: skip
+def test_magics_that_need_the_kernel_are_refused(source: str) -> None:
+    with pytest.raises(CellError, match="needs the kernel"):
+        cell.parse(source, "In[7]")
+
+
+def test_empty_cell_is_refused() -> None:
+    with pytest.raises(CellError, match="empty"):
+        cell.parse("\n# only a comment\n", "In[7]")

@@ -1,0 +1,222 @@
+"""However a run ends: the right error, nothing left, and the next launch works."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+
+from tests import kernels, processes
+from tests.launching.conftest import prepare
+
+RANK = "int(os.environ['RANK'])"
+WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
+
+
+def rank_processes(kernel: kernels.Kernel) -> list[processes.Process]:
+    """Ranks and what they started: everything below the template, which is a child of the agent."""
+    agents = processes.children(kernel.pid)
+    templates = [template for agent in agents for template in processes.children(agent.pid)]
+    return [process for template in templates for process in processes.descendants(template.pid)]
+
+
+def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel) -> None:
+    started = time.monotonic()
+    outcome = notebook.run(f"""%%distributed -n 2
+print("before it")
+def deep(rank):
+    if rank == 1:
+        raise ValueError("boom")
+    time.sleep(60)
+deep({RANK})""")
+    assert time.monotonic() - started < 30  # not the 60 s of rank 0's sleep; a process's exit takes milliseconds
+    assert (outcome.status, outcome.error_name) == ("error", "RankFailedError")
+    for expected in (
+        "rank 1 of 2",
+        "ValueError: boom",
+        'raise ValueError("boom")',
+        "line 5",
+        "before it",
+        "rank 0: stopped",
+    ):
+        assert expected in outcome.traceback
+    assert rank_processes(notebook) == []
+    assert notebook.run(WORKS).result == "[0, 1]"
+
+
+def test_failure_in_a_notebook_function_shows_its_cells_source(notebook: kernels.Kernel) -> None:
+    notebook.run("def inner(x):\n    return x / 0   # this very line")
+    outcome = notebook.run("%%distributed -n 1\ninner(3)")
+    assert "return x / 0   # this very line" in outcome.traceback
+    assert "ZeroDivisionError" in outcome.traceback
+
+
+def test_the_ranks_exception_is_the_cause(notebook: kernels.Kernel) -> None:
+    notebook.run("""from notebook_accel import notebook_launcher, RankFailedError
+class Special(Exception): pass
+def fail(): raise Special("mine", 3)
+try: notebook_launcher(fail, num_processes=2, view="none")
+except RankFailedError as error: caught = error""")
+    assert notebook.run("type(caught.__cause__) is Special, caught.__cause__.args").result == "(True, ('mine', 3))"
+    assert notebook.run("caught.rank in (0, 1), caught.world_size, caught.exit_code").result == "(True, 2, 1)"
+
+
+def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if {RANK} == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))""")
+    assert "rank 1 of 2 was killed by SIGKILL" in outcome.traceback
+
+
+def test_interrupt_ends_every_rank_and_keeps_the_kernel(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    notebook.run("kept = 'still here'")
+    cell = notebook.start(f"""%%distributed -n 2
+try:
+    print("in the loop", flush=True)
+    time.sleep(60)
+finally:
+    open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").close()""")
+    cell.wait_for_output("0 │ in the loop")
+    cell.wait_for_output("1 │ in the loop")
+    notebook.interrupt()
+    outcome = cell.finish()
+    assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # their `finally` ran
+    assert rank_processes(notebook) == []
+    assert notebook.run("kept").result == "'still here'"
+    assert notebook.run(WORKS).result == "[0, 1]"
+
+
+def test_interrupt_ends_ranks_that_ignore_it(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("""%%distributed -n 2 --grace_s 0.2
+signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)""")
+    cell.wait_for_output("0 │ deaf")
+    cell.wait_for_output("1 │ deaf")
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert rank_processes(notebook) == []
+
+
+def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("%%distributed -n 2\nprint(f'pid={os.getpid()}', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ pid=")
+    line = next(line for line in cell.stream("stdout").splitlines() if line.startswith("1 │ pid="))
+    os.kill(int(line.partition("=")[2]), signal.SIGKILL)
+    outcome = cell.finish()
+    assert "rank 1 of 2 was killed by SIGKILL" in outcome.traceback
+    assert "rank 0: stopped" in outcome.traceback
+
+
+def test_exit_in_the_users_code(notebook: kernels.Kernel) -> None:
+    assert (
+        "exited with status 7" in notebook.run(f"%%distributed -n 2\nif {RANK}: os._exit(7)\ntime.sleep(60)").traceback
+    )
+    assert "SystemExit: 3" in notebook.run("%%distributed -n 1\nimport sys\nsys.exit(3)").traceback
+    assert notebook.run("%%distributed -n 2\nimport sys\nsys.exit()").status == "ok"
+
+
+def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 2 --timeout_s 0.5\ntime.sleep(60)")
+    assert (outcome.error_name, "timeout_s of 0.5 s" in outcome.traceback) == ("RunTimeoutError", True)
+    assert rank_processes(notebook) == []
+
+
+def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed -n 1\nimport subprocess\nsubprocess.Popen(['sleep', '300'])\nraise ValueError('done')")
+    processes.wait_until(lambda: rank_processes(notebook) == [], "the rank's own child is gone")
+    assert [process for process in notebook.descendants() if "sleep" in str(process)] == []
+
+
+def test_background_job_can_be_stopped(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
+    assert notebook.run("job.status in ('starting', 'running')").result == "True"
+    assert "RunTimeoutError" in notebook.run("job.results(timeout_s=0.1)").traceback
+    notebook.run("job.stop()\njob.wait(20)")
+    assert notebook.run("job.status, type(job.error).__name__").result == "('stopped', 'RunStoppedError')"
+    assert rank_processes(notebook) == []
+
+
+def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        prepare(kernel)
+        cell = kernel.start("""%%distributed -n 2
+import subprocess
+subprocess.Popen(["sleep", "300"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(300)""")
+        cell.wait_for_output("0 │ up")
+        cell.wait_for_output("1 │ up")
+        everything = kernel.descendants()
+        assert len(everything) >= 6  # agent, template, two ranks, and a child of each
+        kernel.kill()
+        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+
+
+def test_killed_kernel_leaves_nothing_when_a_fork_of_it_lives(tmp_path: pathlib.Path) -> None:
+    """A process that the kernel has forked, such as a DataLoader worker, has the kernel's end of the agent's line."""
+    with kernels.running(tmp_path) as kernel:
+        prepare(kernel)
+        pid = int(kernel.value("""import ctypes
+fork = ctypes.CDLL(None).fork  # not os.fork: so that nothing of ours is told about it
+pid = fork()
+if pid == 0:
+    time.sleep(20); os._exit(0)
+pid"""))  # fmt: skip
+        everything = [process for process in kernel.descendants() if process.pid != pid]
+        kernel.kill()
+        try:
+            processes.wait_until(
+                lambda: not any(process.is_alive for process in everything), "agent and template are gone"
+            )
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        assert len(everything) == 2
+
+
+def test_killed_agent_is_reported_and_replaced(fresh_notebook: kernels.Kernel) -> None:
+    cell = fresh_notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ up")
+    [agent] = processes.children(fresh_notebook.pid)
+    ranks = rank_processes(fresh_notebook)
+    os.kill(agent.pid, signal.SIGKILL)
+    assert cell.finish().error_name == "SupervisorLostError"
+    processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
+    assert fresh_notebook.run(WORKS, 120).result == "[0, 1]"
+
+
+def test_killed_template_is_reported_and_replaced(fresh_notebook: kernels.Kernel) -> None:
+    cell = fresh_notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ up")
+    [agent] = processes.children(fresh_notebook.pid)
+    [template] = processes.children(agent.pid)
+    os.kill(template.pid, signal.SIGKILL)
+    outcome = cell.finish()
+    assert "has died" in outcome.traceback
+    assert fresh_notebook.run(WORKS, 120).result == "[0, 1]"
+
+
+def test_unloading_stops_what_runs_and_takes_the_magic_away(fresh_notebook: kernels.Kernel) -> None:
+    fresh_notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
+    assert fresh_notebook.run("%unload_ext notebook_accel").status == "ok"
+    assert fresh_notebook.descendants() == []
+    assert fresh_notebook.run("job.done, job.status").result == "(True, 'stopped')"
+    assert "distributed" in fresh_notebook.run("%%distributed -n 1\n1").stderr
+    prepare(fresh_notebook)  # it can be loaded again
+
+
+def test_changed_import_time_variable_gets_a_new_template(fresh_notebook: kernels.Kernel) -> None:
+    read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
+    before = fresh_notebook.run(read).result
+    assert fresh_notebook.run(read).result == before
+    fresh_notebook.run("os.environ['PYTORCH_JIT'] = '1'")
+    after = fresh_notebook.run(read, 120).result
+    assert "'1'" in after
+    assert after.split(",")[1] != before.split(",")[1]
+    processes.wait_until(lambda: len(fresh_notebook.descendants()) == 2, "the old template is gone")

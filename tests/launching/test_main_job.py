@@ -1,0 +1,271 @@
+"""What a cell means, seen from a real kernel: names, results, classes, workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests import kernels
+
+Run = Callable[[str], kernels.Outcome]
+
+DEFINITIONS = """
+import torch
+from torch.utils.data import Dataset, DataLoader
+SCALE = 3
+def helper(x): return x * SCALE
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.tied = self.layer
+    def forward(self, x): return helper(self.layer(x))
+class Numbers(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): return helper(index)
+model, numbers, triple = Model(), Numbers(), lambda x: helper(x)
+"""
+
+
+def ok(outcome: kernels.Outcome) -> kernels.Outcome:
+    assert outcome.status == "ok", outcome.traceback
+    return outcome
+
+
+def test_ranks_are_one_process_group(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed --num_processes 2
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+(dist.get_rank(), dist.get_world_size(), int(total))""")
+    )
+    assert outcome.result == "[(0, 2, 3), (1, 2, 3)]"
+    assert "Launching training on 2 CPUs." in outcome.stdout
+
+
+def test_store_listens_on_loopback_only(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+import os, socket, torch.distributed as dist
+dist.init_process_group("gloo")
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+sorted({row[1].split(":")[0] for row in rows if row[1].endswith(":" + port) and row[3] == "0A"})""")
+    )
+    assert outcome.result == "[['0100007F'], ['0100007F']]"
+
+
+def test_process_group_can_be_made_again(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2 --timeout_s 60
+import torch, torch.distributed as dist
+totals = []
+for round in range(3):
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + round])
+    dist.all_reduce(total)
+    totals.append(int(total))
+    dist.destroy_process_group()
+totals""")
+    )
+    assert outcome.result == "[[1, 3, 5], [1, 3, 5]]"
+
+
+def test_accelerate_itself_runs_inside_a_launch(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2 --mixed_precision bf16
+from accelerate import Accelerator
+other = Accelerator()
+other.num_processes, other.gather(torch.tensor([other.process_index])).tolist(), other.mixed_precision""")
+    )
+    assert outcome.result == "[(2, [0, 1], 'bf16'), (2, [0, 1], 'bf16')]"
+
+
+def test_notebook_objects_reach_the_ranks(run: Run) -> None:
+    ok(run(DEFINITIONS))
+    outcome = ok(
+        run("""%%distributed -n 2
+(tuple(model(torch.ones(1, 4)).shape), model.layer is model.tied, [numbers[i] for i in range(3)], triple(2))""")
+    )
+    assert outcome.result == "[((1, 4), True, [0, 3, 6], 6), ((1, 4), True, [0, 3, 6], 6)]"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_loader_workers_find_notebook_and_cell_classes(run: Run, method: str) -> None:
+    ok(run(DEFINITIONS))
+    outcome = ok(
+        run(f"""%%distributed -n 2
+OFFSET = 100
+class Shifted(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return helper(index) + OFFSET
+def drawn(data):
+    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="{method}")
+    return [x for batch in loader for x in batch.tolist()]
+drawn(numbers), drawn(Shifted())""")
+    )
+    expected = ([0, 3, 6, 9, 12, 15, 18, 21], [100, 103, 106, 109])
+    assert outcome.result == f"[{expected}, {expected}]"
+
+
+def test_pulled_model_is_of_the_notebooks_own_class(run: Run) -> None:
+    ok(run(DEFINITIONS))
+    ok(
+        run("""%%distributed -n 2 --pull model,seen
+with torch.no_grad():
+    model.layer.weight.fill_(1.0); model.layer.bias.fill_(0.0)
+seen = SCALE
+None""")
+    )
+    assert run("type(model) is Model, Model.forward.__globals__ is globals(), seen").result == "(True, True, 3)"
+    assert run("model(torch.ones(1, 4)).tolist()").result == "[[12.0, 12.0, 12.0, 12.0]]"
+    ok(run("SCALE = 10"))
+    assert run("model(torch.ones(1, 4)).tolist()").result == "[[40.0, 40.0, 40.0, 40.0]]"
+
+
+def test_functions_and_classes_come_back_as_the_notebooks_own(run: Run) -> None:
+    ok(run(DEFINITIONS))
+    ok(run("%%distributed -n 1 --out back\n(helper, Model, numbers)"))
+    assert run("back[0][0] is helper, back[0][1] is Model, type(back[0][2]) is Numbers").result == "(True, True, True)"
+
+
+def test_what_a_cell_assigns_stays_in_the_ranks(run: Run) -> None:
+    ok(run("count, left = 1, 'notebook'"))
+    outcome = ok(run("%%distributed -n 2\ncount = count + int(os.environ['RANK']) + 1\nleft = 'rank'\ncount"))
+    assert outcome.result == "[2, 3]"
+    assert run("count, left").result == "(1, 'notebook')"
+
+
+def test_final_def_is_defined_here_and_launched_there(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2 --args (5, [1, 2])
+import math
+FACTOR = 2
+def work(x, more):
+    return math.floor(x * FACTOR), sum(more), int(os.environ["RANK"])""")
+    )
+    assert outcome.result == "[(10, 3, 0), (10, 3, 1)]"
+    assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
+
+
+def test_out_binds_every_ranks_result(run: Run) -> None:
+    ok(run("%%distributed -n 2 --out squares\n(int(os.environ['RANK']) + 2) ** 2"))
+    assert run("list(squares), squares[1], len(squares), type(squares).__name__").result == "([4, 9], 9, 2, 'Results')"
+
+
+def test_shell_commands_and_line_magics_work_in_ranks(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+listed = !echo from a shell
+!echo printed by a shell
+%cd /
+where = %pwd
+listed, where""")
+    )
+    assert outcome.result == "[(['from a shell'], '/'), (['from a shell'], '/')]"
+    assert outcome.stdout.count("printed by a shell") == 2
+
+
+def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
+    ok(run("hidden = 41"))
+    outcome = run("%%distributed -n 2\neval('hidden + 1')")
+    assert "--push hidden" in outcome.traceback
+    assert ok(run("%%distributed -n 2 --push hidden\neval('hidden + 1')")).result == "[42, 42]"
+
+
+def test_ranks_have_the_kernels_state_of_the_launch(run: Run, tmp_path: object) -> None:
+    ok(
+        run(f"""import sys
+before = os.getcwd(), list(sys.path)
+os.chdir({str(tmp_path)!r}); sys.path.append({str(tmp_path)!r}); os.environ["MY_SETTING"] = "now"
+open("my_module_xyz.py", "w").write("VALUE = 7")""")
+    )
+    outcome = ok(
+        run("""%%distributed -n 2
+import my_module_xyz
+(os.getcwd(), os.environ["MY_SETTING"], my_module_xyz.VALUE)""")
+    )
+    ok(run("os.chdir(before[0]); sys.path[:] = before[1]; del os.environ['MY_SETTING']"))
+    assert outcome.result.replace(" ", "").replace("\n", "") == str([(str(tmp_path), "now", 7)] * 2).replace(" ", "")
+
+
+def test_each_launch_draws_other_random_numbers(run: Run) -> None:
+    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\nrandom.random(), numpy.random.rand()"
+    ok(run(cell.format(name="first")))
+    ok(run(cell.format(name="second")))
+    assert run("len({x for pair in [*first, *second] for x in pair})").result == "8"
+
+
+def test_function_form_with_keyword_arguments(run: Run) -> None:
+    ok(run(DEFINITIONS))
+    outcome = ok(
+        run("""from notebook_accel import notebook_launcher
+def train(a, b, *, c):
+    return helper(a) + b + c, os.environ["LOCAL_RANK"], os.environ["ACCELERATE_MIXED_PRECISION"]
+notebook_launcher(train, (1, 2), num_processes=2, mixed_precision="bf16", kwargs={"c": 4})""")
+    )
+    assert outcome.result == "[(9, '0', 'bf16'), (9, '1', 'bf16')]"
+
+
+def test_ten_launches_two_in_the_background_and_one_from_a_thread(run: Run, notebook: kernels.Kernel) -> None:
+    ok(
+        run("""from notebook_accel import notebook_launcher
+def who(x): return x, int(os.environ["RANK"])
+who_ran = [list(notebook_launcher(who, (i,), num_processes=2, view="none")) for i in range(10)]""")
+    )
+    assert run("who_ran == [[(i, 0), (i, 1)] for i in range(10)]").result == "True"
+    ok(
+        run("""jobs = [notebook_launcher(who, (i,), num_processes=2, background=True, view="none") for i in (20, 30)]
+both = [list(job.results(timeout_s=30)) for job in jobs]""")
+    )
+    assert run("both, jobs[0].status").result == "([[(20, 0), (20, 1)], [(30, 0), (30, 1)]], 'succeeded')"
+    ok(
+        run("""import threading
+kept = []
+thread = threading.Thread(target=lambda: kept.append(list(notebook_launcher(who, (5,), num_processes=2, view="none"))))
+thread.start(); thread.join(30)""")
+    )
+    assert run("kept").result == "[[(5, 0), (5, 1)]]"
+    assert run("len([t for t in threading.enumerate() if 'view' in t.name])").result == "0"
+    ok(run("import gc; del jobs; gc.collect()"))
+    ok(run("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]"))
+    assert run("[target for target in held if 'memfd:notebook-accel' in target]").result == "[]"
+
+
+def test_output_comes_whole_in_order_and_complete(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+import sys
+for i in range(3000): print("line", i, "x" * 50)
+os.write(1, b"from C\\n")
+sys.stdout.write("no newline at the end")
+None""")
+    )
+    for rank in range(2):
+        mine = [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+        assert mine == [*(f"line {i} " + "x" * 50 for i in range(3000)), "from C", "no newline at the end"]
+
+
+def test_progress_bar_is_counted_instead_of_drawn(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+from tqdm.auto import tqdm
+for i in tqdm(range(40), desc="sorting"): pass
+tqdm.write("beside the bar")""")
+    )
+    assert outcome.stdout.count("beside the bar") == 2
+    assert "rank 0  step 40/40" in outcome.stdout
+    assert "%|" not in outcome.stdout
+
+
+def test_reported_metrics_are_shown(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+from notebook_accel import report
+for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
+""")
+    )
+    assert "rank 1  loss 0.25  step_size 4" in outcome.stdout

@@ -1,0 +1,106 @@
+"""What runs below a process, read from /proc, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process as /proc shows it. Equal only to itself: a reused pid has another start time."""
+
+    pid: int
+    started: int
+    parent: int = dataclasses.field(compare=False)
+    session: int = dataclasses.field(compare=False)
+    state: str = dataclasses.field(compare=False)
+    command: str = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.pid} (parent {self.parent}, state {self.state}): {self.command}"
+
+    @property
+    def is_alive(self) -> bool:
+        now = read(self.pid)
+        return now is not None and now.started == self.started and now.state not in "ZX"
+
+
+def read(pid: int) -> Process | None:
+    """The process with this pid, ``None`` if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read().decode(errors="replace")
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return None
+    # The name stands in brackets and may hold anything, brackets too: split after the last one.
+    name, _, rest = stat.partition("(")[2].rpartition(") ")
+    values = rest.split()
+    return Process(
+        pid=pid,
+        started=int(values[19]),
+        parent=int(values[1]),
+        session=int(values[3]),
+        state=values[0],
+        command=command or f"[{name}]",
+    )
+
+
+def children(pid: int) -> list[Process]:
+    """The direct children of ``pid``, ended ones that nobody has waited for too."""
+    return _by_parent().get(pid, [])
+
+
+def descendants(pid: int) -> list[Process]:
+    """All living processes below ``pid``, nearest first."""
+    by_parent = _by_parent()
+    found: list[Process] = []
+    parents = [pid]
+    while parents:
+        below = by_parent.get(parents.pop(0), [])
+        found += [process for process in below if process.state not in "ZX"]
+        parents += [process.pid for process in below]
+    return found
+
+
+def _by_parent() -> dict[int, list[Process]]:
+    table: dict[int, list[Process]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (process := read(int(entry))) is not None:
+            table.setdefault(process.parent, []).append(process)
+    return table
+
+
+def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0) -> _T:
+    """Returns the condition's first true value; fails with ``what`` if there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.01)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of what its descendants leave behind, so that ``descendants`` still finds it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def kill(process: Process) -> None:
+    """SIGKILL, if it is still the same process."""
+    if process.is_alive:
+        os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,160 @@
+"""Options: bounds, sources and their order, files of either tool."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from notebook_accel import config
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "folder" / "config.yaml"
+
+
+def _write(file: pathlib.Path, text: str) -> pathlib.Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(("options", "complaint"), [
+    ({"num_processes": 0}, "num_processes=0 can't be used: it has to be >= 1."),
+    ({"num_processes": -1}, "num_processes=-1 can't be used: it has to be >= 1."),
+    ({"num_processes": "two"}, "num_processes='two' is not a whole number."),
+    ({"num_processes": 2.5}, "num_processes=2.5 is not a whole number."),
+    ({"num_processes": True}, "num_processes=True is not a whole number."),
+    ({"mixed_precision": "int8"}, "mixed_precision='int8' is not known.\nFix: use one of no, bf16, fp16"),
+    ({"mixed_precision": ["no"]}, "mixed_precision=['no'] is not known."),
+    ({"use_cpu": 1}, "use_cpu=1 is not true or false."),
+    ({"timeout_s": float("nan")}, "timeout_s=nan can't be used: it has to be > 0.0."),
+    ({"timeout_s": "1 hour"}, "timeout_s='1 hour' is not a number."),
+    ({"main_process_port": 65536}, "main_process_port=65536 can't be used: it has to be <= 65535."),
+    ({"name": 5}, "name=5 is not text."),
+    ({"gpus": 2}, "There is no option 'gpus'."),
+])  # fmt: skip
+def test_bad_value_is_one_clear_line_and_a_fix(options: dict, complaint: str) -> None:
+    for given_to in (lambda: config.resolve(options, environ={}), lambda: LaunchConfig().replace(**options)):
+        with pytest.raises(ConfigError) as caught:
+            given_to()
+        assert complaint in str(caught.value)
+        assert "\nFix: " in str(caught.value)
+
+
+def test_replace_changes_a_copy() -> None:
+    before = LaunchConfig(num_processes=2)
+    after = before.replace(mixed_precision="bf16", timeout_s=5)
+    assert (before.mixed_precision, before.timeout_s) == ("no", None)
+    assert (after.num_processes, after.mixed_precision, after.timeout_s) == (2, "bf16", 5.0)
+
+
+def test_arguments_win_over_environment_over_file_over_defaults(file: pathlib.Path) -> None:
+    _write(file, "num_processes: 2\ngrace_s: 3\nmixed_precision: bf16\n")
+    environ = {"NOTEBOOK_ACCEL_NUM_PROCESSES": "4", "NOTEBOOK_ACCEL_GRACE_S": "5"}
+    resolved = config.resolve({"num_processes": 8, "grace_s": None}, file=file, environ=environ)
+    assert resolved == LaunchConfig(num_processes=8, grace_s=5.0, mixed_precision="bf16")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("on", True), ("0", False), ("off", False)])
+def test_yes_and_no_in_the_environment(text: str, value: bool) -> None:
+    assert config.resolve({}, environ={"NOTEBOOK_ACCEL_USE_CPU": text}).use_cpu is value
+
+
+def test_none_in_the_environment_undoes_what_the_file_says(file: pathlib.Path) -> None:
+    _write(file, "timeout_s: 5\n")
+    assert config.resolve({}, file=file, environ={"NOTEBOOK_ACCEL_TIMEOUT_S": "none"}).timeout_s is None
+
+
+@pytest.mark.parametrize("variable", ["NOTEBOOK_ACCEL_USE_CPU", "NOTEBOOK_ACCEL_NUM_PROCESSES"])
+def test_bad_value_in_the_environment_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match="'banana' is not"):
+        config.resolve({}, environ={variable: "banana"})
+
+
+def test_file_that_is_not_there_is_no_file(file: pathlib.Path) -> None:
+    assert config.resolve({}, file=file, environ={}) == LaunchConfig()
+
+
+@given(st.builds(
+    LaunchConfig,
+    num_processes=st.none() | st.integers(1, 4096),
+    mixed_precision=st.sampled_from(["no", "fp16", "bf16"]),
+    use_cpu=st.booleans(),
+    grace_s=st.floats(0, 3600),
+    timeout_s=st.none() | st.floats(min_value=0.001, allow_infinity=False),
+    name=st.text(st.characters(codec="utf-8"), max_size=80),
+))  # fmt: skip
+def test_saved_configuration_loads_as_it_was(tmp_path_factory: pytest.TempPathFactory, launch: LaunchConfig) -> None:
+    file = tmp_path_factory.mktemp("config") / "config.yaml"
+    config.save(launch, file)
+    assert config.resolve({}, file=file, environ={}) == launch
+
+
+def test_save_keeps_what_another_tool_wrote_and_leaves_nothing_beside(file: pathlib.Path) -> None:
+    _write(file, "compute_environment: LOCAL_MACHINE\nnum_processes: 4\nuse_cpu: true\n")
+    config.save(LaunchConfig(num_processes=2), file)
+    assert file.read_text() == "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
+    _write(
+        file,
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\nmachine_rank: 0\n"
+        "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nuse_cpu: true\n",
+    )
+    assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "use_cpu": True}
+
+
+def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:
+    assert config.load(_write(file, "mixed_precision: no\n")) == {"mixed_precision": "no"}
+
+
+@pytest.mark.parametrize(("content", "complaint"), [
+    ("num_processes: [", "can't be read"),
+    ("- a list\n", "holds list instead of options"),
+    ("num_processes: 0\n", "num_processes=0 can't be used"),
+])  # fmt: skip
+def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> None:
+    _write(file, content)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        config.resolve({}, file=file, environ={})
+    assert str(file) in str(caught.value)
+
+
+def test_unreadable_file_is_not_overwritten(file: pathlib.Path) -> None:
+    _write(file, "- a list\n")
+    with pytest.raises(ConfigError):
+        config.save(LaunchConfig(), file)
+    assert file.read_text() == "- a list\n"
+
+
+def test_empty_file_sets_nothing(file: pathlib.Path) -> None:
+    assert config.load(_write(file, "# nothing yet\n")) == {}
+
+
+def test_where_the_file_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
+    assert config.default_path() == tmp_path / "notebook_accel" / "default_config.yaml"
+    monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", "~/mine.yaml")
+    assert config.default_path() == pathlib.Path.home() / "mine.yaml"
+
+
+def test_every_option_says_what_it_is() -> None:
+    options = config.fields()
+    assert [option.name for option in options] == list(LaunchConfig.__struct_fields__)
+    defaults = LaunchConfig()
+    for option in options:
+        assert option.help.endswith(".")
+        assert option.default == getattr(defaults, option.name)
+        assert option.kind in (bool, int, float, str)
+        assert option.optional == (option.default is None)
+        if option.choices:
+            assert option.choices[0] == option.default

@@ -1,0 +1,72 @@
+"""A rank's place, and what the environment says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from notebook_accel import environment
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError
+
+
+def test_place_survives_its_variables() -> None:
+    place = RankPlace(rank=3, world_size=8, local_rank=1, local_world_size=2, master_addr="::1", master_port=29500)
+    assert RankPlace.from_environment(place.variables()) == place
+
+
+def test_without_variables_there_is_one_rank() -> None:
+    assert RankPlace.from_environment({}) == RankPlace()
+    assert RankPlace.from_environment({"RANK": "", "WORLD_SIZE": ""}) == RankPlace()
+
+
+@pytest.mark.parametrize(("environ", "complaint"), [
+    ({"RANK": "one"}, "RANK is 'one', which is no whole number"),
+    ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+    ({"RANK": "-1"}, "RANK is -1"),
+])  # fmt: skip
+def test_place_that_can_not_be(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        RankPlace.from_environment(environ)
+    assert "unset" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "y", "on", " on "])
+def test_text_that_means_yes(text: str) -> None:
+    assert environment.is_true(text)
+    assert not environment.is_false(text)
+
+
+@pytest.mark.parametrize("text", ["0", "false", "NO", "n", "off"])
+def test_text_that_means_no(text: str) -> None:
+    assert environment.is_false(text)
+    assert not environment.is_true(text)
+
+
+@pytest.mark.parametrize("text", ["", "2", "banana"])
+def test_text_that_means_neither(text: str) -> None:
+    assert not environment.is_true(text)
+    assert not environment.is_false(text)
+
+
+def test_variables_that_are_read_at_import() -> None:
+    environ = {
+        "OMP_NUM_THREADS": "2", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "/x", "HF_HOME": "/hf",
+        "CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/cuda", "HOME": "/root", "RANK": "0",
+    }  # fmt: skip
+    assert set(environment.import_time_variables(environ)) == {
+        "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "PYTHONPATH", "HF_HOME", "CUDA_HOME",
+    }  # fmt: skip
+
+
+def test_patched_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_SET", "before")
+    monkeypatch.setenv("TEST_UNSET", "before")
+    monkeypatch.delenv("TEST_NEW", raising=False)
+    names = ("TEST_SET", "TEST_UNSET", "TEST_NEW")
+    with pytest.raises(KeyError), environment.patched({"TEST_SET": "inside", "TEST_UNSET": None, "TEST_NEW": "inside"}):
+        assert [os.environ.get(name) for name in names] == ["inside", None, "inside"]
+        raise KeyError
+    assert [os.environ.get(name) for name in names] == ["before", "before", None]

@@ -1,0 +1,46 @@
+"""Every example notebook runs as it is, in a real kernel."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import nbformat
+import pytest
+
+from tests import kernels
+
+_NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "example_notebooks").glob("*.ipynb"))
+_CELL_TIMEOUT_S = 100.0
+
+
+def _run(path: pathlib.Path, kernel: kernels.Kernel) -> list[kernels.Outcome]:
+    """Runs the code cells; fails at the first that fails."""
+    outcomes: list[kernels.Outcome] = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            outcomes.append(kernel.run(cell.source, _CELL_TIMEOUT_S))
+            assert outcomes[-1].status == "ok", f"{cell.source}\n{outcomes[-1].traceback}"
+    return outcomes
+
+
+@pytest.mark.front_end
+def test_first_notebook_trains_two_ranks_to_a_good_accuracy(kernel: kernels.Kernel) -> None:
+    path = _NOTEBOOKS[0]
+    assert path.name == "01_train_on_every_device.ipynb"
+    *_, training, test = _run(path, kernel)
+    assert re.search(r"epoch 10: loss \d", training.stdout)
+    assert len(re.findall(r"\d\.\d+", training.result)) == 2, training.result  # one loss a rank
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95
+
+
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.name)
+def test_is_committed_without_outputs(path: pathlib.Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None

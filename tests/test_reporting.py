@@ -1,0 +1,193 @@
+"""What a rank says about itself, read at the other end of a real connection."""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import notebook_accel
+from notebook_accel import events, reporting
+from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.errors import ConfigError
+
+
+class Watcher:
+    """The agent's end."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.events: list[events.Event] = []
+
+    def wait_for(self, condition: Callable[[events.Event], bool], timeout_s: float = 10.0) -> events.Event:
+        """The first event, of those that came or will come, for which the condition holds."""
+        seen, deadline = 0, time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for event in self.events[seen:]:
+                if condition(event):
+                    return event
+            seen = len(self.events)
+            self.events += [events.decode(message.body) for message in self.connection.receive()]
+        raise AssertionError(f"not among {self.events}")
+
+    def read_to_the_end(self) -> None:
+        with pytest.raises(ClosedError):
+            while True:
+                self.events += [events.decode(message.body) for message in self.connection.receive()]
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """This process as a rank: ``reporter`` says, ``watcher`` hears, ``end()`` is the end of the rank."""
+    ours, theirs = Connection.pair()
+    ours.set_timeout(10)
+    monkeypatch.setattr(reporting, "_reporter", None)  # so that the one of before is put back
+    reporter = reporting.connect(theirs)
+
+    def end() -> None:
+        reporter.close()
+        theirs.close()
+
+    yield types.SimpleNamespace(reporter=reporter, watcher=Watcher(ours), end=end)
+    end()
+    ours.close()
+
+
+def test_counter_is_sampled(rank: types.SimpleNamespace) -> None:
+    counter = reporting.Counter("batches", total=10)
+    counter.start(epoch=1, total=10)
+    counter.step += 3
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress) and event.step == 3)
+    assert (heard.total, heard.epoch, heard.steps, heard.label) == (10, 1, 3, "batches")
+
+
+def test_steps_go_on_over_epochs(rank: types.SimpleNamespace) -> None:
+    counter = reporting.Counter()
+    for epoch in (1, 2):
+        counter.start(epoch=epoch, total=4)
+        counter.step += 4
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress) and event.epoch == 2)
+    assert (heard.step, heard.steps) == (4, 8)
+
+
+def test_last_steps_are_said_at_the_end_though_the_loader_has_gone(rank: types.SimpleNamespace) -> None:
+    counter = reporting.Counter()
+    counter.start(total=7)
+    counter.step += 7
+    del counter
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Progress)[-1].step == 7
+
+
+def test_bar_around_the_shown_one_gives_the_epochs(rank: types.SimpleNamespace) -> None:
+    outer, inner = reporting.Counter(total=5), reporting.Counter()
+    outer.step = 2
+    rank.reporter.show_outer(outer)
+    inner.start(total=3)
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress))
+    assert (heard.epoch, heard.epochs) == (3, 5)
+
+
+def test_progress_that_stands_still_is_said_once(rank: types.SimpleNamespace) -> None:
+    reporting.Counter().start(total=3)
+    rank.watcher.wait_for(lambda event: isinstance(event, events.Progress))
+    seen = len(rank.watcher.of(events.Memory))
+    while len(rank.watcher.of(events.Memory)) < seen + 2:  # two more seconds of samples
+        rank.watcher.events += [events.decode(message.body) for message in rank.watcher.connection.receive()]
+    assert len(rank.watcher.of(events.Progress)) == 1
+
+
+def test_metrics_of_every_kind_of_number(rank: types.SimpleNamespace) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    notebook_accel.report(
+        loss=(weight * 2).sum(), tensor=torch.tensor([3.0]), array=np.array([4.0]), rate=np.float32(5), steps=6
+    )
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))
+    assert heard.values == {"loss": 2.0, "tensor": 3.0, "array": 4.0, "rate": 5.0, "steps": 6.0}
+
+
+def test_latest_value_of_each_metric_is_said(rank: types.SimpleNamespace) -> None:
+    notebook_accel.report(accuracy=0.5)
+    for step in range(100):
+        notebook_accel.report(loss=step)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == {"accuracy": 0.5, "loss": 99.0}
+    assert len(rank.watcher.of(events.Metrics)) <= 3  # sampled, not one a call
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), np.ones(2), "high", None, [1.0]])
+def test_metric_that_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"report\(loss=...\) takes one number"):
+        notebook_accel.report(loss=value)
+
+
+def test_memory_is_this_process_and_then_the_device(rank: types.SimpleNamespace) -> None:
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Memory))
+    assert heard.kind == "host"
+    assert 10_000_000 < heard.used_bytes < heard.total_bytes
+    rank.reporter.set_device("cuda:0", lambda: (5, 8))
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.kind == "device")
+    assert (heard.used_bytes, heard.total_bytes) == (5, 8)
+
+
+def test_device_that_fails_does_not_end_the_sampling(rank: types.SimpleNamespace) -> None:
+    asked: list[float] = []
+
+    def fails() -> tuple[int, int]:
+        asked.append(time.monotonic())
+        raise RuntimeError("device-side assert")
+
+    rank.reporter.set_device("cuda:0", fails)
+    deadline = time.monotonic() + 10
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    notebook_accel.report(loss=1)
+    assert rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))
+
+
+def test_displays_come_in_their_turn(rank: types.SimpleNamespace) -> None:
+    for number in range(3):
+        rank.reporter.display({"text/plain": str(number)})
+    rank.watcher.wait_for(lambda event: isinstance(event, events.Display) and event.data["text/plain"] == "2")
+    assert [event.data["text/plain"] for event in rank.watcher.of(events.Display)] == ["0", "1", "2"]
+
+
+def test_reader_that_has_gone_is_no_reason_to_fail(rank: types.SimpleNamespace) -> None:
+    rank.watcher.connection.shutdown()
+    rank.reporter.send(events.Started(pid=1))
+    notebook_accel.report(loss=1)
+    rank.end()
+
+
+def test_process_that_the_rank_forks_says_nothing(rank: types.SimpleNamespace) -> None:
+    pid = os.fork()
+    if pid == 0:
+        rank.reporter.send(events.Started(pid=os.getpid()))
+        rank.reporter.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Started) == []
+
+
+def test_outside_a_rank_nothing_happens() -> None:
+    assert not reporting.reporter().is_connected
+    reporting.Counter().start(total=3)
+    reporting.reporter().send(events.Started(pid=1))
+    tensor = torch.ones(1)
+    kept = weakref.ref(tensor)
+    notebook_accel.report(loss=tensor)
+    del tensor
+    assert kept() is None

@@ -1,0 +1,220 @@
+"""Objects by value: sharing, isolation, references to the sender's own, and the way to what can't be sent."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pathlib
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from notebook_accel import serialization
+from notebook_accel.errors import PayloadError
+
+
+@pytest.fixture
+def memory_file() -> Iterator[int]:
+    descriptor = serialization.memory_file("test")
+    yield descriptor
+    os.close(descriptor)
+
+
+def notebook(source: str) -> dict[str, Any]:
+    """A namespace that stands for a notebook's: what is defined in it is pickled by value."""
+    namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(source, namespace)
+    return namespace
+
+
+def send(
+    value: Any, descriptor: int, *, namespace: dict[str, Any] | None = None, into: dict[str, Any] | None = None
+) -> tuple[serialization.Pickled, serialization.Opened]:
+    pickled = serialization.pickle_by_value(value, roots={"value": value}, namespace=namespace)
+    serialization.seal(descriptor, pickled, b"the head")
+    serialization.make_unwritable(descriptor)
+    assert serialization.read_head(descriptor) == b"the head"
+    return pickled, serialization.open_sealed(descriptor, namespace=into)
+
+
+def test_views_and_ties_of_tensors_stay(memory_file: int) -> None:
+    whole = torch.arange(40_000.0).reshape(200, 200)
+    layer = torch.nn.Linear(100, 100)
+    pair = torch.nn.ModuleList([layer, torch.nn.Linear(100, 100)])
+    pair[1].weight = layer.weight
+    _, opened = send({"whole": whole, "row": whole[3], "pair": pair}, memory_file)
+    got = opened.value
+    got["row"][0] = -1.0
+    assert got["whole"][3, 0] == -1.0
+    assert got["pair"][0].weight is got["pair"][1].weight
+    assert torch.equal(got["pair"][0].weight, layer.weight)
+
+
+def test_receivers_are_isolated_from_the_sender_and_each_other(memory_file: int) -> None:
+    tensor, array = torch.zeros(100_000), numpy.zeros(100_000)
+    _, first = send((tensor, array), memory_file)
+    second = serialization.open_sealed(memory_file)
+    first.value[0].fill_(1.0)
+    first.value[1].fill(1.0)
+    assert tensor.sum() == 0 and array.sum() == 0
+    assert second.value[0].sum() == 0 and second.value[1].sum() == 0
+
+
+def test_large_buffers_travel_beside_the_pickle(memory_file: int) -> None:
+    pickled, _ = send([torch.zeros(1 << 20), numpy.zeros(1 << 20)], memory_file)
+    assert [buffer.raw().nbytes for buffer in pickled.buffers] == [4 << 20, 8 << 20]
+    assert len(pickled.data) < 5000
+
+
+def test_optimizer_keeps_its_models_parameters(memory_file: int) -> None:
+    model = torch.nn.Linear(50, 50)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 50)).sum().backward()
+    optimizer.step()
+    _, opened = send((model, optimizer), memory_file)
+    got_model, got_optimizer = opened.value
+    assert got_optimizer.param_groups[0]["params"][0] is got_model.weight
+    assert torch.equal(got_optimizer.state[got_model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.empty(0), torch.tensor(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(5000).to_sparse(),
+    torch.ones(64, 64).t(), torch.ones(9000, requires_grad=True) * 2, torch.ones(3000, dtype=torch.complex64),
+])  # fmt: skip
+def test_kinds_of_tensors(tensor: torch.Tensor, memory_file: int) -> None:
+    _, opened = send(tensor, memory_file)
+    assert torch.equal(opened.value.to_dense(), tensor.to_dense())
+    assert opened.value.stride() == tensor.stride() if tensor.layout == torch.strided else True
+
+
+def test_functions_share_the_receivers_namespace(memory_file: int) -> None:
+    namespace = notebook("FACTOR = 2\ndef helper(x): return x * FACTOR\ndef outer(x): return helper(x) + 1")
+    into: dict[str, Any] = {}
+    _, opened = send(namespace["outer"], memory_file, namespace=namespace, into=into)
+    assert opened.value.__globals__ is into
+    assert into["helper"].__globals__ is into
+    into["FACTOR"] = 10
+    assert opened.value(1) == 11
+
+
+def test_what_came_from_the_sender_goes_back_as_its_own(memory_file: int) -> None:
+    namespace = notebook("class Model: pass\ndef helper(): return Model")
+    there: dict[str, Any] = {}
+    pickled, opened = send((namespace["Model"](), namespace["helper"]), memory_file, namespace=namespace, into=there)
+    shipped = [obj for _, obj in opened.shipped]
+    back = serialization.pickle_by_value(opened.value, roots={"value": opened.value}, origins=shipped)
+    with Sealed(back) as descriptor:
+        instance, helper = serialization.open_sealed(descriptor, origins=pickled.shipped).value
+    assert type(instance) is namespace["Model"]
+    assert helper is namespace["helper"]
+    assert namespace["helper"]() is namespace["Model"]
+
+
+class Sealed:
+    def __init__(self, pickled: serialization.Pickled) -> None:
+        self._pickled = pickled
+
+    def __enter__(self) -> int:
+        self._descriptor = serialization.memory_file("test")
+        serialization.seal(self._descriptor, self._pickled)
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def test_shipped_names_are_those_of_the_namespace(memory_file: int) -> None:
+    namespace = notebook("class Model: pass\nold = Model()\nclass Model: pass\nnew = Model()")
+    _, opened = send((namespace["old"], namespace["new"]), memory_file, namespace=namespace, into={})
+    named = [obj for name, obj in opened.shipped if name == "Model"]
+    assert named == [type(opened.value[1])]
+
+
+class _Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.me = self
+
+
+class _Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def _closure(value: Any) -> Any:
+    def inner() -> Any:
+        return value
+
+    inner.__module__ = "__main__"
+    return inner
+
+
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(("value", "path"), [
+    (LOCK, 'global "bad"'),
+    ((i for i in range(3)), 'global "bad"'),
+    ([1, {"key": LOCK}], "global \"bad\" -> item 1 -> item 'key'"),
+    (_Holder(_Holder(LOCK)), 'global "bad" -> attribute "held" -> attribute "held"'),
+    (_Slotted(LOCK), 'global "bad" -> attribute "inner"'),
+    (_closure([LOCK]), 'global "bad" -> closure variable "value" -> item 0'),
+    (functools.partial(print, LOCK), 'global "bad" -> item 0'),
+    (_Holder(LOCK).__init__, 'global "bad" -> its object -> attribute "held"'),
+])  # fmt: skip
+def test_what_cannot_be_sent_is_named_with_the_way_to_it(value: Any, path: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        serialization.pickle_by_value({"fine": 1, "bad": value}, roots={'global "fine"': 1, 'global "bad"': value})
+    assert caught.value.path == path
+    assert path in str(caught.value)
+
+
+def test_a_global_of_a_function_is_named() -> None:
+    namespace = notebook("def train(): return connection.recv(1)")
+    with socket.socket() as connection:
+        namespace["connection"] = connection
+        with pytest.raises(PayloadError, match="an open socket") as caught:
+            serialization.pickle_by_value(namespace["train"], roots={'function "train"': namespace["train"]})
+    assert caught.value.path == 'function "train" -> global "connection"'
+
+
+def test_opened_tensors_hold_no_descriptor(memory_file: int) -> None:
+    held = len(os.listdir("/proc/self/fd"))
+    _, opened = send(torch.zeros(1 << 20), memory_file)
+    assert len(os.listdir("/proc/self/fd")) == held
+    assert opened.value.sum() == 0
+
+
+def test_mapping_goes_with_the_last_tensor_in_it() -> None:
+    def is_mapped() -> bool:
+        gc.collect()
+        return "memfd:goes" in pathlib.Path("/proc/self/maps").read_text()
+
+    descriptor = serialization.memory_file("goes")
+    tensors = [torch.zeros(1 << 20), torch.ones(1 << 20)]
+    serialization.seal(descriptor, serialization.pickle_by_value(tensors, roots={}))
+    kept = serialization.open_sealed(descriptor).value[1][5:]
+    os.close(descriptor)
+    total = float(kept.sum())
+    assert (is_mapped(), total) == (True, (1 << 20) - 5)
+    del kept
+    assert not is_mapped()
+
+
+def test_kernel_without_torch_can_send() -> None:
+    code = (
+        "import sys; from notebook_accel import serialization as s;"
+        "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
+    )
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

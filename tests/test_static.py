@@ -1,0 +1,23 @@
+"""Style, types and the arrows between the rooms: the tools that are configured in pyproject.toml find nothing."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("tool", [
+    ["ruff", "check"],
+    ["ruff", "format", "--check"],
+    ["mypy"],
+    ["lint-imports"],
+], ids=" ".join)  # fmt: skip
+def test_finds_nothing(tool: list[str]) -> None:
+    program = pathlib.Path(sys.executable).with_name(tool[0])
+    run = subprocess.run([program, *tool[1:]], cwd=_ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

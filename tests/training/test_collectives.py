@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
+from notebook_accel.training import collectives, process_group
+from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.runtimes.single_process import SingleProcess
+from tests.training.ranks import Ranks
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def alone() -> Runtime:
+    return SingleProcess(RankPlace(), torch.device("cpu"))
+
+
+def gather_nested() -> Any:
+    runtime = process_group.join()
+    own = torch.tensor([[runtime.place.rank, 7]])
+    tree = {"pair": Pair(own, [own.float().requires_grad_() * 2]), "scalar": torch.tensor(runtime.place.rank)}
+    return collectives.gather(runtime, tree)
+
+
+def test_gather_keeps_the_structure(two_ranks: Ranks) -> None:
+    for gathered in two_ranks.run(gather_nested):
+        assert isinstance(gathered["pair"], Pair)
+        assert gathered["pair"].left.tolist() == [[0, 7], [1, 7]]
+        assert gathered["pair"].right[0].tolist() == [[0, 14], [2, 14]]
+        assert gathered["scalar"].tolist() == [0, 1]
+
+
+def gather_types(dtypes: list[torch.dtype]) -> list[Any]:
+    runtime = process_group.join()
+    own = torch.arange(6).reshape(2, 3).t() + runtime.place.rank  # not contiguous
+    return [collectives.gather(runtime, own.to(dtype)) for dtype in dtypes]
+
+
+def test_gather_takes_every_type(three_ranks: Ranks) -> None:
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64]
+    own = torch.arange(6).reshape(2, 3).t()
+    expected = torch.cat([own, own + 1, own + 2])
+    for gathered in three_ranks.run(gather_types, dtypes):
+        for dtype, tensor in zip(dtypes, gathered, strict=True):
+            assert torch.equal(tensor, expected.to(dtype))
+
+
+def reduce_types(reduction: str) -> list[Any]:
+    runtime = process_group.join()
+    own = [torch.tensor([200, runtime.place.rank]).to(dtype) for dtype in (torch.int64, torch.uint8, torch.float32)]
+    kept = [tensor.clone() for tensor in own]
+    reduced = collectives.reduce(runtime, own, reduction)
+    assert all(map(torch.equal, own, kept))
+    return [(tensor.dtype, tensor.tolist()) for tensor in reduced]
+
+
+def test_reduce(two_ranks: Ranks) -> None:
+    for sums in two_ranks.run(reduce_types, "sum"):
+        assert sums == [(torch.int64, [400, 1]), (torch.int64, [400, 1]), (torch.float32, [400, 1])]
+    for means in two_ranks.run(reduce_types, "mean"):
+        assert means == [(torch.float32, [200, 0.5])] * 3
+
+
+def test_unknown_reduction() -> None:
+    with pytest.raises(ConfigError, match="'max'"):
+        collectives.reduce(alone(), torch.ones(1), "max")
+
+
+def broadcast_from_1() -> Any:
+    runtime = process_group.join()
+    own = torch.full((2, 3), float(runtime.place.rank)).t().requires_grad_()
+    flag = torch.tensor(runtime.place.rank == 1)
+    received = collectives.broadcast(runtime, (own, flag), from_process=1)
+    assert received[0] is own
+    return own.tolist(), flag.item()
+
+
+def test_broadcast_is_in_place(two_ranks: Ranks) -> None:
+    assert two_ranks.run(broadcast_from_1) == [([[1.0, 1.0]] * 3, True)] * 2
+
+
+def pad(dim: int, pad_first: bool) -> Any:
+    runtime = process_group.join()
+    length = 1 + runtime.place.rank
+    own = torch.ones((length, 2) if dim in (0, -2) else (2, length), dtype=torch.int64)
+    padded = collectives.pad_across_processes(
+        runtime, [own, torch.tensor(1)], dim=dim, pad_index=-1, pad_first=pad_first
+    )
+    return padded[0].tolist(), padded[1].item(), collectives.gather(runtime, padded[0]).shape
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+@pytest.mark.parametrize("pad_first", [False, True])
+def test_pad_to_the_longest(two_ranks: Ranks, dim: int, pad_first: bool) -> None:
+    shorter, longer = two_ranks.run(pad, dim, pad_first)
+    column = [-1, 1] if pad_first else [1, -1]
+    own = torch.tensor([column, column])
+    assert shorter[0] == (own.t() if dim in (0, -2) else own).tolist()
+    assert longer[0] == [[1, 1], [1, 1]]
+    assert shorter[1] == 1
+    assert shorter[2] == (4, 2)
+
+
+def objects() -> Any:
+    runtime = process_group.join()
+    rank = runtime.place.rank
+    values = [rank, {"rank": rank}]
+    received = collectives.broadcast_object_list(runtime, values, from_process=1)
+    assert received is values
+    return collectives.gather_object(runtime, [f"rank {rank}"] * rank), values
+
+
+def test_objects(three_ranks: Ranks) -> None:
+    expected = (["rank 1", "rank 2", "rank 2"], [1, {"rank": 1}])
+    assert three_ranks.run(objects) == [expected] * 3
+
+
+def disagree(kind: str) -> Any:
+    runtime = process_group.join()
+    is_first = runtime.place.rank == 0
+    try:
+        if kind == "shapes":
+            collectives.gather(runtime, torch.ones(2 if is_first else 5, 3))
+        elif kind == "types":
+            collectives.reduce(runtime, torch.ones(2) if is_first else torch.ones(2).long())
+        elif kind == "paddings":
+            collectives.pad_across_processes(runtime, torch.ones(1, 3) if is_first else torch.ones(2, 4))
+        elif is_first:
+            collectives.wait_for_everyone(runtime)
+        else:
+            collectives.gather_object(runtime, [1])
+    except CollectiveError as error:
+        return str(error), collectives.gather(runtime, torch.ones(1)).tolist()
+
+
+@pytest.mark.parametrize(("kind", "told"), [
+    ("shapes", ["rank 0: gather float32 (2, 3)", "rank 1: gather float32 (5, 3)"]),
+    ("types", ["rank 0: reduce mean float32 (2,)", "rank 1: reduce mean int64 (2,)"]),
+    ("paddings", ["rank 0: pad_across_processes along dimension 0 [(1, 3)]", "[(2, 4)]"]),
+    ("calls", ["rank 0: wait for everyone", "rank 1: gather objects"]),
+])  # fmt: skip
+def test_disagreement_is_an_error_on_every_rank_and_the_group_lives_on(
+    two_ranks: Ranks, kind: str, told: list[str]
+) -> None:
+    for message, gathered in two_ranks.run(disagree, kind):
+        assert all(line in message for line in told), message
+        assert gathered == [1, 1]
+
+
+def misuse(what: str) -> None:
+    runtime = process_group.join()
+    if what == "gather text":
+        collectives.gather(runtime, ["text"])
+    collectives.gather_object(runtime, "text")
+
+
+def test_what_cannot_be_gathered(two_ranks: Ranks) -> None:
+    for error in two_ranks.replies(misuse, "gather text"):
+        assert isinstance(error, TrainingError)
+        assert "gather takes tensors; str isn't one." in str(error)
+    for error in two_ranks.replies(misuse, "gather an object"):
+        assert isinstance(error, TrainingError)
+        assert "[value]" in str(error)
+
+
+def test_one_process_gets_back_what_it_gave() -> None:
+    tree = {"scalar": torch.tensor(1), "text": "a"}
+    runtime = alone()
+    assert collectives.gather(runtime, tree) is tree
+    assert collectives.gather_for_metrics(runtime, tree, None) is tree
+    assert collectives.reduce(runtime, tree) is tree
+    assert collectives.broadcast(runtime, tree) is tree
+    assert collectives.pad_across_processes(runtime, tree) is tree
+    assert collectives.gather_object(runtime, [1]) == [1]
+    assert collectives.broadcast_object_list(runtime, [1]) == [1]
+    collectives.wait_for_everyone(runtime)
+
+
+def fail_first() -> str:
+    runtime = process_group.join()
+    is_first = runtime.place.rank == 1
+    try:
+        with collectives.first(runtime, is_first=is_first):
+            if is_first:
+                raise ValueError("boom")
+            return "went on"
+    except ValueError as error:
+        return str(error)
+
+
+def test_first_ranks_release_the_others_when_they_fail(two_ranks: Ranks) -> None:
+    assert two_ranks.run(fail_first, deadline_s=20) == ["went on", "boom"]
+
+
+def write_in_turn(path: str) -> None:
+    runtime = process_group.join()
+    for is_first in (runtime.place.rank == 2, runtime.place.rank == 0):
+        with collectives.first(runtime, is_first=is_first), open(path, "a") as file:
+            file.write(str(runtime.place.rank))
+        collectives.wait_for_everyone(runtime)
+
+
+def test_first_ranks_come_first(three_ranks: Ranks, tmp_path: Any) -> None:
+    three_ranks.run(write_in_turn, str(tmp_path / "order"))
+    order = (tmp_path / "order").read_text()
+    assert (order[0], order[3]) == ("2", "0")
+    assert sorted(order) == sorted("012012")

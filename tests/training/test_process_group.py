@@ -1,0 +1,110 @@
+"""Joining: alone, by the environment, through a store that is already there, or in a group of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.reporting import reporter
+from notebook_accel.training import process_group
+from tests.training import ranks
+
+
+@contextlib.contextmanager
+def launched(numbers: list[int], world_size: int) -> Iterator[ranks.Ranks]:
+    """Some ranks of a run, and a store that outlives the groups that meet in it, as a launcher has it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    places = [environment.RankPlace(rank, world_size, rank, world_size, "127.0.0.1", store.port) for rank in numbers]
+    running = ranks.Ranks([{**place.variables(), **agent} for place in places])
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def test_without_ranks_in_the_environment_there_is_no_group() -> None:
+    runtime = process_group.join()
+    assert (runtime.place.rank, runtime.place.world_size) == (0, 1)
+    assert not dist.is_initialized()
+    assert reporter()._device == str(runtime.device)
+    runtime.leave()
+
+
+def test_world_size_without_a_port() -> None:
+    with environment.patched({"RANK": "0", "WORLD_SIZE": "2"}), pytest.raises(ConfigError, match="MASTER_PORT"):
+        process_group.join(cpu=True)
+
+
+def join_twice() -> Any:
+    first, second = process_group.join(), process_group.join(cpu=True)
+    total = torch.tensor([first.place.rank + 1])
+    second.all_reduce(total)
+    first.leave()
+    still_there = dist.is_initialized()
+    second.leave()
+    return first.place, total.item(), still_there, dist.is_initialized()
+
+
+def test_launched_ranks_join_leave_and_join_again() -> None:
+    with launched([0, 1], 2) as both:
+        for _ in range(3):
+            for rank, (place, total, still_there, left_over) in enumerate(both.run(join_twice)):
+                assert (place.rank, place.world_size, place.local_rank) == (rank, 2, rank)
+                assert total == 3
+                assert still_there
+                assert not left_over
+
+
+def join_within(deadline_s: float) -> None:
+    process_group.join(cpu=True, deadline_s=deadline_s)
+
+
+def test_missing_ranks_are_named() -> None:
+    with launched([0, 2], 4) as some:
+        for rank, error in zip((0, 2), some.replies(join_within, 2.0), strict=True):
+            assert isinstance(error, TrainingError)
+            assert f"Rank {rank} waited 2 s for the others; missing: rank 1, rank 3." in str(error)
+
+
+def test_nobody_at_the_store() -> None:
+    port = ranks.free_port()
+    alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with environment.patched(alone), pytest.raises(TrainingError, match=f"127.0.0.1:{port} within 1 s"):
+        process_group.join(cpu=True, deadline_s=1.0)
+
+
+def use_a_group_of_the_users() -> Any:
+    dist.init_process_group("gloo")
+    runtime = process_group.join(cpu=True)
+    runtime.barrier()
+    runtime.leave()
+    kept = dist.is_initialized()
+    dist.destroy_process_group()
+    again = process_group.join(cpu=True)
+    gathered = again.all_gather_object(again.place.rank)
+    again.leave()
+    return runtime.place.world_size, kept, gathered
+
+
+def test_the_users_own_group_is_used_and_left_alone() -> None:
+    with ranks.running(2) as fresh:
+        assert fresh.run(use_a_group_of_the_users) == [(2, True, [0, 1])] * 2
+
+
+def cpu_by_environment() -> str:
+    with environment.patched({environment.USE_CPU: "true"}):
+        return str(process_group.join().device)
+
+
+def test_launcher_can_ask_for_the_cpu() -> None:
+    assert cpu_by_environment() == "cpu"
+    assert os.environ.get(environment.USE_CPU) is None

@@ -1,0 +1,220 @@
+"""Which samples each rank gets, against a plain statement of what each should get."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SynchronizedSampler,
+    Tail,
+)
+
+lengths = st.integers(0, 40)
+sizes = st.integers(1, 5)
+worlds = st.integers(1, 4)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def shards(samples: int, batch_size: int, world_size: int, *, drop_last: bool = False, **options: Any) -> list[Any]:
+    sampler = BatchSampler(SequentialSampler(range(samples)), batch_size, drop_last)
+    return [BatchSamplerShard(sampler, world_size, rank, **options) for rank in range(world_size)]
+
+
+def filled(samples: list[int], multiple: int) -> list[int]:
+    """The samples, and then the first ones again until their number is a multiple."""
+    missing = -len(samples) % multiple
+    return [*samples, *itertools.islice(itertools.cycle(samples[:multiple]), missing)] if samples else []
+
+
+def chunks(samples: list[int], size: int) -> list[list[int]]:
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+@given(lengths, sizes, worlds)
+def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(n: int, size: int, world: int) -> None:
+    batches = chunks(filled(list(range(n)), size * world), size)
+    for rank, shard in enumerate(shards(n, size, world)):
+        assert list(shard) == batches[rank::world]
+        assert len(shard) == len(batches[rank::world])
+
+
+@given(lengths, sizes, worlds)
+def test_without_even_batches_nothing_is_repeated(n: int, size: int, world: int) -> None:
+    batches = chunks(list(range(n)), size)
+    for rank, shard in enumerate(shards(n, size, world, even_batches=False)):
+        assert list(shard) == batches[rank::world]
+        assert len(shard) == len(batches[rank::world])
+
+
+@given(lengths, sizes, worlds, st.booleans())
+def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, even: bool) -> None:
+    whole = n // (size * world) * size * world
+    batches = chunks(list(range(whole)), size)
+    for rank, shard in enumerate(shards(n, size, world, drop_last=True, even_batches=even)):
+        assert list(shard) == batches[rank::world]
+        assert len(shard) == len(batches[rank::world])
+        assert shard.tail is None
+
+
+@given(lengths, sizes, worlds, st.booleans())
+def test_split_batches_cuts_each_batch(n: int, part: int, world: int, even: bool) -> None:
+    samples = filled(list(range(n)), part * world) if even else list(range(n))
+    for rank, shard in enumerate(shards(n, part * world, world, split_batches=True, even_batches=even)):
+        own = slice(rank * part, (rank + 1) * part)
+        expected = [cut for batch in chunks(samples, part * world) if (cut := batch[own])]
+        assert list(shard) == expected
+        assert len(shard) == len(expected)
+
+
+@given(lengths, sizes, worlds, st.booleans())
+def test_tail_says_which_samples_of_the_last_round_are_real(n: int, size: int, world: int, split: bool) -> None:
+    batch_size = size * world if split else size
+    ours = shards(n, batch_size, world, split_batches=split)
+    shares = [list(shard) for shard in ours]
+    (tail,) = {shard.tail for shard in ours}
+    last_round = [sample for share in shares if share for sample in share[-1]]
+    kept = last_round[: tail.kept(len(last_round))] if tail else last_round
+    whole = n // (size * world) * size * world
+    assert kept == list(range(whole if n > whole else max(0, whole - size * world), n))
+
+
+def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
+    by_rank = shards(7, 2, 2, even_batches=False)
+    assert [list(shard)[-1] for shard in by_rank] == [[4, 5], [6]]
+    assert [shard.tail for shard in by_rank] == [Tail(3, 3, ragged=True)] * 2
+    for shard in shards(5, 2, 2, even_batches=False):
+        list(shard)
+        assert shard.tail is None
+
+
+@pytest.mark.parametrize(("gathered", "kept"), [(8, 3), (16, 6), (0, 0), (2, 2), (9, 9)])
+def test_rows_are_kept_by_whole_samples(gathered: int, kept: int) -> None:
+    assert Tail(real=3, total=8).kept(gathered) == kept
+
+
+class Buckets:
+    """A batch sampler of its own kind: no batch size, batches of different sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3], [4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_batches_of_unknown_size_are_left_as_they_are() -> None:
+    first, second = (BatchSamplerShard(Buckets(), 2, rank) for rank in range(2))
+    assert list(first) == [[0, 1, 2], [4, 5]]
+    assert list(second) == [[3], [0, 1, 2]]
+    assert first.tail == second.tail == Tail(2, 5)
+    assert len(first) == len(second) == 2
+
+
+def test_split_batches_needs_a_batch_size_that_divides() -> None:
+    with pytest.raises(ConfigError, match="a batch of 5 into 2 equal parts"):
+        shards(10, 5, 2, split_batches=True)
+    with pytest.raises(ConfigError, match="no batch_size"):
+        BatchSamplerShard(Buckets(), 2, 0, split_batches=True)
+
+
+def test_split_batches_refuses_a_short_batch_in_the_middle() -> None:
+    class Uneven(Buckets):
+        batch_size = 4
+
+    with pytest.raises(TrainingError, match="isn't of its size, 4"):
+        list(BatchSamplerShard(Uneven(), 4, 0, split_batches=True))
+
+
+def test_sampler_without_an_end() -> None:
+    shard = BatchSamplerShard(([i] for i in itertools.count()), 2, 1)
+    assert list(itertools.islice(shard, 3)) == [[1], [3], [5]]
+    with pytest.raises(TypeError):
+        len(shard)
+
+
+@given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
+def test_stream_is_shared_out_like_a_dataset(
+    n: int, size: int, world: int, drop_last: bool, even: bool, split: bool
+) -> None:
+    batch_size = size * world if split else size
+    samples = list(range(n))
+    if drop_last:
+        samples = samples[: n // (size * world) * size * world]
+    elif even:
+        samples = filled(samples, size * world)
+    for rank in range(world):
+        shard = IterableDatasetShard(Stream(n), batch_size, drop_last, world, rank, split, even)
+        own = slice(rank * size, (rank + 1) * size)
+        expected = [sample for taken in chunks(samples, size * world) for sample in taken[own]]
+        assert list(shard) == expected
+        assert len(shard) == len(expected)
+
+
+def test_stream_is_told_its_epoch() -> None:
+    stream = Stream(3)
+    IterableDatasetShard(stream).set_epoch(4)
+    IterableDatasetShard(iter([1])).set_epoch(4)
+    assert stream.epochs == [4]
+
+
+def test_seedable_sampler_depends_on_seed_and_epoch_only() -> None:
+    sampler = SeedableRandomSampler(range(20), seed=3)
+    torch.manual_seed(1)
+    first, second = list(sampler), list(sampler)
+    torch.manual_seed(2)
+    sampler.set_epoch(0)
+    assert [list(sampler), list(sampler)] == [first, second]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first == torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def test_rank_0_draws_what_plain_torch_draws() -> None:
+    torch.manual_seed(5)
+    plain = [list(RandomSampler(range(9))) for _ in range(2)]
+    torch.manual_seed(5)
+    sampler = SynchronizedSampler(RandomSampler(range(9)), lambda value: value)
+    assert [list(sampler) for _ in range(2)] == plain
+    assert len(sampler) == 9
+
+
+def test_other_ranks_follow_rank_0() -> None:
+    said: list[Any] = []
+
+    def listen(value: Any) -> Any:
+        said.append(value)
+        return value
+
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    samplers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[0])]
+    followers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[1])]
+    for sampler, follower in zip(samplers, followers, strict=True):
+        order = list(SynchronizedSampler(sampler, listen))
+        torch.rand(3)  # the follower's global generator stands elsewhere
+        assert list(SynchronizedSampler(follower, lambda _: said[-1])) == order
