@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel import config as configuration
 from notebook_accel import options
-from notebook_accel.errors import CellError, CellSyntaxError, ConfigError
+from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.launching import cell as cells
 from notebook_accel.launching import launcher, local
 
@@ -43,7 +43,7 @@ def _make_parser() -> _Parser:
     parser.add_argument(
         "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
     )
-    parser.add_argument("--out", metavar="NAME", help="Binds the results, one value a rank, to this name.")
+    parser.add_argument("--out", metavar="NAME", type=_name, help="Binds the results, one value a rank, to this name.")
     parser.add_argument(
         "--pull", metavar="NAME,...", type=_names, default=(), help="Binds rank 0's values of these names."
     )
@@ -53,12 +53,15 @@ def _make_parser() -> _Parser:
     return parser
 
 
+def _name(text: str) -> str:
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name")
+    return text
+
+
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    wrong = [name for name in names if not name.isidentifier()]
-    if wrong or not names:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names such as model,history")
-    return names
+    """``model,history``, with or without spaces around."""
+    return tuple(_name(part.strip()) for part in text.split(",") if part.strip())
 
 
 class Magics:
@@ -130,11 +133,8 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _bind(self, name: str | None, value: Any) -> None:
-        if name is None:
-            return
-        if not name.isidentifier():
-            raise ConfigError(f"--out {name}: that is no name.", fix="--out results")
-        self._shell.push({name: value})
+        if name is not None:
+            self._shell.push({name: value})
 
 
 def _split(line: str) -> list[str]:

@@ -139,8 +139,10 @@ class RankState:
             self._samples.append((event.time_s, event.steps))
         while len(self._samples) > 2 and self._samples[1][0] <= event.time_s - _RATE_WINDOW_S:
             self._samples.popleft()
+        # A bar over the epochs that has closed after the last one doesn't make their number unknown.
+        epochs = event.epochs or (self.epochs if event.epoch == self.epoch else None)
         self.step, self.total = event.step, event.total
-        self.epoch, self.epochs = event.epoch, event.epochs
+        self.epoch, self.epochs = event.epoch, epochs
         self.label, self.device = event.label, event.device or self.device
 
     def _fail(self, event: events.Failed) -> None:
@@ -262,6 +264,7 @@ class RunState:
         self.ranks = [RankState(rank) for rank in range(world_size)]
         self.output = OutputLog()
         self.history: dict[str, Series] = {}
+        self._reported: dict[str, set[int]] = {}
 
     @property
     def metric_names(self) -> list[str]:
@@ -277,8 +280,8 @@ class RunState:
                 self.output.add(OutputLine(rank, text))
                 self.ranks[rank].last_line = text or self.ranks[rank].last_line
         elif isinstance(event, events.Metrics):
-            for name in event.values:
-                self._extend_history(name, event.step)
+            for name in event.values.keys() & self.ranks[rank].metrics.keys():
+                self._extend_history(name, rank, event.step)
 
     def close(self) -> None:
         """The run is over: a rank whose end nobody could report is a stopped one."""
@@ -290,10 +293,15 @@ class RunState:
         """Seconds until the slowest rank's last step, ``None`` if that can't be known."""
         return max((left for rank in self.ranks if (left := rank.left_s(now_s)) is not None), default=None)
 
-    def _extend_history(self, name: str, step: int) -> None:
-        values = [rank.metrics[name] for rank in self.ranks if name in rank.metrics]
-        if values:
+    def _extend_history(self, name: str, rank: int, step: int) -> None:
+        """Adds a point as soon as each rank that has the metric reported it again: one by one, means would jump."""
+        values = [other.metrics[name] for other in self.ranks if name in other.metrics]
+        reported = self._reported.setdefault(name, set())
+        is_again = rank in reported  # before another one has: that one may have stopped reporting
+        reported.add(rank)
+        if is_again or len(reported) == len(values):
             self.history.setdefault(name, Series()).add(step, sum(values) / len(values))
+            reported.clear()
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -86,9 +86,11 @@ class Connection:
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """How long ``send`` and ``receive`` wait before they raise ``TimeoutError``; ``None`` for ever."""
-        self._socket.settimeout(timeout_s)
+    def set_send_deadline(self, seconds: float) -> None:
+        """How long ``send`` may wait for a reader before it raises ``TimeoutError``. Reading is not concerned."""
+        whole, part = divmod(seconds, 1)
+        timeval = struct.pack("ll", int(whole), int(part * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def set_blocking(self, blocking: bool) -> None:
         """``False`` for an event loop, which then uses ``queue`` and ``flush`` instead of ``send``."""
@@ -99,16 +101,19 @@ class Connection:
 
         Raises:
             ClosedError: The other end has gone.
-            TimeoutError: The other end hasn't read for as long as ``set_timeout`` allows. The frame may still be
+            TimeoutError: The other end hasn't read for as long as ``set_send_deadline`` allows. The frame may still be
                 delivered, before the next one, but never in part.
         """
         assert len(descriptors) <= _MOST_DESCRIPTORS
         header = _HEADER.pack(len(body), len(descriptors))
         with self._lock:
-            self._write_outbox()
-            written = self._send_first(header, descriptors)
-            self._keep(header[written:] + body)
-            self._write_outbox()
+            try:
+                self._write_outbox()
+                written = self._send_first(header, descriptors)
+                self._keep(header[written:] + body)
+                self._write_outbox()
+            except BlockingIOError as error:  # how the system says that SO_SNDTIMEO has run out
+                raise TimeoutError("the other end of a connection doesn't read") from error
 
     def queue(self, body: bytes) -> None:
         """Keeps a frame for ``flush``. Frames with descriptors can't be queued."""
@@ -156,7 +161,6 @@ class Connection:
 
         Raises:
             ClosedError: The other end has gone and everything that it sent has been returned.
-            TimeoutError: Nothing came for as long as ``set_timeout`` allows.
             OSError: This process has no room for the descriptors that came.
         """
         while not (frames := self._complete_frames()):

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def _env(_: argparse.Namespace) -> int:
     lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
-    devices = preflight.Devices(config.LaunchConfig())
+    devices = preflight.Devices.find(config.LaunchConfig())
     lines["devices"] = devices.describe(devices.available)
     width = max(map(len, lines))
     for name, value in lines.items():

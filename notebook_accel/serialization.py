@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import importlib
 import io
 import mmap
@@ -130,6 +129,9 @@ def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
 
 def make_unwritable(descriptor: int) -> None:
     """Nobody, not even through this descriptor, can change the memory file any more; private mappings still work."""
+    fcntl = importlib.import_module(
+        "fcntl"
+    )  # not at the top: this can be imported where only Linux's calls are missing
     fcntl.fcntl(
         descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     )

@@ -21,8 +21,8 @@ _Pair = tuple[Connection, Connection]
 @pytest.fixture
 def pair() -> Iterator[_Pair]:
     left, right = Connection.pair()
-    left.set_timeout(10)
-    right.set_timeout(10)
+    left.set_send_deadline(10)
+    right.set_send_deadline(10)
     yield left, right
     left.close()
     right.close()
@@ -37,7 +37,7 @@ def _receive(connection: Connection, count: int) -> list[Message]:
 
 def _fill(sender: Connection) -> int:
     """Sends without a reader until the socket is full; returns how many whole or part frames are on their way."""
-    sender.set_timeout(0.05)
+    sender.set_send_deadline(0.05)
     for sent in range(1, 10_000):
         try:
             sender.send(b"x" * 50_000)
@@ -150,7 +150,6 @@ def test_writer_learns_that_the_reader_has_gone(pair: _Pair) -> None:
 
 def test_shutdown_wakes_a_reading_thread(pair: _Pair) -> None:
     left, _ = pair
-    left.set_timeout(None)
     ended: list[Exception] = []
 
     def read() -> None:
@@ -166,19 +165,12 @@ def test_shutdown_wakes_a_reading_thread(pair: _Pair) -> None:
     assert len(ended) == 1
 
 
-def test_receiving_has_a_time_limit(pair: _Pair) -> None:
-    left, _ = pair
-    left.set_timeout(0.05)
-    with pytest.raises(TimeoutError):
-        left.receive()
-
-
 def test_frames_stay_whole_after_a_reader_was_too_slow(pair: _Pair) -> None:
     left, right = pair
     count = _fill(left)
     with pytest.raises(TimeoutError):
         left.send(b"never sent: the one before has to go first")
-    left.set_timeout(10)
+    left.set_send_deadline(10)
     thread = threading.Thread(target=left.send, args=(b"after",))
     thread.start()
     bodies = [message.body for message in _receive(right, count + 1)]

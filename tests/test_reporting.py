@@ -49,7 +49,6 @@ class Watcher:
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     """This process as a rank: ``reporter`` says, ``watcher`` hears, ``end()`` is the end of the rank."""
     ours, theirs = Connection.pair()
-    ours.set_timeout(10)
     monkeypatch.setattr(reporting, "_reporter", None)  # so that the one of before is put back
     reporter = reporting.connect(theirs)
 

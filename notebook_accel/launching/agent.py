@@ -143,7 +143,7 @@ class Agent:
             command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        ours.set_timeout(_SEND_DEADLINE_S)
+        ours.set_send_deadline(_SEND_DEADLINE_S)
         template = _Template(process, ours, time.monotonic() + _TEMPLATE_DEADLINE_S)
         self._template = template
         self._templates.append(template)

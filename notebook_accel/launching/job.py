@@ -258,6 +258,10 @@ class Job:
                 drained.append(self._pending.popleft())
         return drained
 
+    def lines_of_failures(self) -> dict[int, str]:
+        """Where each rank's exception came from, such as ``In[7], line 12``."""
+        return {rank: failed.line for _, rank, failed in self._failures}
+
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""
         self._control = control

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from notebook_accel import config as configuration
 from notebook_accel import environment, serialization
@@ -16,12 +16,14 @@ from notebook_accel.errors import ConfigError, PreflightError
 from notebook_accel.launching import local, preflight, sources
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.job import Job, JobSpec, Results, Source
-from notebook_accel.launching.view import View, open_view
+from notebook_accel.launching.view import NoView, View, open_view
 from notebook_accel.launching.worker import Target
 
 __all__ = ["follow", "launch_cell", "launch_function", "notebook_launcher"]
 
+_T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
+_INTERRUPT_DEADLINE_S = 10.0
 _numbers = itertools.count(1)
 
 
@@ -204,8 +206,8 @@ def launch_cell(
 def _launch(
     target: Target, roots: Mapping[str, Any], config: LaunchConfig, *, background: bool, name: str, **of_cell: Any
 ) -> Job:
-    devices = preflight.Devices(config)
-    findings = preflight.check(config)
+    devices = preflight.Devices.find(config)
+    findings = preflight.check(config, devices)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     world_size = config.num_processes or devices.available
@@ -233,15 +235,23 @@ def _launch(
             shipped=pickled.shipped,
             result_files=result_files,
         )
-        local.engine().start(job, payload, result_files)
+        _start(job, payload, result_files)
     finally:
         os.close(payload)
-    print(f"Launching training on {job.devices}.")
     if background:
+        view = _open(job)
         threading.Thread(
-            target=_draw_until_done, args=(job, open_view(job)), name=f"notebook-accel-view-{job.id}", daemon=True
+            target=_draw_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}", daemon=True
         ).start()
     return job
+
+
+def _start(job: Job, payload: int, result_files: Sequence[int]) -> None:
+    try:
+        local.engine().start(job, payload, result_files)
+    except BaseException:  # an interrupt may come when the ranks are on their way
+        job.kill()
+        raise
 
 
 def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, str]:
@@ -252,10 +262,26 @@ def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, st
     return variables
 
 
+def _open(job: Job) -> View:
+    print(f"Launching training on {job.devices}.")
+    return _guarded(job, lambda: open_view(job), NoView(job))
+
+
 def _draw_until_done(job: Job, view: View) -> None:
     while not job.wait(_REFRESH_PERIOD_S):
-        view.refresh()
-    view.close()
+        _guarded(job, view.refresh, None)
+    _guarded(job, view.close, None)
+
+
+def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
+    """A view that fails says so, and the training goes on: nobody would want to lose it to a picture of it."""
+    try:
+        return act()
+    except Exception as error:  # noqa: BLE001 - views may come from anywhere
+        print(
+            f"The view of {job.name!r} has failed ({type(error).__name__}: {error}); the run goes on.", file=sys.stderr
+        )
+        return otherwise
 
 
 def follow(job: Job) -> Results:
@@ -267,14 +293,15 @@ def follow(job: Job) -> Results:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    view = None
+    view: View = NoView(job)
     try:
-        view = open_view(job)
+        view = _open(job)
         _draw_until_done(job, view)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
-        if view is not None:
-            view.close()
+        _guarded(job, view.close, None)
+        # What IPython shows in place of a traceback, which would be of our frames.
+        interrupt._render_traceback_ = lambda: [_describe_interrupt(job)]  # type: ignore[attr-defined]
         raise
     return job.results()
 
@@ -282,7 +309,14 @@ def follow(job: Job) -> Results:
 def _end_interrupted(job: Job) -> None:
     try:
         job.interrupt()
-        job.wait(3 * job.config.grace_s + 10)
+        job.wait(3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
     except KeyboardInterrupt:
         job.kill()
-        job.wait(10)
+        job.wait(_INTERRUPT_DEADLINE_S)
+    if not job.done:
+        local.engine().close()  # the agent itself hangs: nothing that it has started outlives it
+
+
+def _describe_interrupt(job: Job) -> str:
+    stood = [f"  rank {rank} was at {line}" for rank, line in sorted(job.lines_of_failures().items()) if line]
+    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and every rank has ended.", *stood])

@@ -75,7 +75,7 @@ class _Agent:
         self._jobs: dict[str, Job] = {}
         self._prepared_for: object = None
         self._connection, self._theirs = Connection.pair()
-        self._connection.set_timeout(_SEND_DEADLINE_S)
+        self._connection.set_send_deadline(_SEND_DEADLINE_S)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the agent
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
@@ -161,7 +161,6 @@ class _Agent:
         finally:
             self._theirs.close()
             self._has_started.set()
-        self._connection.set_timeout(None)
         with contextlib.suppress(ClosedError, OSError):
             while True:
                 for frame in self._connection.receive():
@@ -247,5 +246,6 @@ def _close() -> None:
     _engine.close()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, where this can be imported and not used
+    os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(_close)

@@ -6,10 +6,12 @@ Every check returns what it finds; a launch refuses with all findings at once, a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import sys
 from collections.abc import Mapping
+from typing import Literal
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
@@ -17,6 +19,7 @@ from notebook_accel.errors import Finding
 __all__ = ["Devices", "check", "visible_gpus"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Devices:
     """What ranks will run on.
 
@@ -25,10 +28,14 @@ class Devices:
         available: How many there are; for CPUs, how many ranks run by default, which is one.
     """
 
-    def __init__(self, config: LaunchConfig) -> None:
+    kind: Literal["CPU", "GPU"]
+    available: int
+
+    @classmethod
+    def find(cls, config: LaunchConfig) -> Devices:
+        """Those of this machine, with these options."""
         gpus = 0 if config.use_cpu else visible_gpus()
-        self.kind = "GPU" if gpus else "CPU"
-        self.available = gpus or 1
+        return cls("GPU", gpus) if gpus else cls("CPU", 1)
 
     def describe(self, count: int) -> str:
         """``2 CPUs``, ``1 GPU``."""
@@ -65,9 +72,15 @@ def _installed_gpus() -> int:
     return 0
 
 
-def check(config: LaunchConfig) -> tuple[Finding, ...]:
-    """All that speaks against a launch with these options, from this process."""
-    findings = [_platform(), _too_many_ranks(config), _half_precision_on_cpu(config), _cuda_in_use(config)]
+def check(config: LaunchConfig, devices: Devices | None = None) -> tuple[Finding, ...]:
+    """All that speaks against a launch with these options, from this process, on these devices. Default: those here."""
+    devices = devices or Devices.find(config)
+    findings = [
+        _platform(),
+        _too_many_ranks(config, devices),
+        _half_precision_on_cpu(config, devices),
+        _cuda_in_use(config, devices),
+    ]
     return tuple(finding for finding in findings if finding is not None)
 
 
@@ -81,19 +94,19 @@ def _platform() -> Finding | None:
     )
 
 
-def _too_many_ranks(config: LaunchConfig) -> Finding | None:
-    devices = Devices(config)
+def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
     if devices.kind == "CPU" or config.num_processes is None or config.num_processes <= devices.available:
         return None
     return Finding(
-        f"{config.num_processes} processes were asked for, and there are {devices.describe(devices.available)}.",
+        f"{config.num_processes} processes were asked for, and there {'is' if devices.available == 1 else 'are'} "
+        f"{devices.describe(devices.available)}.",
         "Each rank needs a GPU of its own: NCCL refuses two ranks on one.",
         f"--num_processes {devices.available}, or --use_cpu to train on the CPU",
     )
 
 
-def _half_precision_on_cpu(config: LaunchConfig) -> Finding | None:
-    if config.mixed_precision != "fp16" or Devices(config).kind != "CPU":
+def _half_precision_on_cpu(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if config.mixed_precision != "fp16" or devices.kind != "CPU":
         return None
     return Finding(
         "mixed_precision='fp16' was asked for, and the ranks run on the CPU.",
@@ -102,9 +115,9 @@ def _half_precision_on_cpu(config: LaunchConfig) -> Finding | None:
     )
 
 
-def _cuda_in_use(config: LaunchConfig) -> Finding | None:
+def _cuda_in_use(config: LaunchConfig, devices: Devices) -> Finding | None:
     torch = sys.modules.get("torch")
-    if torch is None or config.use_cpu or not torch.cuda.is_initialized():
+    if torch is None or devices.kind == "CPU" or not torch.cuda.is_initialized():
         return None
     held = sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
     return Finding(

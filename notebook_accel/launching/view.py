@@ -35,7 +35,7 @@ class View(Protocol):
 def open_view(job: Job) -> View:
     """The view that fits the job's options and the place: the first that can show it, else plain lines."""
     if job.config.view == "none":
-        return NoView()
+        return NoView(job)
     if job.config.view != "lines":
         for opener in _openers():
             view = opener(job)
@@ -52,8 +52,12 @@ def _openers() -> tuple[Callable[[Job], View | None], ...]:
 class NoView:
     """Shows nothing."""
 
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
     def refresh(self) -> None:
-        """Nothing."""
+        """Takes the events, so that they don't pile up."""
+        self._job.events()
 
     def close(self) -> None:
         """Nothing."""

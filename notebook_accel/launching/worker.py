@@ -57,7 +57,7 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
     spec = JobSpec.decode(serialization.read_head(payload))
     place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
     link = Connection.from_descriptor(connection)
-    link.set_timeout(_SEND_DEADLINE_S)
+    link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
     last, status = _run_to_the_end(spec, place, payload, result, listening)
@@ -187,8 +187,10 @@ def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], sh
 
 
 def _wait_for_release(link: Connection) -> None:
-    """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups."""
-    link.set_timeout(None)  # the agent always ends the run, and the template's end kills this process
+    """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups.
+
+    It needs no deadline: the agent ends every run, an interrupt reaches here, and the template's end kills this rank.
+    """
     with contextlib.suppress(ClosedError):
         while True:
             link.receive()

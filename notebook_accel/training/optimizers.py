@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from notebook_accel.errors import TrainingError
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.precision import LossScaler
 
@@ -54,7 +55,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is not None:
-            raise TypeError("an optimizer that takes a closure can't be used with fp16; use bf16")
+            raise TrainingError(
+                f"{type(self.optimizer).__name__} can't be stepped with a closure in fp16.",
+                why="A step that calls the model again can't be undone when a gradient overflows.",
+                fix="mixed_precision='bf16'",
+            )
         self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
 

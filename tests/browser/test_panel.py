@@ -149,7 +149,10 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert alerts == []
 
 
-def test_a_run_in_the_background_is_stopped_by_a_click(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+def test_a_run_in_the_background_is_dark_in_a_dark_theme_and_stopped_by_a_click(
+    page: Page, lab: Lab, screenshot: Screenshot
+) -> None:
+    lab.use_theme("JupyterLab Dark")
     lab.write_notebook("background.ipynb", ["%load_ext notebook_accel", _BACKGROUND.strip(), "1 + 1"])
     _open(page, lab, "background.ipynb")
     _run_cell(page, 0)
@@ -159,6 +162,8 @@ def test_a_run_in_the_background_is_stopped_by_a_click(page: Page, lab: Lab, scr
     panel.get_by_text("asleep").last.wait_for()
     _run_cell(page, 2)  # the kernel is free, and what the panel shows then is still below its own cell
     _wait_until_done(page, 2)
+    red, green, blue = re.findall(r"\d+", panel.evaluate("panel => getComputedStyle(panel).backgroundColor"))[:3]
+    assert max(int(red), int(green), int(blue)) < 80
     screenshot(panel, "panel_background")
     panel.get_by_role("button", name="Stop").click()
     panel.locator(".nba-header").get_by_text("stopped").wait_for()

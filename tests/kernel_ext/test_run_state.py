@@ -128,6 +128,12 @@ def test_time_left_counts_the_epochs_to_come() -> None:
     assert _reduced(*without).ranks[0].left_s(5.0) == pytest.approx(50 / 10)
 
 
+def test_the_number_of_epochs_outlives_the_bar_that_gave_it_but_not_the_epoch() -> None:
+    last = _progress(1.0, 100, epoch=4, epochs=4)
+    assert _reduced(last, _progress(2.0, 100, epoch=4)).ranks[0].epochs == 4
+    assert _reduced(last, _progress(2.0, 110, epoch=1)).ranks[0].epochs is None
+
+
 def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
     state = RunState(3)
     for second in range(6):
@@ -186,12 +192,19 @@ def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None
     assert plain_text(line) == text
 
 
-def test_history_is_the_mean_of_the_ranks() -> None:
+def test_history_is_the_mean_of_the_ranks_once_each_has_reported_again() -> None:
     state = RunState(2)
-    state.apply(0, events.Metrics(step=1, values={"loss": 2.0}))
-    state.apply(1, events.Metrics(step=1, values={"loss": 1.0}))
-    state.apply(0, events.Metrics(step=2, values={"loss": 1.0}))
-    assert state.history["loss"].points == [(1, 1.5), (2, 1.0)]
+    for rank, step, loss in [(0, 1, 4.0), (1, 1, 3.0), (0, 2, 2.0), (1, 3, 1.0), (0, 4, 0.0)]:
+        state.apply(rank, events.Metrics(step=step, values={"loss": loss}))
+    assert state.history["loss"].points == [(1, 4.0), (2, 2.5), (4, 0.5)]
+
+
+def test_history_goes_on_when_a_rank_stops_reporting() -> None:
+    state = RunState(2)
+    state.apply(1, events.Metrics(step=1, values={"loss": 3.0}))
+    for step in range(2, 6):
+        state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
+    assert state.history["loss"].points == [(1, 3.0), (3, 2.0), (5, 2.0)]
 
 
 def test_losses_come_first_among_the_metrics() -> None:

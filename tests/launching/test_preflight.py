@@ -22,7 +22,7 @@ def test_nothing_speaks_against_two_ranks_on_the_cpu() -> None:
 
 
 def test_devices_are_described_with_their_number() -> None:
-    devices = preflight.Devices(LaunchConfig(use_cpu=True))
+    devices = preflight.Devices.find(LaunchConfig(use_cpu=True))
     assert (devices.available, devices.describe(1), devices.describe(2)) == (1, "1 CPU", "2 CPUs")
 
 

@@ -18,6 +18,12 @@ from notebook_accel.training import process_group
 from tests.training import ranks
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_store() -> None:
+    """What torch makes with a process's first store and keeps for good isn't what the tests leave behind."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @contextlib.contextmanager
 def launched(numbers: list[int], world_size: int) -> Iterator[ranks.Ranks]:
     """Some ranks of a run, and a store that outlives the groups that meet in it, as a launcher has it."""

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError
+from notebook_accel.reporting import Counter
+from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState, resolve
+
+
+def state(steps: int, **options: Any) -> GradientState:
+    return GradientState(GradientAccumulationPlugin(num_steps=steps, **options))
+
+
+def windows(state: GradientState, batches: int, *, total: int | None, epochs: int = 1) -> list[tuple[bool, float]]:
+    """For each micro-batch: whether it syncs, and the gradient that a loss of slope 1 has left by then."""
+    parameter = torch.zeros(1, requires_grad=True)
+    seen = []
+    for _ in range(epochs):
+        counter = Counter()
+        with state.iterating(counter, total) as current:
+            for batch in range(batches):
+                counter.step = batch + 1
+                current.is_last = batch == batches - 1
+                with state.accumulate([]):
+                    state.divide(parameter.sum(), lambda: [parameter]).backward()
+                    assert parameter.grad is not None
+                    seen.append((state.sync_gradients, round(parameter.grad.item(), 6)))
+                    if state.sync_gradients:
+                        parameter.grad = None
+    return seen
+
+
+@pytest.mark.parametrize("total", [6, None, 5, 7])
+def test_every_window_is_a_mean_whatever_the_loader_knows(total: int | None) -> None:
+    seen = windows(state(4), 6, total=total, epochs=2)
+    assert [syncs for syncs, _ in seen] == [False, False, False, True, False, True] * 2
+    assert [gradient for syncs, gradient in seen if syncs] == [1.0] * 4
+
+
+@pytest.mark.parametrize("total", [6, None])
+def test_last_window_as_accelerate_has_it(total: int | None) -> None:
+    seen = windows(state(4, scale_last_window=False), 6, total=total)
+    assert [gradient for syncs, gradient in seen if syncs] == [1.0, 0.5]
+
+
+def test_windows_can_go_on_over_the_end_of_the_loader() -> None:
+    seen = windows(state(4, sync_with_dataloader=False), 6, total=6, epochs=2)
+    assert [index for index, (syncs, _) in enumerate(seen) if syncs] == [3, 7, 11]
+    assert [gradient for syncs, gradient in seen if syncs] == [1.0] * 3
+
+
+def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
+    accumulating = state(4)
+    parameter = torch.zeros(1, requires_grad=True)
+    with accumulating.iterating(Counter(), None) as current:
+        for is_last in (False, True):
+            current.is_last = is_last
+            with accumulating.accumulate([]):
+                for _ in range(1 + is_last):
+                    accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
+    assert accumulating.sync_gradients
+    assert parameter.grad is not None
+    assert parameter.grad.item() == pytest.approx(1.5)
+
+
+def test_without_accumulate_the_loss_is_divided_and_every_step_counts() -> None:
+    plain = state(4)
+    assert plain.divide(torch.tensor(8.0), list).item() == 2
+    assert plain.sync_gradients
+
+
+def test_one_step_leaves_the_loss_untouched() -> None:
+    loss = torch.tensor(1.0)
+    with (one := state(1)).accumulate([]):
+        assert one.divide(loss, list) is loss
+        assert one.sync_gradients
+
+
+class Synced:
+    """Stands where a model that averages its gradients would."""
+
+    def __init__(self) -> None:
+        self.local = 0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.local += 1
+        yield
+
+
+@pytest.mark.parametrize(("options", "local"), [({}, 3), ({"sync_each_batch": True}, 0)])
+def test_models_sync_at_the_end_of_a_window(options: dict[str, Any], local: int) -> None:
+    models = [Synced(), Synced()]
+    accumulating = state(4, **options)
+    for _ in range(4):
+        with accumulating.accumulate([*models, torch.nn.Linear(1, 1)]):
+            pass
+    assert [model.local for model in models] == [local, local]
+
+
+def test_nothing_of_a_loader_stays_after_a_break() -> None:
+    accumulating = state(4)
+    with contextlib.suppress(KeyError), accumulating.iterating(Counter(), 1) as current:
+        current.is_last = True
+        assert accumulating.end_of_dataloader
+        raise KeyError
+    assert not accumulating.end_of_dataloader
+    assert accumulating.tail is None
+
+
+def test_inner_loader_is_the_one_that_counts() -> None:
+    accumulating = state(1)
+    with accumulating.iterating(Counter(), 1) as outer:
+        outer.is_last = True
+        with accumulating.iterating(Counter(), 2):
+            assert not accumulating.end_of_dataloader
+        assert accumulating.end_of_dataloader
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "two", True])
+def test_steps_that_cannot_be(steps: Any) -> None:
+    with pytest.raises(ConfigError, match="whole number from 1"):
+        resolve(steps, None, {})
+    with pytest.raises(ConfigError, match="whole number from 1"):
+        GradientAccumulationPlugin(num_steps=steps)
+
+
+def test_number_and_plugin_agree() -> None:
+    assert resolve(3, None, {}).num_steps == 3
+    assert resolve(1, GradientAccumulationPlugin(num_steps=3), {}).num_steps == 3
+    assert resolve(3, GradientAccumulationPlugin(sync_with_dataloader=False), {}) == GradientAccumulationPlugin(
+        num_steps=3, sync_with_dataloader=False
+    )
+    with pytest.raises(ConfigError, match="is 2, and the plugin's num_steps is 3"):
+        resolve(2, GradientAccumulationPlugin(num_steps=3), {})
+
+
+def test_environment_asks_for_accelerates_numbers() -> None:
+    assert resolve(2, None, {}).scale_last_window
+    assert not resolve(2, None, {environment.COMPAT: "accelerate"}).scale_last_window

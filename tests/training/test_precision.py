@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.precision import LossScaler, Precision
+
+CPU = torch.device("cpu")
+
+
+def test_argument_then_environment_then_no() -> None:
+    launched = {environment.MIXED_PRECISION: "bf16"}
+    assert Precision(None, CPU, {}).name == "no"
+    assert Precision(None, CPU, launched).name == "bf16"
+    assert Precision("no", CPU, launched).name == "no"
+
+
+def test_unknown_precision_names_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'fp8'") as raised:
+        Precision("fp8", CPU, {})
+    assert "'no', 'bf16', 'fp16'" in raised.value.fix
+
+
+def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU") as raised:
+        Precision("fp16", CPU, {})
+    assert "bf16" in raised.value.fix
+
+
+def test_autocast_computes_in_the_precision() -> None:
+    x = torch.ones(2, 2)
+    with Precision("bf16", CPU, {}).autocast():
+        assert (x @ x).dtype is torch.bfloat16
+    with Precision("no", CPU, {}).autocast():
+        assert (x @ x).dtype is torch.float32
+
+
+def parameter_and_optimizer() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    return parameter, torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_several_optimizers_are_unscaled_by_the_scale_of_their_loss() -> None:
+    scaler = LossScaler(CPU)
+    (good, first), (bad, second) = parameter_and_optimizer(), parameter_and_optimizer()
+    before = scaler.factor
+    scaler.scale(bad.sum() * math.inf).backward()
+    scaler.scale(good.sum() * 0.25).backward()
+    assert scaler.step(second)
+    assert not scaler.step(first)
+    assert good.item() == 0.75
+    assert bad.item() == 1
+    scaler.scale(good.sum())
+    assert scaler.factor < before
+
+
+def test_unscaling_twice_is_unscaling_once() -> None:
+    scaler = LossScaler(CPU)
+    parameter, optimizer = parameter_and_optimizer()
+    scaler.scale(parameter.sum() * 0.5).backward()
+    for _ in range(2):
+        scaler.unscale(optimizer)
+        assert parameter.grad is not None
+        assert parameter.grad.item() == 0.5
+    assert not scaler.step(optimizer)
+    assert parameter.item() == 0.5
