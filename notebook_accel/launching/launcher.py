@@ -264,7 +264,8 @@ def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, st
 
 def _open(job: Job) -> View:
     print(f"Launching training on {job.devices}.")
-    return _guarded(job, lambda: open_view(job), NoView(job))
+    none: View = NoView(job)
+    return _guarded(job, lambda: open_view(job), none)
 
 
 def _draw_until_done(job: Job, view: View) -> None:

@@ -24,6 +24,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+@pytest.mark.front_end
 def test_help_has_every_option_with_its_default(notebook: kernels.Kernel) -> None:
     shown = notebook.value("get_ipython().find_cell_magic('distributed').__doc__")
     for option in config.fields():
@@ -79,6 +80,7 @@ def test_bad_flag_is_said_in_a_few_lines_before_anything_runs(notebook: kernels.
     assert notebook.value("os.path.exists('it_ran')") == "False"
 
 
+@pytest.mark.front_end
 def test_syntax_error_is_shown_as_the_notebook_shows_one(notebook: kernels.Kernel) -> None:
     outcome = notebook.run("%%distributed -n 2\nfine = 1\nx = = 3")
     shown = plain(outcome.traceback)

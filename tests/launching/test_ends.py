@@ -7,6 +7,8 @@ import pathlib
 import signal
 import time
 
+import pytest
+
 from tests import kernels, processes
 from tests.launching.conftest import prepare
 
@@ -21,6 +23,7 @@ def rank_processes(kernel: kernels.Kernel) -> list[processes.Process]:
     return [process for template in templates for process in processes.descendants(template.pid)]
 
 
+@pytest.mark.front_end
 def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel) -> None:
     started = time.monotonic()
     outcome = notebook.run(f"""%%distributed -n 2
@@ -72,6 +75,7 @@ dist.all_reduce(torch.ones(1))""")
     assert "rank 1 of 2 was killed by SIGKILL" in outcome.traceback
 
 
+@pytest.mark.front_end
 def test_interrupt_ends_every_rank_and_keeps_the_kernel(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     notebook.run("kept = 'still here'")
     cell = notebook.start(f"""%%distributed -n 2

@@ -33,6 +33,7 @@ def ok(outcome: kernels.Outcome) -> kernels.Outcome:
     return outcome
 
 
+@pytest.mark.front_end
 def test_ranks_are_one_process_group(run: Run) -> None:
     outcome = ok(
         run("""%%distributed --num_processes 2
@@ -84,6 +85,7 @@ other.num_processes, other.gather(torch.tensor([other.process_index])).tolist(),
     assert outcome.result == "[(2, [0, 1], 'bf16'), (2, [0, 1], 'bf16')]"
 
 
+@pytest.mark.front_end
 def test_notebook_objects_reach_the_ranks(run: Run) -> None:
     ok(run(DEFINITIONS))
     outcome = ok(
@@ -111,6 +113,7 @@ drawn(numbers), drawn(Shifted())""")
     assert outcome.result == f"[{expected}, {expected}]"
 
 
+@pytest.mark.front_end
 def test_pulled_model_is_of_the_notebooks_own_class(run: Run) -> None:
     ok(run(DEFINITIONS))
     ok(
@@ -139,6 +142,7 @@ def test_what_a_cell_assigns_stays_in_the_ranks(run: Run) -> None:
     assert run("count, left").result == "(1, 'notebook')"
 
 
+@pytest.mark.front_end
 def test_final_def_is_defined_here_and_launched_there(run: Run) -> None:
     outcome = ok(
         run("""%%distributed -n 2 --args (5, [1, 2])
@@ -156,6 +160,7 @@ def test_out_binds_every_ranks_result(run: Run) -> None:
     assert run("list(squares), squares[1], len(squares), type(squares).__name__").result == "([4, 9], 9, 2, 'Results')"
 
 
+@pytest.mark.front_end
 def test_shell_commands_and_line_magics_work_in_ranks(run: Run) -> None:
     outcome = ok(
         run("""%%distributed -n 2
@@ -199,6 +204,7 @@ def test_each_launch_draws_other_random_numbers(run: Run) -> None:
     assert run("len({x for pair in [*first, *second] for x in pair})").result == "8"
 
 
+@pytest.mark.front_end
 def test_function_form_with_keyword_arguments(run: Run) -> None:
     ok(run(DEFINITIONS))
     outcome = ok(

@@ -38,3 +38,11 @@ def test_finding_out_imports_no_torch(statement: str) -> None:
         f"{statement}; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_more_ranks_than_gpus_names_how_many_there_are() -> None:
+    [finding] = preflight.check(LaunchConfig(num_processes=3), preflight.Devices("GPU", 1))
+    assert finding.refuses
+    assert "3 processes were asked for, and there is 1 GPU." in finding.what
+    assert preflight.check(LaunchConfig(num_processes=2), preflight.Devices("GPU", 2)) == ()
+    assert preflight.check(LaunchConfig(), preflight.Devices("GPU", 2)) == ()

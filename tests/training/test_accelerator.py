@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,10 +14,8 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import notebook_accel
 from notebook_accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, environment
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import accelerator as facade
 from tests.training.ranks import Ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -152,7 +149,7 @@ def test_the_notebook_cell() -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
     assert accelerator.unwrap_model(net) is model
     assert sum(losses[-4:]) < sum(losses[:4])
 
@@ -273,7 +270,9 @@ def test_two_ranks_together(two_ranks: Ranks) -> None:
 
 def split() -> Any:
     _, optimizer, data = materials(8)
-    accelerator = Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    accelerator = Accelerator(
+        cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
     loader, scheduler = accelerator.prepare(DataLoader(data, batch_size=4), lr_scheduler.StepLR(optimizer, 5))
     optimizer.step()
     scheduler.step()
@@ -283,15 +282,3 @@ def split() -> Any:
 
 def test_split_batches(two_ranks: Ranks) -> None:
     assert two_ranks.run(split) == [(2, 1, [[0, 1, 2, 3], [4, 5, 6]])] * 2
-
-
-def test_the_facade_only_delegates() -> None:
-    """Each method is a few statements; what works is elsewhere."""
-    for name, method in inspect.getmembers(facade.Accelerator, inspect.isfunction):
-        code = inspect.getsource(method).replace(inspect.getsource(method).split('"""')[1] if method.__doc__ else "", "")
-        assert len(code.splitlines()) <= 25, name
-
-
-def test_public_names_are_here() -> None:
-    assert notebook_accel.Accelerator is facade.Accelerator
-    assert not [name for name in dir(Accelerator) if name.startswith(("cuda", "gloo", "nccl", "xla"))]

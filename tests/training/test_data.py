@@ -300,9 +300,7 @@ def test_each_sample_once_on_three_ranks(three_ranks: Ranks) -> None:
     ({"split_batches": True}, False),
     ({"split_batches": True}, True),
 ])  # fmt: skip
-def test_each_sample_once_however_it_is_shared_out(
-    two_ranks: Ranks, options: dict[str, Any], streams: bool
-) -> None:
+def test_each_sample_once_however_it_is_shared_out(two_ranks: Ranks, options: dict[str, Any], streams: bool) -> None:
     cases = list(itertools.product(range(1, 12), (2, 4)))
     for by_rank in two_ranks.run(metrics, cases, options, streams):
         for (n, _), found in zip(cases, by_rank, strict=True):
