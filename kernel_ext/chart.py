@@ -64,7 +64,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Up to five round numbers that span most of ``low`` to ``high``, starting at 0 where the curve comes near it."""
     if low >= 0 and low < 0.4 * high:
         low = 0.0
-    if high <= low:
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
         low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
     rough = (high - low) / _MOST_INTERVALS
     unit = 10.0 ** math.floor(math.log10(rough))

@@ -198,8 +198,9 @@ def _memory_html(rank: RankState) -> str:
     if rank.memory_used_bytes is None or not rank.memory_total_bytes:
         return html.escape(_memory_text(rank))
     of = "Host memory" if rank.memory_kind == "host" else "Device memory"
-    label = f'role="meter" aria-label="{of} of rank {rank.rank}, in MiB"'
-    bar = _bar(rank.memory_used_bytes // _MIB, rank.memory_total_bytes // _MIB, label, "nba-memory")
+    percent = round(100 * rank.memory_used_bytes / rank.memory_total_bytes)
+    label = f'role="meter" aria-label="{of} of rank {rank.rank}" aria-valuetext="{_memory_text(rank)}"'
+    bar = _bar(percent, 100, label, "nba-memory")
     used, total = _sizes(rank.memory_used_bytes, rank.memory_total_bytes)
     return f"{bar}{used} {_faint(f'/ {total}')}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Iterator
 from typing import Literal
@@ -28,6 +27,7 @@ _HEAD_LINES = 200
 _TAIL_LINES = 800
 _LINE_CHARACTERS = 2000
 _SERIES_POINTS = 256
+_LARGEST_VALUE = 1e90  # of a curve: sums and differences of such values are numbers still
 _MOST_METRICS = 32
 
 # ECMA-48 control sequences (colours, cursor movements) and operating system commands (titles, links).
@@ -229,11 +229,12 @@ class Series:
     @property
     def points(self) -> list[tuple[int, float]]:
         """``(step, value)`` by rising step."""
-        return [*self._kept, self._last] if self._last is not None else list(self._kept)
+        return [] if self._last is None else [*self._kept, self._last]
 
     def add(self, step: int, value: float) -> None:
-        """Adds a point, or replaces the last one if it has the same step. Earlier steps are ignored."""
-        if not math.isfinite(value) or (self._last is not None and step < self._last[0]):
+        """Adds a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
+        # Not a number and infinity fail the comparison too.
+        if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
             return
         if self._last is not None and self._last[0] < step:
             self._keep(self._last)

@@ -48,7 +48,7 @@ class Progress(_Event, frozen=True, kw_only=True):
         total: Steps of this epoch, ``None`` if it isn't known.
         epoch: The epoch that is running, from 1; ``None`` if the source has no epochs.
         epochs: How many epochs there will be, ``None`` if it isn't known.
-        steps: Steps done since the rank was started, over all epochs. The rate is made from this.
+        steps: Steps done since the rank was started, over all epochs and loaders. The rate is made from this.
         label: What is being counted, such as a bar's description.
         device: The device that the rank computes on, such as ``cpu`` or ``cuda:0``; empty if not known yet.
     """

@@ -34,25 +34,19 @@ class Counter:
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if this counts no epochs.
         label: What is counted.
-        done_before: Steps of the epochs before this one.
     """
 
-    __slots__ = ("done_before", "epoch", "label", "step", "total")
+    __slots__ = ("epoch", "label", "step", "total")
 
     def __init__(self, label: str = "", total: int | None = None) -> None:
         self.step = 0
         self.total = total
         self.epoch: int | None = None
         self.label = label
-        self.done_before = 0
 
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
         """Begins an epoch and makes this the counter that the rank's row shows."""
-        self.done_before += self.step
-        self.step = 0
-        self.epoch = epoch
-        self.total = total
-        reporter().show(self)
+        reporter().begin(self, epoch, total)
 
 
 class Reporter:
@@ -64,7 +58,9 @@ class Reporter:
 
     def __init__(self, connection: Connection | None = None) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
         self._shown: Counter | None = None
+        self._steps_before = 0  # of this rank, by all counters, before the shown one's epoch
         self._outer: Counter | None = None
         self._values: dict[str, Any] = {}
         self._values_changed = False
@@ -86,9 +82,21 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
         self._thread.start()
 
+    def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
+        """Sets a counter to the beginning of an epoch and shows it."""
+        with self._lock:
+            self._steps_before = self._steps()
+            counter.step, counter.epoch, counter.total = 0, epoch, total
+            self._shown = counter
+
     def show(self, counter: Counter) -> None:
-        """From now on the rank's row shows this counter."""
-        self._shown = counter
+        """From now on the rank's row shows this counter, which goes on from where it is."""
+        with self._lock:
+            self._steps_before = self._steps() - counter.step
+            self._shown = counter
+
+    def _steps(self) -> int:
+        return self._steps_before + (0 if self._shown is None else self._shown.step)
 
     def show_outer(self, counter: Counter | None) -> None:
         """The counter around the shown one, such as a bar over epochs: gives the epoch and how many there will be."""
@@ -144,21 +152,22 @@ class Reporter:
             self.send(events.Metrics(step=progress.steps if progress else 0, values=values))
 
     def _progress(self) -> events.Progress | None:
-        counter, outer = self._shown, self._outer
-        if counter is None:
-            return None
-        epoch, epochs = counter.epoch, None
-        if outer is not None and outer is not counter and outer.total is not None:
-            epoch, epochs = min(outer.step + 1, outer.total), outer.total
-        return events.Progress(
-            step=counter.step,
-            total=counter.total,
-            epoch=epoch,
-            epochs=epochs,
-            steps=counter.done_before + counter.step,
-            label=counter.label,
-            device=self._device,
-        )
+        with self._lock:
+            counter, outer = self._shown, self._outer
+            if counter is None:
+                return None
+            epoch, epochs = counter.epoch, None
+            if outer is not None and outer is not counter and outer.total is not None:
+                epoch, epochs = min(outer.step + 1, outer.total), outer.total
+            return events.Progress(
+                step=counter.step,
+                total=counter.total,
+                epoch=epoch,
+                epochs=epochs,
+                steps=self._steps(),
+                label=counter.label,
+                device=self._device,
+            )
 
     def _sample_memory(self) -> None:
         if self._device_memory is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from jupyter_client.manager import KernelManager
 
 from notebook_accel.launching import local
 from tests import kernels, processes
@@ -22,8 +23,10 @@ _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _orphans_stay_ours() -> None:
+def _made_once() -> None:
+    """What is made once and for all, before the police looks."""
     processes.adopt_orphans()
+    KernelManager().is_alive()  # makes the event loop that jupyter_client waits in
 
 
 @pytest.fixture(scope="module")

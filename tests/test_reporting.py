@@ -78,6 +78,20 @@ def test_steps_go_on_over_epochs(rank: types.SimpleNamespace) -> None:
     assert (heard.step, heard.steps) == (4, 8)
 
 
+def test_steps_go_on_over_loaders(rank: types.SimpleNamespace) -> None:
+    training, evaluation = reporting.Counter("training"), reporting.Counter("evaluation")
+    training.start(total=10)
+    training.step += 6
+    evaluation.start(total=3)
+    evaluation.step += 3
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress) and event.label == "evaluation")
+    assert (heard.step, heard.steps) == (3, 9)
+    rank.reporter.show(training)
+    training.step += 1
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress) and event.label == "training")
+    assert (heard.step, heard.steps) == (7, 10)
+
+
 def test_last_steps_are_said_at_the_end_though_the_loader_has_gone(rank: types.SimpleNamespace) -> None:
     counter = reporting.Counter()
     counter.start(total=7)

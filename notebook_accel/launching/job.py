@@ -380,7 +380,8 @@ class Job:
     def _others(self, reported: int) -> tuple[RankEnd, ...]:
         failed = {rank: f"{event.kind}: {event.message}" for _, rank, event in self._failures}
         return tuple(
-            RankEnd(rank, end.exit_code, end.signal, end.stopped, failed.get(rank, ""))
+            # One that failed by itself may have been told to end all the same, in the moment before it did.
+            RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in failed, failed.get(rank, ""))
             for rank, end in sorted(self._ends.items())
             if rank != reported
         )

@@ -134,15 +134,15 @@ class Accelerator:
         return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forgets all that was prepared and gives unused device memory back.
+        """Forgets all that was prepared and a window that has begun, and gives unused device memory back.
 
         Returns:
             As many ``None`` as there are arguments, to overwrite the caller's names with.
         """
         self._prepared.clear()
+        self.gradient_state.reset()
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._runtime.release_memory()
         return [None] * len(objects)
 
     def end_training(self) -> None:

@@ -114,10 +114,14 @@ class GradientState:
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin
         self.num_steps = plugin.num_steps or 1
+        self._passes: list[LoaderPass] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a window that has begun."""
         self.sync_gradients = True
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
-        self._passes: list[LoaderPass] = []
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -47,7 +47,7 @@ class DataLoaderConfiguration:
             rank. By default it is that of one rank, and ranks take whole batches.
         dispatch_batches: Only ``None`` and ``False``: every rank reads for itself.
         even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have as many batches.
-            Without it ranks can have different numbers of batches, and the loop is left to wait for nobody.
+            Without it ranks can have different numbers of batches, and one that has more waits for the others in vain.
         use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
         non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never do.
 

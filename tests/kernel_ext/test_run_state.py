@@ -11,31 +11,7 @@ from hypothesis import strategies as st
 
 from kernel_ext.run_state import OutputLine, OutputLog, RunState, Series, plain_text
 from notebook_accel import events
-
-_times = st.floats(0, 1e6)
-_text = st.text(max_size=40)
-_counts = st.integers(0, 1000)
-_any_event: st.SearchStrategy[events.Event] = st.one_of(
-    st.builds(events.Started, time_s=_times, pid=_counts),
-    st.builds(
-        events.Progress,
-        time_s=_times,
-        step=_counts,
-        total=st.none() | _counts,
-        epoch=st.none() | _counts,
-        epochs=st.none() | _counts,
-        steps=_counts,
-        label=_text,
-        device=_text,
-    ),
-    st.builds(events.Metrics, time_s=_times, step=_counts, values=st.dictionaries(_text, st.floats())),
-    st.builds(events.Output, time_s=_times, stream=st.sampled_from(["stdout", "stderr"]), text=_text),
-    st.builds(events.Display, time_s=_times, data=st.just({"text/plain": "x"})),
-    st.builds(events.Memory, time_s=_times, used_bytes=_counts, total_bytes=_counts, kind=st.just("host")),
-    st.builds(events.Failed, time_s=_times, kind=_text, message=_text, traceback=_text, lost_peer=st.booleans()),
-    st.builds(events.Finished, time_s=_times, result_bytes=_counts),
-    st.builds(events.Ended, time_s=_times, exit_code=st.none() | _counts, signal=st.none() | _counts),
-)
+from tests.kernel_ext import strategies
 
 
 def _progress(time_s: float, steps: int, **more: Any) -> events.Progress:
@@ -231,7 +207,7 @@ def test_a_series_leaves_out_what_cannot_be_drawn() -> None:
     assert series.points == [(1, 1.0), (3, 3.0)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), _any_event), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60))
 def test_a_ranks_state_depends_on_its_own_events_only(sequence: list[tuple[int, events.Event]]) -> None:
     together = RunState(3)
     for rank, event in sequence:
@@ -244,7 +220,7 @@ def test_a_ranks_state_depends_on_its_own_events_only(sequence: list[tuple[int, 
         assert repr(state.ranks[alone]) == repr(together.ranks[alone])
 
 
-@given(st.lists(_any_event, max_size=60), _times)
+@given(st.lists(strategies.any_event, max_size=60), strategies.times)
 def test_whatever_a_rank_says_has_a_rate_and_a_time_left(sequence: list[events.Event], now_s: float) -> None:
     rank = _reduced(*sequence).ranks[0]
     rate, left_s = rank.steps_per_s(now_s), rank.left_s(now_s)

@@ -28,7 +28,7 @@ class Flow(IterableDataset[Batch]):
         self._data = data
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._data[index] for index in range(len(self._data)))  # type: ignore[misc]  # tuples of two
+        return (self._data[index] for index in range(len(self._data)))
 
 
 def materials(samples: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, TensorDataset]:
@@ -91,6 +91,7 @@ def assert_equal(weights: Iterable[torch.Tensor], expected: Iterable[torch.Tenso
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+PLUGIN = GradientAccumulationPlugin(num_steps=3)
 CASES = [(24, 2, 1), (24, 2, 3), (23, 2, 1), (23, 2, 4), (13, 3, 2), (5, 4, 3), (3, 5, 2)]
 
 
@@ -208,9 +209,12 @@ def test_prepare_keeps_order_passes_the_rest_through_and_works_once() -> None:
 
 def test_it_forgets_what_it_prepared() -> None:
     model, optimizer, _ = materials(4)
-    accelerator = Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     before = accelerator.prepare(optimizer)
+    with accelerator.accumulate(model):
+        assert not accelerator.sync_gradients
     assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert accelerator.sync_gradients
     assert accelerator.prepare(optimizer) is not before
     accelerator.end_training()
     assert Accelerator(mixed_precision="bf16").num_processes == 1
@@ -236,7 +240,7 @@ def test_one_process_by_itself() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"mixed_precision": "fp8"}, "'fp8'"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
-    ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, "num_steps is 3"),
+    ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": PLUGIN}, "num_steps is 3"),
 ])  # fmt: skip
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -276,7 +280,7 @@ def split() -> Any:
     loader, scheduler = accelerator.prepare(DataLoader(data, batch_size=4), lr_scheduler.StepLR(optimizer, 5))
     optimizer.step()
     scheduler.step()
-    ids = accelerator.prepare(DataLoader(torch.arange(7), batch_size=4))  # type: ignore[arg-type]  # has what is needed
+    ids = accelerator.prepare(DataLoader(torch.arange(7), batch_size=4))
     return len(loader), scheduler.last_epoch, [accelerator.gather_for_metrics(batch).tolist() for batch in ids]
 
 

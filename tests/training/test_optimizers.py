@@ -80,7 +80,7 @@ def test_closure_is_handed_on() -> None:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = (parameter**2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         return loss
 
     optimizer.step(closure)

@@ -15,6 +15,7 @@ from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training import process_group
+from notebook_accel.training.runtimes.devices import local_device
 from tests.training import ranks
 
 
@@ -104,6 +105,16 @@ def use_a_group_of_the_users() -> Any:
 def test_the_users_own_group_is_used_and_left_alone() -> None:
     with ranks.running(2) as fresh:
         assert fresh.run(use_a_group_of_the_users) == [(2, True, [0, 1])] * 2
+
+
+def test_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    place = environment.RankPlace(rank=2, world_size=3, local_rank=2, local_world_size=3)
+    with pytest.raises(TrainingError, match="Rank 2 has no GPU of its own") as raised:
+        local_device(place, cpu=False)
+    assert "num_processes=2" in raised.value.fix
+    assert local_device(place, cpu=True) == torch.device("cpu")
 
 
 def cpu_by_environment() -> str:

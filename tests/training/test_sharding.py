@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
@@ -56,6 +56,7 @@ def chunks(samples: list[int], size: int) -> list[list[int]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds)
 def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(n: int, size: int, world: int) -> None:
     batches = chunks(filled(list(range(n)), size * world), size)
@@ -64,6 +65,7 @@ def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(n: int
         assert len(shard) == len(batches[rank::world])
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds)
 def test_without_even_batches_nothing_is_repeated(n: int, size: int, world: int) -> None:
     batches = chunks(list(range(n)), size)
@@ -72,6 +74,7 @@ def test_without_even_batches_nothing_is_repeated(n: int, size: int, world: int)
         assert len(shard) == len(batches[rank::world])
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds, st.booleans())
 def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, even: bool) -> None:
     whole = n // (size * world) * size * world
@@ -82,6 +85,7 @@ def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, e
         assert shard.tail is None
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds, st.booleans())
 def test_split_batches_cuts_each_batch(n: int, part: int, world: int, even: bool) -> None:
     samples = filled(list(range(n)), part * world) if even else list(range(n))
@@ -92,6 +96,7 @@ def test_split_batches_cuts_each_batch(n: int, part: int, world: int, even: bool
         assert len(shard) == len(expected)
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds, st.booleans())
 def test_tail_says_which_samples_of_the_last_round_are_real(n: int, size: int, world: int, split: bool) -> None:
     batch_size = size * world if split else size
@@ -158,6 +163,7 @@ def test_sampler_without_an_end() -> None:
         len(shard)
 
 
+@settings(deadline=None)
 @given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
 def test_stream_is_shared_out_like_a_dataset(
     n: int, size: int, world: int, drop_last: bool, even: bool, split: bool

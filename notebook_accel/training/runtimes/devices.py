@@ -10,7 +10,7 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
-__all__ = ["local_device", "memory_of"]
+__all__ = ["local_device", "memory_of", "release_memory_of"]
 
 
 def local_device(place: RankPlace, *, cpu: bool) -> torch.device:
@@ -36,6 +36,12 @@ def local_device(place: RankPlace, *, cpu: bool) -> torch.device:
 def memory_of(device: torch.device) -> Callable[[], tuple[int, int]] | None:
     """What gives a GPU's used and total bytes, ``None`` for a CPU, which has no memory of its own."""
     return functools.partial(_gpu_memory, device) if device.type == "cuda" else None
+
+
+def release_memory_of(device: torch.device) -> None:
+    """Gives back what torch keeps of a GPU's memory for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _gpu_memory(device: torch.device) -> tuple[int, int]:

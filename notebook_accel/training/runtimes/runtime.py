@@ -34,6 +34,9 @@ class Runtime(Protocol):
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         """What gives the device's used and total bytes, ``None`` if it has no memory of its own."""
 
+    def release_memory(self) -> None:
+        """Gives back device memory that nothing uses any more, for other processes to use."""
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 

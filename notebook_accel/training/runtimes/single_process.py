@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.training.runtimes.devices import memory_of
+from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
 
 __all__ = ["SingleProcess"]
 
@@ -30,6 +30,9 @@ class SingleProcess:
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         return memory_of(self.device)
+
+    def release_memory(self) -> None:
+        release_memory_of(self.device)
 
     def barrier(self) -> None:
         pass

@@ -22,15 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training.runtimes.devices import memory_of
+from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
 
 __all__ = ["TorchDistributed", "current_place"]
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-# Keys of an earlier group stay in a store that outlives it, so each group of this process has a prefix of its own.
-# Ranks run the same program, so they count alike.
+# Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
+# prefix of its own. Ranks run the same program and count alike.
 _group_numbers = itertools.count()
 
 # The group that was made here, and who uses it. The last one to leave takes it down.
@@ -65,6 +65,9 @@ class TorchDistributed:
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         return memory_of(self.device)
+
+    def release_memory(self) -> None:
+        release_memory_of(self.device)
 
     def barrier(self) -> None:
         # Not dist.barrier: with several backends in one group that has to guess the device.
@@ -137,7 +140,8 @@ def _make_group(place: RankPlace, device: torch.device, deadline_s: float) -> No
             why=str(error),
             fix="see that every rank is running and that all have the same MASTER_ADDR and MASTER_PORT",
         ) from error
-    store = PrefixStore(f"notebook_accel/{next(_group_numbers)}", store)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"notebook_accel/{restarts}/{next(_group_numbers)}", store)
     _wait_for_all(store, place, timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)

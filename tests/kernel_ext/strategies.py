@@ -1,0 +1,32 @@
+"""Events that ranks could send, for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from notebook_accel import events
+
+times = st.floats(0, 1e6)
+texts = st.text(max_size=40)
+counts = st.integers(0, 1000)
+any_event: st.SearchStrategy[events.Event] = st.one_of(
+    st.builds(events.Started, time_s=times, pid=counts),
+    st.builds(
+        events.Progress,
+        time_s=times,
+        step=counts,
+        total=st.none() | counts,
+        epoch=st.none() | counts,
+        epochs=st.none() | counts,
+        steps=counts,
+        label=texts,
+        device=texts,
+    ),
+    st.builds(events.Metrics, time_s=times, step=counts, values=st.dictionaries(texts, st.floats())),
+    st.builds(events.Output, time_s=times, stream=st.sampled_from(["stdout", "stderr"]), text=texts),
+    st.builds(events.Display, time_s=times, data=st.just({"text/plain": "x"})),
+    st.builds(events.Memory, time_s=times, used_bytes=counts, total_bytes=counts, kind=st.just("host")),
+    st.builds(events.Failed, time_s=times, kind=texts, message=texts, traceback=texts, lost_peer=st.booleans()),
+    st.builds(events.Finished, time_s=times, result_bytes=counts),
+    st.builds(events.Ended, time_s=times, exit_code=st.none() | counts, signal=st.none() | counts),
+)
