@@ -87,6 +87,7 @@ def pickle_by_value(
     namespace: Mapping[str, Any] | None = None,
     origins: Iterable[Any] = (),
     device_tensors_to_cpu: bool = False,
+    advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
     """Pickles an object.
 
@@ -97,6 +98,7 @@ def pickle_by_value(
             instead of a dict of their own.
         origins: Functions and classes that came from the receiver, in the order of its ``Pickled.shipped``.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
+        advice: What an error says to do instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
@@ -105,8 +107,8 @@ def pickle_by_value(
     pickler = _Pickler(options)
     try:
         data = pickler.pickled(value)
-    except Exception as error:
-        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options)) from error
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
+        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
     return Pickled(data, tuple(pickler.buffers), tuple(obj for _, obj in pickler.shipped))
 
 

@@ -20,40 +20,41 @@ class OnDeviceError(pickle.PicklingError):
     """A tensor lives on a device, in memory that belongs to this process."""
 
 
-def explain(roots: Mapping[str, Any], error: Exception, failure: Failure) -> PayloadError:
+def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice: str) -> PayloadError:
     """The error that names what can't be pickled and the way to it.
 
     Args:
         roots: What was to be pickled, by the words that a message uses for it.
         error: What pickling all of it raised.
         failure: Pickles one object and gives back what that raised, or ``None``.
+        advice: What to do instead of sending it.
     """
     visited: set[int] = set()
     for label, obj in roots.items():
         reason = failure(obj)
         if reason is not None:
             path, culprit, reason = _descend(obj, [label], failure, reason, visited)
-            return _payload_error(path, culprit, reason)
+            return _payload_error(path, culprit, reason, advice)
     # Each alone can be pickled and all together can't, so pickle's own words are the best there is.
-    return PayloadError(f"The objects for the ranks can't be pickled together: {error}", path=", ".join(roots))
+    return PayloadError(f"The objects can be pickled one by one, but not together: {error}", path=", ".join(roots))
 
 
-def _payload_error(path: list[str], culprit: Any, reason: Exception) -> PayloadError:
+def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:
     way = " -> ".join(path)
     kind = type(culprit)
     named = _KINDS.get(kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     if isinstance(reason, OnDeviceError):
         return PayloadError(
-            f"{way} is {reason}, which can't be sent to the ranks.",
+            f"{way} is {reason}, which can't be sent to another process.",
             path=way,
             why="Its memory belongs to this process's device context.",
             fix="move it first with .cpu(), or make it inside the cell or the function",
         )
     return PayloadError(
-        f"{way} can't be sent to the ranks: it is {named}.",
+        f"{way} can't be sent to another process: it is {named}.",
         path=way,
-        why=f"Ranks are processes of their own, and this can't be pickled ({type(reason).__name__}: {reason}).",
-        fix="make it inside the cell or the function instead, or keep it out of what the ranks use",
+        why=f"It can't be pickled ({type(reason).__name__}: {reason}).",
+        fix=advice,
     )
 
 

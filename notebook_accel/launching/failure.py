@@ -14,7 +14,7 @@ from notebook_accel.launching.job import JobSpec
 
 __all__ = ["describe", "look_up"]
 
-_OURS = os.path.dirname(os.path.abspath(__file__))
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
@@ -65,7 +65,7 @@ def _without_our_frames(tb: types.TracebackType | None) -> types.TracebackType |
 
 
 def _is_ours(filename: str) -> bool:
-    return os.path.dirname(os.path.abspath(filename)) == _OURS
+    return os.path.abspath(filename).startswith(_OURS)
 
 
 def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:

@@ -23,7 +23,7 @@ __all__ = ["follow", "launch_cell", "launch_function", "notebook_launcher"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
-_INTERRUPT_DEADLINE_S = 10.0
+_INTERRUPT_DEADLINE_S = 3.0
 _numbers = itertools.count(1)
 
 

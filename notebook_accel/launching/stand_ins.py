@@ -83,9 +83,14 @@ def install(namespace: dict[str, Any]) -> None:
     """Puts the stand-ins where notebook code looks for them."""
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
+    builtins.input = _input
     builtins.display = _display  # type: ignore[attr-defined]
     if "tqdm.std" in sys.modules:
         _adopt_tqdm(sys.modules["tqdm.std"].tqdm)
+
+
+def _input(_prompt: object = "", /) -> str:
+    raise EOFError("a rank has no keyboard: ask in another cell, and use the answer here")
 
 
 def _display(*objects: Any, **_: Any) -> None:

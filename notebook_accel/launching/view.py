@@ -6,6 +6,7 @@ Views come from the entry point group ``notebook_accel.views``: a callable that 
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib.metadata
 import sys
@@ -20,6 +21,9 @@ __all__ = ["LinesView", "View", "open_view"]
 
 _GROUP = "notebook_accel.views"
 _PERIOD_S = 5.0
+# A notebook with more lines can't be opened any more.
+_MOST_LINES = 10_000
+_LAST_LINES = 1_000
 
 
 class View(Protocol):
@@ -81,6 +85,8 @@ class LinesView:
         self._rate_from: dict[int, events.Progress] = {}
         self._metrics: dict[int, dict[str, float]] = {}
         self._shown = ""
+        self._printed = 0
+        self._held = collections.deque[str](maxlen=_LAST_LINES)
 
     def refresh(self) -> None:
         """Prints the new lines, and the progress when it is due."""
@@ -94,19 +100,31 @@ class LinesView:
         """Prints what is left and where each rank ended."""
         self._due_s = 0.0
         self.refresh()
+        left_out = self._printed - _MOST_LINES - len(self._held)
+        if left_out > 0:
+            self._out.write(f"[{left_out:,} lines left out]\n")
+        self._out.writelines(self._held)
         self._out.flush()
 
     def _take(self, rank: int, event: events.Event) -> None:
         if isinstance(event, events.Output):
             for line in event.text.split("\n"):
-                self._out.write(f"{rank} │ {line}\n")
+                self._print(f"{rank} │ {line}\n")
         elif isinstance(event, events.Display):
-            self._out.write(f"{rank} │ {event.data.get('text/plain', '[a figure]')}\n")
+            self._print(f"{rank} │ {event.data.get('text/plain', '[a figure]')}\n")
         elif isinstance(event, events.Progress):
             self._progress[rank] = event
             self._rate_from.setdefault(rank, event)
         elif isinstance(event, events.Metrics):
             self._metrics[rank] = event.values
+
+    def _print(self, line: str) -> None:
+        """Prints the first lines as they come, and keeps the last ones for the end."""
+        self._printed += 1
+        if self._printed <= _MOST_LINES:
+            self._out.write(line)
+        else:
+            self._held.append(line)
 
     def _print_progress(self) -> None:
         parts = [self._describe(rank) for rank in sorted(self._progress.keys() | self._metrics.keys())]

@@ -182,7 +182,13 @@ def _run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 
 def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], shipped: list[Any]) -> int:
     roots = {f"the result of rank {rank}": value, **{f'name "{name}"': obj for name, obj in pulled.items()}}
-    pickled = serialization.pickle_by_value((value, pulled), roots=roots, origins=shipped, device_tensors_to_cpu=True)
+    pickled = serialization.pickle_by_value(
+        (value, pulled),
+        roots=roots,
+        origins=shipped,
+        device_tensors_to_cpu=True,
+        advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
+    )
     return serialization.seal(result, pickled)
 
 

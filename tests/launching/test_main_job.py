@@ -181,6 +181,17 @@ def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
     assert ok(run("%%distributed -n 2 --push hidden\neval('hidden + 1')")).result == "[42, 42]"
 
 
+def test_result_that_cannot_be_sent_is_named(run: Run) -> None:
+    outcome = run("%%distributed -n 1\nimport threading\n{'lock': threading.Lock()}")
+    assert "the result of rank 0 -> item 'lock' can't be sent" in outcome.traceback
+    assert "Fix: return something else" in outcome.traceback
+    assert ".py" not in outcome.traceback
+
+
+def test_input_says_that_there_is_nobody_to_ask(run: Run) -> None:
+    assert "a rank has no keyboard" in run("%%distributed -n 1\ninput('really?')").traceback
+
+
 def test_ranks_have_the_kernels_state_of_the_launch(run: Run, tmp_path: object) -> None:
     ok(
         run(f"""import sys

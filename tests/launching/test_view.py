@@ -34,6 +34,18 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     assert printed[3].endswith("rank 0  epoch 2/5  step 30/50  10.0 steps/s  loss 0.1235 | rank 1  loss 2")
 
 
+def test_too_many_lines_keep_the_first_and_the_last(job: Job) -> None:
+    out = io.StringIO()
+    lines = view.LinesView(job, out)
+    for thousand in range(15):
+        job.deliver(0, events.Output(stream="stdout", text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
+    lines.refresh()
+    lines.close()
+    printed = out.getvalue().splitlines()
+    assert printed[9_999:10_002] == ["0 │ 9999", "[4,000 lines left out]", "0 │ 14000"]
+    assert (len(printed), printed[-1]) == (11_001, "0 │ 14999")
+
+
 def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out, period_s=0.0)

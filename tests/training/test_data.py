@@ -22,7 +22,7 @@ from torch.utils.data import (
 from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.reporting import Counter
+from notebook_accel.reporting import Counter, Reporter
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
@@ -111,9 +111,25 @@ def test_steps_are_counted_as_they_come_out() -> None:
     assert [(endless.counter.step, endless.counter.total) for _ in endless] == [(1, None), (2, None)]
 
 
+class Row(Reporter):
+    """Remembers which counters were shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Counter] = []
+
+    def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
+        super().begin(counter, epoch, total)
+        self.shown.append(counter)
+
+    def show(self, counter: Counter) -> None:
+        super().show(counter)
+        self.shown.append(counter)
+
+
 def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Counter] = []
-    monkeypatch.setattr(reporting.reporter(), "show", shown.append)
+    row = Row()
+    monkeypatch.setattr(reporting, "_reporter", row)
     training, state = prepare(DataLoader(Numbers(2)))
     evaluation = prepare_data_loader(
         DataLoader(Numbers(1)),
@@ -123,11 +139,11 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     )
 
     for _ in training:
-        assert shown[-1] is training.counter
+        assert row.shown[-1] is training.counter
         for _ in evaluation:
-            assert shown[-1] is evaluation.counter
-        assert shown[-1] is training.counter
-    assert len(shown) == 5
+            assert row.shown[-1] is evaluation.counter
+        assert row.shown[-1] is training.counter
+    assert len(row.shown) == 6
 
 
 def test_epochs_reach_sampler_and_dataset() -> None:
