@@ -143,7 +143,7 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
         for _ in evaluation:
             assert row.shown[-1] is evaluation.counter
         assert row.shown[-1] is training.counter
-    assert len(row.shown) == 6
+    assert len(row.shown) == 5
 
 
 def test_epochs_reach_sampler_and_dataset() -> None:
