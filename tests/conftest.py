@@ -18,8 +18,8 @@ from tests import kernels, processes
 
 _GRACE_S = 5.0
 _POLL_S = 0.02
-# pytest says which test runs; torch says where it keeps compiled code, when its optimizers are first used; debugpy, which
-# old versions of ipykernel import when they start a kernel, sets an option of its own.
+# pytest says which test runs; torch says where it keeps compiled code, when its optimizers are first used; debugpy sets
+# an option of its own, when an old jupyter_client starts a kernel.
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
 
 
