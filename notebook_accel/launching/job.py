@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import re
-import sys
 import threading
 import time
 import weakref
@@ -20,19 +18,16 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     NotebookAccelError,
     ProcessStartError,
-    RankEnd,
-    RankFailedError,
     RunStoppedError,
     RunTimeoutError,
     SupervisorLostError,
-    signal_name,
 )
-from notebook_accel.events import Ended, Event, Failed, Finished, Output, Started
+from notebook_accel.events import Event
 from notebook_accel.launching.messages import Reason
+from notebook_accel.launching.record import Record
 
 __all__ = ["Control", "Job", "JobSpec", "Results", "Source"]
 
-_LAST_LINES = 10
 _MOST_PENDING_EVENTS = 100_000
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
@@ -169,11 +164,7 @@ class Job:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
-        self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(spec.world_size)]
-        self._failures: list[tuple[float, int, Failed]] = []
-        self._ends: dict[int, Ended] = {}
-        self._finished: set[int] = set()
-        self._has_started = False
+        self._record = Record(spec.world_size)
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
@@ -190,7 +181,7 @@ class Job:
     def status(self) -> Status:
         """Where the run stands, in a word."""
         if not self.done:
-            return "running" if self._has_started else "starting"
+            return "running" if self._record.has_started else "starting"
         if self._reason in ("stopped", "interrupted"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
@@ -260,7 +251,7 @@ class Job:
 
     def lines_of_failures(self) -> dict[int, str]:
         """Where each rank's exception came from, such as ``In[7], line 12``."""
-        return {rank: failed.line for _, rank, failed in self._failures}
+        return {rank: failed.line for rank, failed in self._record.failures.items()}
 
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""
@@ -268,16 +259,7 @@ class Job:
 
     def deliver(self, rank: int, event: Event) -> None:
         """Takes one event of a rank. Called by the engine's thread."""
-        if isinstance(event, Output):
-            self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
-        elif isinstance(event, Failed):
-            self._failures.append((event.time_s, rank, event))
-        elif isinstance(event, Ended):
-            self._ends[rank] = event
-        elif isinstance(event, Finished):
-            self._finished.add(rank)
-        elif isinstance(event, Started):
-            self._has_started = True
+        self._record.add(rank, event)
         self._pending.append((rank, event))
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
@@ -296,7 +278,7 @@ class Job:
             what(self._control)
 
     def _has_all_results(self) -> bool:
-        return self._engine_error is None and self._reason == "" and len(self._finished) == self.world_size
+        return self._engine_error is None and self._reason == "" and len(self._record.finished) == self.world_size
 
     def _read_results(self) -> Results:
         values = []
@@ -324,78 +306,8 @@ class Job:
                 why="Something killed it; often that is the system, when memory runs out.",
                 fix="run the cell again: a new one is started",
             )
-        return self._make_rank_error()
-
-    def _make_rank_error(self) -> RankFailedError | ProcessStartError:
-        """The error of the first rank that failed. One that only lost its peer comes after every other reason."""
-        deaths = [
-            (end.time_s, rank)
-            for rank, end in self._ends.items()
-            if not end.stopped and rank not in self._finished and all(rank != failed for _, failed, _ in self._failures)
-        ]
-        order: list[tuple[bool, float, int, Failed | None]]
-        order = [(failed.lost_peer, time_s, rank, failed) for time_s, rank, failed in self._failures]
-        order += [(False, time_s, rank, None) for time_s, rank in deaths]
-        if not order:
-            return ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
-        _, _, rank, failed = min(order, key=lambda item: item[:3])
-        return self._rank_failed(rank, failed) if failed is not None else self._rank_died(rank, self._ends[rank])
-
-    def _rank_failed(self, rank: int, failed: Failed) -> RankFailedError:
-        message = f": {failed.message}" if failed.message else ""
-        where = f" at {failed.line}" if failed.line else ""
-        error = RankFailedError(
-            f"rank {rank} of {self.world_size} failed{where}: {failed.kind}{message}",
-            rank=rank,
-            world_size=self.world_size,
-            fix=_advice(failed),
-            remote_traceback=failed.traceback,
-            last_output=tuple(self._last_lines[rank]),
-            others=self._others(rank),
-            exit_code=1,
-        )
-        if failed.exception:
-            # An exception class whose constructor doesn't take its own args can't be unpickled; its text is there.
-            with contextlib.suppress(Exception):
-                error.__cause__ = serialization.loads(failed.exception, origins=self._shipped)
-        return error
-
-    def _rank_died(self, rank: int, end: Ended) -> RankFailedError:
-        how = (
-            f"was killed by {signal_name(end.signal)}"
-            if end.signal is not None
-            else f"exited with status {end.exit_code} before its function returned"
-        )
-        return RankFailedError(
-            f"rank {rank} of {self.world_size} {how}.",
-            why=_WHY_KILLED if end.signal == 9 else "",
-            rank=rank,
-            world_size=self.world_size,
-            exit_code=end.exit_code,
-            signal=end.signal,
-            last_output=tuple(self._last_lines[rank]),
-            others=self._others(rank),
-        )
-
-    def _others(self, reported: int) -> tuple[RankEnd, ...]:
-        failed = {rank: f"{event.kind}: {event.message}" for _, rank, event in self._failures}
-        return tuple(
-            # One that failed by itself may have been told to end all the same, in the moment before it did.
-            RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in failed, failed.get(rank, ""))
-            for rank, end in sorted(self._ends.items())
-            if rank != reported
-        )
-
-
-def _advice(failed: Failed) -> str:
-    """A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source."""
-    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
-    if found is None or found[1] not in vars(sys.modules["__main__"]):
-        return ""
-    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
-
-
-_WHY_KILLED = "Nothing of notebook-accel sent it. Often it is the system, when the machine's memory runs out."
+        failure = self._record.first_failure(self._shipped)
+        return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
 
 
 def _close_all(descriptors: tuple[int, ...]) -> None:

@@ -1,0 +1,125 @@
+"""What the ranks of a run have said that decides how the run has ended."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from notebook_accel import serialization
+from notebook_accel.errors import RankEnd, RankFailedError, signal_name
+from notebook_accel.events import Ended, Event, Failed, Finished, Output, Started
+
+__all__ = ["Record"]
+
+_LAST_LINES = 10
+_WHY_KILLED = "Nothing of notebook-accel sent it. Often it is the system, when the machine's memory runs out."
+
+
+class Record:
+    """Filled with the ranks' events; names the failure that the others follow from.
+
+    Args:
+        world_size: Number of ranks.
+
+    Attributes:
+        has_started: Whether a rank has begun to run the user's code.
+        finished: The ranks whose result is there.
+        failures: What each rank raised that raised something.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.has_started = False
+        self.finished: set[int] = set()
+        self.failures: dict[int, Failed] = {}
+        self._world_size = world_size
+        self._ends: dict[int, Ended] = {}
+        self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(world_size)]
+
+    def add(self, rank: int, event: Event) -> None:
+        """Takes what matters of an event."""
+        if isinstance(event, Output):
+            self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
+        elif isinstance(event, Failed):
+            self.failures[rank] = event
+        elif isinstance(event, Ended):
+            self._ends[rank] = event
+        elif isinstance(event, Finished):
+            self.finished.add(rank)
+        elif isinstance(event, Started):
+            self.has_started = True
+
+    def first_failure(self, shipped: Sequence[Any]) -> RankFailedError | None:
+        """The error of the rank that failed first. One that only lost its peer comes after every other reason.
+
+        Args:
+            shipped: What was sent to the ranks by value, for the exception that comes back.
+        """
+        reasons = [(failed.lost_peer, failed.time_s, rank) for rank, failed in self.failures.items()]
+        reasons += [
+            (False, end.time_s, rank)
+            for rank, end in self._ends.items()
+            if not end.stopped and rank not in self.finished and rank not in self.failures
+        ]
+        if not reasons:
+            return None
+        _, _, rank = min(reasons)
+        error = self._raised(rank, shipped) if rank in self.failures else self._died(rank)
+        error.last_output = tuple(self._last_lines[rank])
+        error.others = self._others(rank)
+        return error
+
+    def _raised(self, rank: int, shipped: Sequence[Any]) -> RankFailedError:
+        failed = self.failures[rank]
+        message = f": {failed.message}" if failed.message else ""
+        where = f" at {failed.line}" if failed.line else ""
+        error = RankFailedError(
+            f"rank {rank} of {self._world_size} failed{where}: {failed.kind}{message}",
+            rank=rank,
+            world_size=self._world_size,
+            fix=_advice(failed),
+            remote_traceback=failed.traceback,
+            exit_code=1,
+        )
+        if failed.exception:
+            # An exception class whose constructor doesn't take its own args can't be unpickled; its text is there.
+            with contextlib.suppress(Exception):
+                error.__cause__ = serialization.loads(failed.exception, origins=shipped)
+        return error
+
+    def _died(self, rank: int) -> RankFailedError:
+        end = self._ends[rank]
+        how = (
+            f"was killed by {signal_name(end.signal)}"
+            if end.signal is not None
+            else f"exited with status {end.exit_code} before its function returned"
+        )
+        return RankFailedError(
+            f"rank {rank} of {self._world_size} {how}.",
+            rank=rank,
+            world_size=self._world_size,
+            why=_WHY_KILLED if end.signal == signal.SIGKILL else "",
+            exit_code=end.exit_code,
+            signal=end.signal,
+        )
+
+    def _others(self, reported: int) -> tuple[RankEnd, ...]:
+        raised = {rank: f"{failed.kind}: {failed.message}" for rank, failed in self.failures.items()}
+        return tuple(
+            # One that failed by itself may have been told to end all the same, in the moment before it did.
+            RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in raised, raised.get(rank, ""))
+            for rank, end in sorted(self._ends.items())
+            if rank != reported
+        )
+
+
+def _advice(failed: Failed) -> str:
+    """A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source."""
+    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    if found is None or found[1] not in vars(sys.modules["__main__"]):
+        return ""
+    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
