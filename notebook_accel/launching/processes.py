@@ -25,9 +25,13 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def kill_group(leader_pid: int) -> None:
-    """Kills a process group. Call it before the leader is reaped: until then nobody else can have its number."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader_pid, signal.SIGKILL)
+    """Kills a process and its group, which it may not lead yet when it is very young.
+
+    Call it before the leader is reaped: until then nobody else can have its number.
+    """
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(leader_pid, signal.SIGKILL)
 
 
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:

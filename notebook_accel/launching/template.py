@@ -66,8 +66,6 @@ class Template:
             self._become_rank(order, message.descriptors, template_pid)
         for descriptor in message.descriptors:
             os.close(descriptor)
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # the child does the same; whoever is first, no kill can miss the group
         watch = os.pidfd_open(pid)
         self._ranks[watch] = (order.job_id, order.rank, pid)
         self._selector.register(watch, selectors.EVENT_READ)
@@ -77,8 +75,7 @@ class Template:
         """In the child. Never returns."""
         status = 1
         try:
-            with contextlib.suppress(PermissionError):  # the template was faster and made it lead a group already
-                os.setsid()
+            os.setsid()
             die_with_parent(template_pid, signal.SIGKILL)
             self._selector.close()
             self._agent.close()
