@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import linecache
 import re
 import sys
 from typing import Any, NoReturn
@@ -77,7 +78,7 @@ class Magics:
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
         if parsed.calls:
-            self._shell.ex(compile(parsed.definitions, parsed.label, "exec"))
+            self._define_here(parsed)
         job = launcher.launch_cell(
             parsed,
             config,
@@ -131,6 +132,11 @@ class Magics:
             )
         value = self._shell.ev(expression)
         return value if isinstance(value, tuple) else (value,)
+
+    def _define_here(self, cell: cells.Cell) -> None:
+        lines = cell.source.splitlines(keepends=True)
+        linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
+        self._shell.ex(cells.definitions(cell.source, cell.label))
 
     def _bind(self, name: str | None, value: Any) -> None:
         if name is not None:

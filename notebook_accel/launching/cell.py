@@ -16,7 +16,7 @@ from typing import Any
 from notebook_accel.errors import CellError
 from notebook_accel.launching.stand_ins import LINE_MAGICS
 
-__all__ = ["Cell", "parse"]
+__all__ = ["Cell", "definitions", "parse"]
 
 # IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
 _OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
@@ -40,14 +40,12 @@ class Cell:
         source: Its Python source, with the line numbers that the notebook shows.
         label: What a traceback calls it, such as ``In[7]``; the file name of its code.
         uses: Names that it reads before it has assigned them, so that they must come from the notebook.
-        definitions: Its imports, top-level definitions and literal constants, as source.
         calls: The name of the function that it ends by defining, empty if it doesn't.
     """
 
     source: str
     label: str
     uses: tuple[str, ...]
-    definitions: str
     calls: str
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
@@ -83,14 +81,18 @@ def parse(source: str, label: str) -> Cell:
     _refuse_magics(tree, label)
     uses, _ = _scan(tree.body, frozenset())
     last = tree.body[-1]
-    kept = [node for node in tree.body if _defines(node)]
     return Cell(
         source=source,
         label=label,
         uses=tuple(name for name in dict.fromkeys(uses) if _may_come_from_notebook(name)),
-        definitions=ast.unparse(ast.Module(kept, [])),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
     )
+
+
+def definitions(source: str, label: str) -> types.CodeType:
+    """The code of a cell's imports, top-level definitions and literal constants, without the rest of it."""
+    kept = [node for node in ast.parse(source, label).body if _defines(node)]
+    return compile(ast.Module(kept, []), label, "exec", dont_inherit=True)
 
 
 def _may_come_from_notebook(name: str) -> bool:

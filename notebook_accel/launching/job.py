@@ -52,7 +52,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source, for a target that is a cell; ``None`` for a function.
         cell_filename: The file name that the cell's code gets; a key of ``sources``.
-        definitions: The part of the cell that worker processes of a rank need: imports, definitions and constants.
         calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
         pull: Names whose values rank 0 sends back beside its result.
     """
@@ -65,7 +64,6 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, Source] = {}
     cell: str | None = None
     cell_filename: str = ""
-    definitions: str = ""
     calls: str = ""
     pull: tuple[str, ...] = ()
 

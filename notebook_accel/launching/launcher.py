@@ -197,7 +197,6 @@ def launch_cell(
         sources={cell.label: Source(cell.label, cell.source)},
         cell=cell.source,
         cell_filename=cell.label,
-        definitions=cell.definitions,
         calls=cell.calls,
         pull=tuple(pull),
     )

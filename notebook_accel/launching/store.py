@@ -17,18 +17,22 @@ from notebook_accel.environment import RankPlace
 __all__ = ["join", "serve"]
 
 
-def serve(place: RankPlace, listening: int) -> Any:
-    """Serves the store on a socket that listens already; it serves for as long as the returned object lives.
+_served: list[Any] = []  # a store serves for as long as it is referred to, and other ranks may need it to their end
+
+
+def serve(place: RankPlace, listening: int) -> None:
+    """Serves the store on a socket that listens already, until this process ends.
 
     Left to itself, torch's store listens on every interface.
     """
-    return importlib.import_module("torch.distributed").TCPStore(
+    store = importlib.import_module("torch.distributed").TCPStore(
         place.master_addr,
         place.master_port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+    _served.append(store)
 
 
 def join() -> None:

@@ -79,7 +79,8 @@ def _run_to_the_end(
     shipped: list[Any] = []
     try:
         _take_over_environment(spec, place)
-        served = [store.serve(place, descriptor) for descriptor in listening]  # noqa: F841 - for as long as it lives
+        for descriptor in listening:  # rank 0 has one
+            store.serve(place, descriptor)
         store.join()
         reporting.reporter().send(events.Started(pid=os.getpid()))
         module = _become_main(payload)

@@ -8,7 +8,7 @@ import contextlib
 import os
 
 from notebook_accel import serialization
-from notebook_accel.launching import worker
+from notebook_accel.launching import cell, worker
 from notebook_accel.launching.job import JobSpec
 
 
@@ -19,10 +19,10 @@ def _fill(namespace: dict[str, object]) -> None:
         worker.open_namespace(spec, descriptor, namespace)
     finally:
         os.close(descriptor)
-    if spec.definitions:
+    if spec.cell is not None:
         # What a definition needs from the statements that are left out is missed only by code that uses it.
         with contextlib.suppress(NameError):
-            exec(compile(spec.definitions, spec.cell_filename, "exec", dont_inherit=True), namespace)
+            exec(cell.definitions(spec.cell, spec.cell_filename), namespace)
 
 
 if __name__ == "__mp_main__":

@@ -52,9 +52,9 @@ def test_final_def_is_what_is_called() -> None:
 
 
 def test_definitions_are_what_workers_need() -> None:
-    parsed = cell.parse("import os\nN = 3\nx = f()\nclass A: pass\ndef g(): return 1\nprint(x)", "In[1]")
+    code = cell.definitions("import os\nN = 3\nx = f()\nclass A: pass\ndef g(): return 1\nprint(x)", "In[1]")
     namespace: dict[str, object] = {}
-    exec(parsed.definitions, namespace)
+    exec(code, namespace)
     assert sorted(namespace.keys() - {"__builtins__"}) == ["A", "N", "g", "os"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -153,6 +154,27 @@ def work(x, more):
     )
     assert outcome.result == "[(10, 3, 0), (10, 3, 1)]"
     assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
+
+
+def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run) -> None:
+    ok(run("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line"))
+    outcome = run("half(-1)")
+    assert "return math.sqrt(x) / 2" in re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback)
+
+
+def test_rank_0_serves_the_store_after_it_has_finished(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 2
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+if rank == 1:
+    time.sleep(1.0)  # rank 0 has long returned
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set("key", "value")
+    rank = store.get("key").decode()
+rank""")
+    )
+    assert outcome.result == "[0, 'value']"
 
 
 def test_out_binds_every_ranks_result(run: Run) -> None:
