@@ -1,0 +1,86 @@
+"""What ``notebook_launcher`` refuses before it starts anything, and its face."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from notebook_accel import notebook_launcher
+from notebook_accel.errors import ConfigError, PayloadError, PreflightError
+from tests import processes
+
+
+def train() -> None:
+    """Never runs here."""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"num_processes": -1}, "num_processes=-1"),
+        ({"num_processes": "two"}, "num_processes='two'"),
+        ({"mixed_precision": "fp4"}, "mixed_precision='fp4'"),
+        ({"start_method": "fork"}, "start_method='fork'"),
+        ({"use_port": "http"}, "'http'"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"num_nodes": 2}, "num_nodes=2 is not there yet"),
+        ({"node_rank": 1}, "node_rank=1 is not there yet"),
+        ({"max_restarts": 3}, "max_restarts=3 is not there yet"),
+        ({"rdzv_backend": "c10d"}, "rdzv_backend='c10d' is not there yet"),
+        ({"master_addr": "10.0.0.1"}, "master_addr='10.0.0.1' is not there yet"),
+        ({"log_line_prefix_template": "[x]"}, "is not there yet"),
+    ],
+)
+def test_option_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        notebook_launcher(train, **options)
+    assert said in caught.value.what
+    assert caught.value.fix
+    assert processes.children(os.getpid()) == []
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the function itself"):
+        notebook_launcher(train())  # type: ignore[func-returns-value, arg-type]  # the mistake that people make
+
+
+def test_preflight_refuses_before_anything_is_pickled() -> None:
+    with pytest.raises(PreflightError, match="the ranks run on the CPU"):
+        notebook_launcher(train, (threading.Lock(),), num_processes=2, mixed_precision="fp16", use_cpu=True)
+
+
+def test_argument_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(PayloadError, match=r"argument 1 -> item 'lock'"):
+        notebook_launcher(train, (1, {"lock": threading.Lock()}), num_processes=2, use_cpu=True)
+    assert processes.children(os.getpid()) == []
+
+
+def test_parameters_are_accelerates_in_their_order_and_ours_by_keyword() -> None:
+    # https://huggingface.co/docs/accelerate/v1.15.0/en/package_reference/launchers
+    theirs = [
+        "function",
+        "args",
+        "num_processes",
+        "mixed_precision",
+        "use_port",
+        "master_addr",
+        "node_rank",
+        "num_nodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_conf",
+        "rdzv_id",
+        "max_restarts",
+        "monitor_interval",
+        "log_line_prefix_template",
+    ]
+    parameters = inspect.signature(notebook_launcher).parameters
+    assert list(parameters)[: len(theirs)] == theirs
+    ours = list(parameters.values())[len(theirs) :]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in ours)
+    assert {"kwargs", "background", "start_method", "allow_initialized_cuda", "timeout_s"} <= {p.name for p in ours}
