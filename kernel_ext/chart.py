@@ -18,20 +18,21 @@ _MOST_INTERVALS = 4
 def chart_html(state: RunState) -> str:
     """The first metric, a loss if there is one, over steps; empty until it has two points."""
     name = next(iter(state.metric_names), "")
-    points = state.history[name].points if name in state.history else []
-    if len(points) < 2:
+    series = state.history.get(name)
+    points = [] if series is None else series.points
+    if series is None or len(points) < 2:
         return ""
     title = html.escape(name)
     of = "mean of ranks" if len(state.ranks) > 1 else ""
-    description = f"{title} over {points[-1][0]:,} steps: from {points[0][1]:.4g} to {points[-1][1]:.4g}"
+    description = f"{title} over {points[-1][0]:,} {series.unit}: from {points[0][1]:.4g} to {points[-1][1]:.4g}"
     return (
         f'<div class="nba-chart"><div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{description}">{_drawing(points)}</svg></div>'
+        f'role="img" aria-label="{description}">{_drawing(points, series.unit)}</svg></div>'
     )
 
 
-def _drawing(points: Sequence[tuple[int, float]]) -> str:
+def _drawing(points: Sequence[tuple[int, float]], unit: str) -> str:
     values = [value for _, value in points]
     marks = ticks(min(values), max(values))
     low, high = min(marks[0], *values), max(marks[-1], *values)
@@ -54,7 +55,7 @@ def _drawing(points: Sequence[tuple[int, float]]) -> str:
     return (
         f'<g font-size="10.5" fill="currentColor">{grid} '
         f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{first:,}</text> '
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{last:,} steps</text></g>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{last:,} {unit}</text></g>'
         f'<path class="nba-curve" d="{path}" fill="none" stroke="currentColor" '
         f'stroke-width="1.6" stroke-linejoin="round"/>'
     )

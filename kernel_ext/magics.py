@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import linecache
-import re
 import sys
 from typing import Any, NoReturn
 
@@ -77,8 +78,6 @@ class Magics:
         config = configuration.resolve(options.given(given), file=configuration.default_path())
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
-        if parsed.calls:
-            self._define_here(parsed)
         job = launcher.launch_cell(
             parsed,
             config,
@@ -86,21 +85,24 @@ class Magics:
             args=args,
             push=given.push,
             pull=given.pull,
+            bind=self._shell.push,
             background=given.background,
         )
+        if parsed.calls:
+            self._define_here(parsed)
         if given.background:
             self._bind(given.out, job)
             return job
         results = launcher.follow(job)
         self._bind(given.out, results)
-        self._shell.push(job.pulled)
         return results if any(value is not None for value in results) else None
 
     def _parse(self, line: str) -> argparse.Namespace:
         words = _split(line)
         given, rest = self._parser.parse_known_args(words)
         if rest:
-            self._parser.error(f"there is no option {rest[0]}")
+            close = difflib.get_close_matches(rest[0], self._parser._option_string_actions)
+            self._parser.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}" if close else ""))
         return given
 
     def _read(self, cell: str) -> cells.Cell:
@@ -134,9 +136,15 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:
+        """Defines the function here too, with what it needs. Names that the notebook has already stay as they are."""
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
-        self._shell.ex(cells.definitions(cell.source, cell.label))
+        kept = {name: value for name, value in self._shell.user_ns.items() if name != cell.calls}
+        for code in cells.definitions(cell.source, cell.label):
+            # What needs a statement that only runs in the ranks can't be had here; the launch doesn't depend on it.
+            with contextlib.suppress(Exception):
+                self._shell.ex(code)
+        self._shell.user_ns.update(kept)
 
     def _bind(self, name: str | None, value: Any) -> None:
         if name is not None:
@@ -144,11 +152,29 @@ class Magics:
 
 
 def _split(line: str) -> list[str]:
-    """Words as a shell would split them; brackets keep their content together, so --args (x, 1) needs no quotes."""
-    return [
-        part[1:-1] if part[0] == part[-1] and part[0] in "'\"" and len(part) > 1 else part
-        for part in re.findall(r"\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|'[^']*'|\"[^\"]*\"|[^\s()\[\]'\"]+", line)
-    ]
+    """Words as a shell would split them, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
+
+    Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
+    """
+    words, word, depth, quote = [""], "", 0, ""
+    for character in line:
+        if quote:
+            quote = "" if character == quote else quote
+            word += character if quote or depth else ""
+        elif character in "'\"":
+            quote = character
+            word += character if depth else ""
+        elif character == "#" and not word:
+            break
+        elif character.isspace() and not depth and not word.rstrip().endswith(","):
+            words.append(word)
+            word = ""
+        else:
+            depth += (character in "([{") - (character in ")]}")
+            word += character
+    if quote or depth:
+        raise UsageError(f"%%{_NAME}: a quote or a bracket is not closed in: {line}")
+    return [word for word in [*words, word.rstrip()] if word]
 
 
 def register(shell: InteractiveShell) -> None:

@@ -1,7 +1,8 @@
 """The live panel under a cell: a run's state in widgets that change as it does.
 
-Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, the widgets are closed and
-what they showed is replaced by the same as plain HTML, so that a saved notebook shows it without a kernel.
+Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, what the widgets showed is
+replaced by the same as plain HTML, so that a saved notebook shows it without a kernel. A page that was reloaded in the
+meantime can't be told to replace it; for such a page the outermost widget stays open and shows that HTML too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kernel_ext import render
 from kernel_ext.chart import chart_html
 from kernel_ext.run_state import RunState
 from notebook_accel import events
+from notebook_accel.errors import RankFailedError
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job
@@ -76,7 +78,7 @@ class PanelView:
             self._draw(now_s, kinds)
 
     def close(self) -> None:
-        """Replaces the widgets by the final state as plain HTML and text. The run has ended."""
+        """Replaces what is displayed by the final state as plain HTML and text. The run has ended."""
         self._take_events()
         self._state.close()
         now_s = time.monotonic()
@@ -86,7 +88,7 @@ class PanelView:
             "text/plain": render.summary_text(facts, self._state, now_s),
         }
         self._publish(summary, update=True)
-        self._widgets.close()
+        self._widgets.close(render.summary_parts_html(facts, self._state, now_s))
 
     def _take_events(self) -> set[type[events.Event]]:
         """Brings the state up to date; returns which kinds of events came."""
@@ -112,6 +114,8 @@ class PanelView:
     def _facts(self, now_s: float) -> render.RunFacts:
         job = self._job
         end_s = now_s if job.ended_s is None else job.ended_s
+        error = job.error
+        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
         return render.RunFacts(
             name=job.name,
             devices=job.devices,
@@ -119,6 +123,9 @@ class PanelView:
             status=job.status,
             elapsed_s=end_s - job.started_s,
             hint="" if job.is_background or job.done else "interrupt the kernel to stop",
+            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
+            traceback=traceback,
+            is_background=job.is_background,
         )
 
     def _publish(self, data: dict[str, Any], **options: Any) -> None:
@@ -161,12 +168,19 @@ class _Widgets:
         self._stop.description = "Stopping …"
         job.stop()
 
-    def close(self) -> None:
-        """Closes them all, with the models of their layouts and styles, so that no comm stays open."""
-        _close(self.root)
+    def close(self, summary: str) -> None:
+        """Leaves the final state as the only thing in the root and closes everything else."""
+        import ipywidgets
+
+        parts = self.root.children
+        self.root.children = [ipywidgets.HTML(summary)]
+        self.root.add_class("nba-ended")
+        for part in parts:
+            _close(part)
 
 
 def _close(widget: Any) -> None:
+    """Closes a widget and what is in it, with the models of their layouts and styles, so that no comm stays open."""
     for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
         if part is not None:
             _close(part) if hasattr(part, "layout") else part.close()

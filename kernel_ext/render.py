@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from collections.abc import Callable, Iterable
 
 from kernel_ext.chart import chart_html
-from kernel_ext.run_state import OutputLine, RankState, RunState
+from kernel_ext.run_state import OutputLine, RankState, RunState, plain_lines
 from kernel_ext.style import STYLE
 
-__all__ = ["RunFacts", "header_html", "output_html", "style_html", "summary_html", "summary_text", "table_html"]
+__all__ = [
+    "RunFacts",
+    "header_html",
+    "output_html",
+    "style_html",
+    "summary_html",
+    "summary_parts_html",
+    "summary_text",
+    "table_html",
+]
 
 _LIVE_LINES = 100
-_OPEN_LINES = 12
+_MOST_UNFOLDED_LINES = 30
+_OPEN_LINES = 12  # of output that is folded
+_TRACEBACK_LINES = 200
 _MOST_METRIC_COLUMNS = 4
+_LARGEST_COUNT = 1e12
 _UNKNOWN = "\N{EN DASH}"
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -36,6 +47,9 @@ class RunFacts:
         status: ``starting``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
         elapsed_s: How long it has been running, or ran.
         hint: A word for the reader, such as how to stop it; may be empty.
+        failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
+        traceback: That traceback.
+        is_background: Whether nobody waits for the run, so that only the panel says why it failed.
     """
 
     name: str
@@ -44,6 +58,9 @@ class RunFacts:
     status: str
     elapsed_s: float
     hint: str = ""
+    failed_rank: int | None = None
+    traceback: str = ""
+    is_background: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -105,13 +122,19 @@ def output_html(state: RunState) -> str:
 
 def summary_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     """What stays in the notebook: the whole panel as it is now, in one piece that needs no kernel."""
+    return f'<div class="nba-panel">{summary_parts_html(facts, state, now_s)}</div>'
+
+
+def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
+    """What ``summary_html`` has inside, for an element that is a panel already."""
     chart = chart_html(state)
-    output = f'<div class="nba-output-pane">{_whole_output_html(state)}</div>' if state.output.count else ""
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
-    bottom = f'<div class="nba-bottom">{output}{beside}</div>' if output or beside else ""
+    bottom = ""
+    if state.output.count or beside:  # the chart stays where the live panel had it
+        bottom = f'<div class="nba-bottom"><div class="nba-output-pane">{_whole_output_html(state)}</div>{beside}</div>'
     return (
-        f'<div class="nba-panel">{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s)}{bottom}</div>"
+        f'{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
+        f"{table_html(state, now_s)}{_traceback_html(facts)}{bottom}"
     )
 
 
@@ -216,16 +239,36 @@ def _about(facts: RunFacts, state: RunState) -> list[str]:
     return about
 
 
+def _traceback_html(facts: RunFacts) -> str:
+    """Why the run failed; open where no cell raises it."""
+    if facts.failed_rank is None:
+        return ""
+    is_open, raised = (" open", " · job.results() raises it") if facts.is_background else ("", "")
+    lines = list(plain_lines(facts.traceback.strip()))
+    left_out = len(lines) - _TRACEBACK_LINES
+    # The last lines are kept: they say what was raised, and where.
+    gap = [f"… {_count(left_out, 'line')} left out …"] if left_out > 0 else []
+    text = html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]]))
+    body = _scrolled(f'<pre class="nba-output" aria-label="Traceback">{text}</pre>')
+    return (
+        f'<details class="nba-traceback"{is_open}><summary>traceback of rank {facts.failed_rank}{raised}</summary>'
+        f"{body}</details>"
+    )
+
+
 def _whole_output_html(state: RunState) -> str:
-    """The kept output: the last lines in view, the ones before them folded away."""
-    last = state.output.last(_OPEN_LINES)
+    """The kept output. Of much, the last lines are in view, and the ones before them folded away."""
+    if not state.output.count:
+        return f'<pre class="nba-output" aria-label="Output">{_faint("no output")}</pre>'
+    last = state.output.last(_MOST_UNFOLDED_LINES if state.output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
     shown = f'<pre class="nba-output" aria-label="Output">{_lines_html(last, state)}</pre>'
     earlier = state.output.count - len(last)
     if not earlier:
         return shown
     folded = html.escape("\n".join(_output_lines(state)[: -len(last)]))
     scrolled = _scrolled(f'<pre class="nba-output">{folded}</pre>')
-    return f"<details><summary>{_count(earlier, 'earlier line')}</summary>{scrolled}</details>{shown}"
+    left_out = f", {state.output.left_out:,} of them left out" if state.output.left_out else ""
+    return f"<details><summary>{_count(earlier, 'earlier line')}{left_out}</summary>{scrolled}</details>{shown}"
 
 
 def _output_lines(state: RunState) -> list[str]:
@@ -281,10 +324,10 @@ def _rate(steps_per_s: float | None) -> str:
 def _metric(value: float | None) -> str:
     if value is None:
         return _UNKNOWN
-    if not math.isfinite(value) or (value != 0 and not 1e-3 <= abs(value) < 1e6):
-        return f"{value:.3g}"
-    # Three digits after a small number's point, fewer after a large one's, so that a changing value keeps its width.
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    # Counts are exact, and no large number that people can read gets an exponent.
+    if value.is_integer() and abs(value) < _LARGEST_COUNT:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _sizes(used_bytes: int, total_bytes: int) -> list[str]:

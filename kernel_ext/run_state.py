@@ -17,7 +17,7 @@ from typing import Literal
 from notebook_accel import events
 from notebook_accel.errors import signal_name
 
-__all__ = ["OutputLine", "OutputLog", "RankState", "RunState", "Series", "plain_text"]
+__all__ = ["OutputLine", "OutputLog", "RankState", "RunState", "Series", "plain_lines", "plain_text"]
 
 StateWord = Literal["starting", "running", "finished", "failed", "stopped", "killed"]
 
@@ -219,9 +219,14 @@ class OutputLog:
 
 
 class Series:
-    """A curve over steps that keeps at most a few hundred points, spread over its whole length, and always the last."""
+    """A curve over steps that keeps at most a few hundred points, spread over its whole length, and always the last.
 
-    def __init__(self) -> None:
+    Attributes:
+        unit: What its steps are: ``steps``, or ``reports`` where nothing counts steps.
+    """
+
+    def __init__(self, unit: Literal["steps", "reports"] = "steps") -> None:
+        self.unit = unit
         self._kept: list[tuple[int, float]] = []
         self._last: tuple[int, float] | None = None
         self._spacing = 1
@@ -258,7 +263,8 @@ class RunState:
     Attributes:
         ranks: One state a rank.
         output: What all ranks wrote.
-        history: For each metric, the mean of the ranks' latest values over steps.
+        history: For each metric, the mean of the ranks' latest values over steps, or over reports as long as no rank
+            counts steps.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -266,6 +272,7 @@ class RunState:
         self.output = OutputLog()
         self.history: dict[str, Series] = {}
         self._reported: dict[str, set[int]] = {}
+        self._reports: collections.Counter[str] = collections.Counter()
 
     @property
     def metric_names(self) -> list[str]:
@@ -277,7 +284,7 @@ class RunState:
         """Takes in one event of one rank."""
         self.ranks[rank].apply(event)
         if isinstance(event, events.Output):
-            for text in _lines(event.text):
+            for text in plain_lines(event.text):
                 self.output.add(OutputLine(rank, text))
                 self.ranks[rank].last_line = text or self.ranks[rank].last_line
         elif isinstance(event, events.Metrics):
@@ -301,11 +308,21 @@ class RunState:
         is_again = rank in reported  # before another one has: that one may have stopped reporting
         reported.add(rank)
         if is_again or len(reported) == len(values):
-            self.history.setdefault(name, Series()).add(step, sum(values) / len(values))
+            self._add_point(name, step, sum(values) / len(values))
             reported.clear()
 
+    def _add_point(self, name: str, step: int, value: float) -> None:
+        self._reports[name] += 1
+        are_steps_counted = any(rank.step is not None for rank in self.ranks)
+        series = self.history.get(name)
+        # A curve over reports that came before the first step can't go on over steps.
+        if series is None or (series.unit == "reports" and are_steps_counted):
+            series = self.history[name] = Series("steps" if are_steps_counted else "reports")
+        series.add(step if are_steps_counted else self._reports[name], value)
 
-def _lines(text: str) -> Iterator[str]:
+
+def plain_lines(text: str) -> Iterator[str]:
+    """The lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
     return (_clipped(plain_text(line)) for line in text.split("\n"))
 
 

@@ -34,11 +34,20 @@ _RULES = """
   background: var(--nba-page); color: var(--nba-text);
   font: 13px/1.5 var(--jp-ui-font-family, system-ui, sans-serif); font-variant-numeric: tabular-nums;
 }
+.jp-RenderedHTMLCommon > .nba-panel { margin-right: -20px; } /* its padding, which widgets don't have around them */
 .nba-panel .widget-box, .nba-panel .widget-html, .nba-panel .widget-html-content {
   margin: 0; padding: 0; min-width: 0; height: auto; overflow: visible; font: inherit; color: inherit;
 }
 .nba-panel .widget-html-content { flex: 1 1 auto; width: 100%; }
 .nba-panel .nba-style { display: none; }
+
+.nba-panel.jupyter-widgets-disconnected::before, .nba-panel .jupyter-widgets-disconnected::before { content: none; }
+.nba-panel.jupyter-widgets-disconnected .nba-top.widget-box::before { content: "kernel gone"; align-self: center;
+  height: auto; padding: 0 7px; border: 1px solid currentColor; border-radius: 4px; font: inherit; font-size: 12px;
+  line-height: 18px; color: var(--nba-warn); white-space: nowrap; }
+.nba-panel.jupyter-widgets-disconnected:not(.nba-ended) :is(.nba-badge, .nba-bar, .nba-times) { opacity: .45; }
+.nba-panel.jupyter-widgets-disconnected:not(.nba-ended) :is(.nba-header > .nba-badge, button.nba-stop) {
+  display: none; }
 
 .nba-panel .nba-top { display: flex; align-items: center; gap: 12px; padding: 6px 14px;
   min-height: 46px; box-sizing: border-box; border-bottom: 1px solid var(--nba-line); }
@@ -71,7 +80,7 @@ _RULES = """
   text-align: left; white-space: nowrap; font-weight: 400; max-width: none; }
 .nba-panel table.nba-ranks :is(th, td):first-child { padding-left: 14px; }
 .nba-panel table.nba-ranks thead th { color: var(--nba-faint); font-size: 12px; }
-.nba-panel table.nba-ranks .nba-number { text-align: right; }
+.nba-panel table.nba-ranks .nba-number { text-align: right; min-width: 6ch; } /* a value may lose its last digit */
 .nba-panel table.nba-ranks .nba-last { width: 100%; max-width: 0; padding-right: 14px; overflow: hidden;
   text-overflow: ellipsis; }
 .nba-panel table.nba-ranks td.nba-last { color: var(--nba-faint);
@@ -94,6 +103,9 @@ _RULES = """
   white-space: pre-wrap; overflow-wrap: anywhere; }
 .nba-panel details { padding: 8px 14px 0; }
 .nba-panel details > pre.nba-output { padding: 6px 0 0; }
+.nba-panel .nba-traceback { padding-bottom: 8px; border-top: 1px solid var(--nba-line); }
+.nba-panel .nba-traceback > .nba-scrollback { min-height: 0; }
+.nba-panel .nba-traceback pre.nba-output { padding: 6px 0 0; }
 .nba-panel summary { cursor: pointer; color: var(--nba-faint); font-size: 12px; }
 .nba-panel .nba-chart { padding: 8px 14px 4px; width: 280px; border-left: 1px solid var(--nba-line); height: 100%;
   box-sizing: content-box; }
@@ -105,7 +117,11 @@ _RULES = """
   .nba-panel table.nba-ranks :is(th, td) { padding-right: 14px; }
   .nba-panel .nba-bar { width: 90px; }
 }
-@container (max-width: 620px) {
+@container (max-width: 680px) {
+  .nba-panel table.nba-ranks :is(th, td) { padding-right: 12px; }
+  .nba-panel .nba-bar { width: 48px; }
+  .nba-panel .nba-bar.nba-memory { display: none; }
+  .nba-panel table.nba-ranks .nba-last { min-width: 120px; max-width: 120px; }
   .nba-panel .nba-bottom { flex-wrap: wrap; }
   .nba-panel .nba-bottom > .nba-output-pane { flex-basis: 100%; }
   .nba-panel .nba-chart { border-left: 0; }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping
 
 from notebook_accel.errors import ConfigError
@@ -25,8 +26,15 @@ _READ_AT_IMPORT = (
     *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "LD_", "PYTHON"),
     *("PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "CUDA_", "NCCL_", "GLOO_", "HF_"),
 )
-# torch reads these when a device or a group is first used, which in a rank comes after the fork.
-_READ_LATER = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
+# torch reads the first two when a device or a group is first used, which in a rank comes after the fork. The others are
+# set by torch and scikit-learn themselves, in the kernel, when they are imported or make an optimizer.
+_READ_LATER = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,25 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
         for name, value in sorted(environ.items())
         if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
     }
+
+
+def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are text. A value that isn't, which Python shows with lone surrogates, is left out."""
+    return {name: value for name, value in environ.items() if _is_text(name) and _is_text(value)}
+
+
+def import_path() -> list[str]:
+    """``sys.path`` without entries that aren't text, which Python passes over too."""
+    entries: list[object] = list(sys.path)
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -193,6 +193,7 @@ class RankFailedError(RunError):
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
         others: How the other ranks ended.
+        pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class RankFailedError(RunError):
         self.remote_traceback = remote_traceback
         self.last_output = last_output
         self.others = others
+        self.pulled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [super().__str__()]
@@ -227,6 +229,8 @@ class RankFailedError(RunError):
             parts.append(f"Last output of rank {self.rank}:\n{lines}")
         if self.others:
             parts.append("The others:\n" + "\n".join(f"  {end}" for end in self.others))
+        if self.pulled:
+            parts.append(f"Pulled all the same, as it was then in rank 0: {', '.join(self.pulled)}")
         return "\n".join(parts)
 
 

@@ -103,6 +103,7 @@ class Failed(_Event, frozen=True, kw_only=True):
         line: The innermost line of the user's, such as ``In[7], line 12``; empty if there is none.
         exception: The exception pickled, empty if it can't be.
         lost_peer: Whether it only says that another rank has gone, so that the cause is elsewhere.
+        saved: Whether the names that were to be pulled are in the rank's result file, as they were at the failure.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Failed(_Event, frozen=True, kw_only=True):
     line: str = ""
     exception: bytes = b""
     lost_peer: bool = False
+    saved: bool = False
 
 
 class Finished(_Event, frozen=True, kw_only=True):

@@ -190,7 +190,12 @@ def _number(value: Any) -> float | None:
     item = getattr(value, "item", None)
     try:
         return float(item() if callable(item) else value)
-    except (TypeError, ValueError, RuntimeError):  # a complex number, or a tensor whose device has failed
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ):  # a complex number, or a tensor whose device has failed
         return None
 
 

@@ -161,7 +161,7 @@ def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, ori
     head_bytes, data_bytes, count = _PREFIX.unpack(os.pread(descriptor, _PREFIX.size, 0))
     table = os.pread(descriptor, count * _SPAN.size, _PREFIX.size)
     spans = [_SPAN.unpack_from(table, index * _SPAN.size) for index in range(count)]
-    data = os.pread(descriptor, data_bytes, _PREFIX.size + len(table) + head_bytes)
+    data = _read(descriptor, data_bytes, _PREFIX.size + len(table) + head_bytes)
     mapped = _map_privately(descriptor) if spans else memoryview(b"")
     buffers = [mapped[offset : offset + length] for offset, length in spans]
     with _receiving({} if namespace is None else namespace, origins):
@@ -194,6 +194,14 @@ def loads(data: bytes, *, origins: Sequence[Any] = ()) -> Any:
     with _receiving({}, origins):
         value, _ = pickle.loads(data)
     return value
+
+
+def _read(descriptor: int, length: int, offset: int) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        parts.append(os.pread(descriptor, length, offset))  # at most 2 GiB at once
+        length, offset = length - len(parts[-1]), offset + len(parts[-1])
+    return b"".join(parts)
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -260,9 +268,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if untyped.device.type != "cpu" and not self._options.device_tensors_to_cpu:
                 raise unpicklable.OnDeviceError(f"a tensor on {untyped.device}")
             holder = self._storages[untyped._cdata] = _Storage(untyped)
-        if obj is untyped:
-            return _same, (holder,)
-        return _typed_storage, (holder, obj.dtype)
+        # torch asks for an untyped one for its newer types, and is content with one of bytes.
+        dtype = sys.modules["torch"].uint8 if obj is untyped else obj.dtype
+        return _typed_storage, (holder, dtype)
 
 
 class _Namespace:
@@ -297,10 +305,6 @@ def _storage_from_buffer(buffer: Any) -> Any:
 def _typed_storage(untyped: Any, dtype: Any) -> Any:
     torch = importlib.import_module("torch")
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _Receiving(threading.local):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Iterator
@@ -73,13 +74,25 @@ def _left_since(before: dict[Any, str]) -> dict[Any, str]:
     deadline = time.monotonic() + _GRACE_S
     collected = False
     while True:
-        left = {thing: text for thing, text in _belongings().items() if thing not in before}
+        left = {thing: text for thing, text in _belongings().items() if thing not in before and not _is_foreign(thing)}
         if not left or time.monotonic() > deadline:
             return left
         if not collected:
             gc.collect()
             collected = True
         time.sleep(_POLL_S)
+
+
+def _is_foreign(thing: Any) -> bool:
+    """Whether a shared memory segment is in use by a process that isn't ours: /dev/shm is the whole machine's."""
+    if not (isinstance(thing, tuple) and thing[0] == "shared memory"):
+        return False
+    ours = {os.getpid(), *(process.pid for process in processes.descendants(os.getpid()))}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            if int(pid) not in ours and f"/dev/shm/{thing[1]}" in pathlib.Path("/proc", pid, "maps").read_text():
+                return True
+    return False
 
 
 def _belongings() -> dict[Any, str]:

@@ -65,7 +65,6 @@ class Agent:
         self._template: _Template | None = None  # the one for new runs
         self._templates: list[_Template] = []  # and those whose last ranks still run
         self._prepare: messages.Prepare | None = None
-        self._left_out_lines = 0
         self._is_quitting = False
         kernel.set_blocking(False)
         self._watch(kernel.fileno(), self._read_kernel)
@@ -267,6 +266,7 @@ class Agent:
             reader.finish()
             self._unwatch(reader.fileno())
             reader.close()
+        self._say_left_out(run, rank)
         self._unwatch(rank.connection.fileno())
         rank.connection.close()
         ended = events.Ended(
@@ -307,10 +307,18 @@ class Agent:
             self._unwatch(rank.connection.fileno())
 
     def _heard(self, run: Run, rank: Rank, body: bytes) -> None:
-        if isinstance(events.decode(body), events.Finished):
+        try:
+            event = events.decode(body)
+        except msgspec.DecodeError:
+            return  # what one rank garbles must not end all runs
+        if isinstance(event, events.Finished):
             rank.said_finished = True
             if all(other.said_finished for other in run.ranks):
                 run.release()
+        elif isinstance(event, events.Failed):
+            rank.said_failed = True
+            if not run.reason:  # not only when it exits: its threads and children may take their time
+                run.end("stop", "failed")
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
@@ -323,13 +331,16 @@ class Agent:
 
     def _output(self, run: Run, rank: Rank, event: events.Output) -> None:
         if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
-            self._left_out_lines += event.text.count("\n") + 1
+            rank.left_out_lines += event.text.count("\n") + 1
             return
-        if self._left_out_lines:
-            text = f"[{self._left_out_lines:,} lines left out: the notebook could not take them as fast as they came]"
-            self._left_out_lines = 0
-            self._say(run, rank, events.Output(stream="stderr", text=text))
+        self._say_left_out(run, rank)
         self._say(run, rank, event)
+
+    def _say_left_out(self, run: Run, rank: Rank) -> None:
+        if rank.left_out_lines:
+            text = f"[{rank.left_out_lines:,} lines left out: the notebook could not take them as fast as they came]"
+            rank.left_out_lines = 0
+            self._say(run, rank, events.Output(stream="stderr", text=text))
 
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:

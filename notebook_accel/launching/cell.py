@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import difflib
 import dis
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +22,8 @@ __all__ = ["Cell", "definitions", "parse"]
 
 # IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
 _OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
+_DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
+_MISSING = object()
 _OF_THE_MODULE = {
     "__name__",
     "__doc__",
@@ -41,12 +45,14 @@ class Cell:
         label: What a traceback calls it, such as ``In[7]``; the file name of its code.
         uses: Names that it reads before it has assigned them, so that they must come from the notebook.
         calls: The name of the function that it ends by defining, empty if it doesn't.
+        assigns: Names that it may assign; ``None`` if that can't be known, as after ``from x import *``.
     """
 
     source: str
     label: str
     uses: tuple[str, ...]
     calls: str
+    assigns: frozenset[str] | None
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
         """The names and values that the ranks get.
@@ -64,7 +70,37 @@ class Cell:
                 f"--push {','.join(missing)}: the notebook has no name {', '.join(map(repr, missing))}.",
                 fix="run the cell that makes it first, or take it out of --push",
             )
-        return {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
+        values = {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
+        # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
+        return {name: value for name, value in values.items() if not _is_builtin(name, value)}
+
+    def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
+        """Modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""
+        tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
+        packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
+        return tuple(
+            full
+            for full in list(sys.modules)
+            for package in packages
+            if full.startswith(package + ".") and tokens.issuperset(full.removeprefix(package + ".").split("."))
+        )
+
+    def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
+        """Finds a misspelt name before the training and not after it.
+
+        Raises:
+            CellError: A name that is to be pulled is one that the cell neither assigns nor uses.
+        """
+        if self.assigns is None:
+            return
+        known = {*self.assigns, *self.uses, *push}
+        unknown = [name for name in pull if name not in known]
+        if unknown:
+            raise CellError(
+                f"--pull {','.join(unknown)}: the cell neither assigns nor uses {', '.join(map(repr, unknown))}.",
+                fix="pull "
+                + " or ".join(difflib.get_close_matches(unknown[0], known) or ["a name that the cell assigns"]),
+            )
 
 
 def parse(source: str, label: str) -> Cell:
@@ -75,7 +111,7 @@ def parse(source: str, label: str) -> Cell:
         CellError: It is empty, or uses a magic that a rank doesn't have.
     """
     tree = ast.parse(source, label)
-    compile(tree, label, "exec", dont_inherit=True)  # finds what parsing doesn't, such as `return` outside a function
+    compile(source, label, "exec", dont_inherit=True)  # finds what parsing doesn't, such as `return` outside a function
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
@@ -86,27 +122,52 @@ def parse(source: str, label: str) -> Cell:
         label=label,
         uses=tuple(name for name in dict.fromkeys(uses) if _may_come_from_notebook(name)),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
+        assigns=_assigned_names(tree, label),
     )
 
 
-def definitions(source: str, label: str) -> types.CodeType:
-    """The code of a cell's imports, top-level definitions and literal constants, without the rest of it."""
+def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return None
+    found: set[str] = set()
+    waiting = [compile(tree, label, "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        # A function may assign a name of the module too, if it declares it global; else its names are its own.
+        found |= {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_NAME", "STORE_GLOBAL")}
+        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(found)
+
+
+def definitions(source: str, label: str) -> list[types.CodeType]:
+    """The code of a cell's imports, top-level definitions and literal constants, statement by statement."""
     kept = [node for node in ast.parse(source, label).body if _defines(node)]
-    return compile(ast.Module(kept, []), label, "exec", dont_inherit=True)
+    return [compile(ast.Module([node], []), label, "exec", dont_inherit=True) for node in kept]
 
 
 def _may_come_from_notebook(name: str) -> bool:
-    return name not in _OF_IPYTHON and name not in _OF_THE_MODULE and not hasattr(builtins, name)
+    return name not in _OF_IPYTHON and name not in _OF_THE_MODULE
+
+
+def _is_builtin(name: str, value: Any) -> bool:
+    # IPython puts an `open` of its own into the namespace, which warns about the standard streams' descriptors.
+    return (
+        value is getattr(builtins, name, _MISSING)
+        or getattr(value, "__module__", None) == "IPython.core.interactiveshell"
+    )
 
 
 def _defines(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign):
+    if isinstance(node, (ast.If, ast.Try)):
+        handled = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+        return all(map(_defines, [*node.body, *node.orelse, *getattr(node, "finalbody", ()), *handled]))
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
         try:
             ast.literal_eval(node.value)
         except ValueError:
             return False
         return True
-    return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    return isinstance(node, _DEFINING)
 
 
 def _refuse_magics(tree: ast.Module, label: str) -> None:
@@ -171,6 +232,10 @@ def _targets(target: ast.expr) -> frozenset[str]:
     )
 
 
+def _scan_nothing(_: ast.stmt, assigned: frozenset[str]) -> _Scan:
+    return [], assigned
+
+
 def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
     body, after_body = _scan(node.body, assigned)
     other, after_other = _scan(node.orelse, assigned)
@@ -232,6 +297,8 @@ def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
 
 
 _SCANS: dict[type, Any] = {
+    ast.Break: _scan_nothing,  # these two can't be compiled outside of their loop
+    ast.Continue: _scan_nothing,
     ast.If: _scan_if,
     ast.For: _scan_for,
     ast.While: _scan_while,

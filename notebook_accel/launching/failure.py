@@ -23,24 +23,33 @@ _LOST_PEER = re.compile(
 )
 
 
-def describe(error: BaseException, spec: JobSpec, shipped: list[Any]) -> events.Failed:
+def describe(error: BaseException, spec: JobSpec, shipped: list[Any], *, saved: bool = False) -> events.Failed:
     """The event that says that the user's code raised this.
 
     Args:
         error: The exception, with its traceback.
         spec: The job, for the sources that are in no file.
         shipped: The functions and classes that came from the notebook.
+        saved: Whether the names to be pulled were saved.
     """
     text = traceback.TracebackException(type(error), error, _without_our_frames(error.__traceback__))
-    message = str(error)
+    message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
         message=message,
         traceback="".join(_labelled(text, spec).format()),
         line=_innermost_line(text, spec),
         exception=_pickled(error, shipped),
+        saved=saved,
         lost_peer=isinstance(error, (RuntimeError, ConnectionError)) and _LOST_PEER.search(message) is not None,
     )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the exception is still theirs
+        return f"(its text can't be had: {type(broken).__name__})"
 
 
 def look_up(namespace: dict[str, Any], name: str) -> Any:
@@ -65,7 +74,7 @@ def _without_our_frames(tb: types.TracebackType | None) -> types.TracebackType |
 
 
 def _is_ours(filename: str) -> bool:
-    return os.path.abspath(filename).startswith(_OURS)
+    return filename.startswith(_OURS)
 
 
 def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, overload
 
 import msgspec
@@ -18,6 +18,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     NotebookAccelError,
     ProcessStartError,
+    RankFailedError,
     RunStoppedError,
     RunTimeoutError,
     SupervisorLostError,
@@ -132,6 +133,11 @@ class Job:
         is_background: Whether nobody waits for it in the cell that started it.
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
+
+    Args:
+        shipped: What the payload holds by value, for what comes back by reference.
+        result_files: One memory file a rank, which this owns.
+        bind: Takes the pulled names and their values, once, when the results are read.
     """
 
     def __init__(
@@ -144,6 +150,7 @@ class Job:
         is_background: bool,
         shipped: Sequence[Any],
         result_files: Sequence[int],
+        bind: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self.id = job_id
         self.name = spec.name
@@ -153,8 +160,7 @@ class Job:
         self.is_background = is_background
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
-        self.pulled: dict[str, Any] = {}
-        self._spec = spec
+        self._bind = bind or (lambda _: None)
         self._shipped = shipped
         self._result_files = result_files
         self._close_results = weakref.finalize(self, _close_all, tuple(result_files))
@@ -216,6 +222,9 @@ class Job:
             )
         error = self.error
         if error is not None:
+            saved = self.bind_what_was_saved()
+            if saved and isinstance(error, RankFailedError):
+                error.pulled = saved
             raise error
         with self._lock:
             if self._outcome is None:
@@ -237,6 +246,19 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.name!r}: {self.status}, {self.world_size} ranks on {self.devices}>"
 
+    def bind_what_was_saved(self) -> tuple[str, ...]:
+        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0; their names.
+
+        Nothing if rank 0 was killed, or had none of the names yet.
+        """
+        with self._lock:
+            if not self.done or not self._close_results.alive or self._has_all_results():
+                return ()
+            _, pulled = serialization.open_sealed(self._result_files[0], origins=self._shipped).value
+            self._close_results()
+        self._bind(pulled)
+        return tuple(pulled)
+
     # What views and engines call ------------------------------------------------------------------------------------
 
     def events(self) -> list[tuple[int, Event]]:
@@ -247,9 +269,10 @@ class Job:
                 drained.append(self._pending.popleft())
         return drained
 
-    def lines_of_failures(self) -> dict[int, str]:
-        """Where each rank's exception came from, such as ``In[7], line 12``."""
-        return {rank: failed.line for rank, failed in self._record.failures.items()}
+    def where_ranks_stood(self) -> list[str]:
+        """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
+        failures = sorted(self._record.failures.items())
+        return [f"rank {rank} was at {failed.line}" for rank, failed in failures if failed.line]
 
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""
@@ -265,7 +288,7 @@ class Job:
         self._reason = reason
         self._engine_error = error
         self.ended_s = time.monotonic()
-        if not self._has_all_results():
+        if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
         self._ended.set()
 
@@ -284,7 +307,7 @@ class Job:
             value, pulled = serialization.open_sealed(descriptor, origins=self._shipped).value
             values.append(value)
             if rank == 0:
-                self.pulled = pulled
+                self._bind(pulled)
         self._close_results()
         return Results(values)
 
@@ -294,6 +317,7 @@ class Job:
         if self._reason == "timeout":
             return RunTimeoutError(
                 f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
+                why="\n".join(self.where_ranks_stood()),
                 fix="give timeout_s more time, or leave it out",
             )
         if self._reason in ("stopped", "interrupted"):

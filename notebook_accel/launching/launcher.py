@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from notebook_accel import config as configuration
 from notebook_accel import environment, serialization
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, PreflightError
+from notebook_accel.errors import ConfigError, LaunchError, PreflightError
 from notebook_accel.launching import local, preflight, sources
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.job import Job, JobSpec, Results, Source
@@ -114,6 +114,11 @@ def notebook_launcher(
             f"notebook_launcher takes a function, not {type(function).__name__}.",
             fix="notebook_launcher(train, args=(...)): the function itself, without calling it",
         )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigError(
+            f"args={args!r} is {type(args).__name__}, not a list of arguments.",
+            fix=f"args=({args!r},): the comma makes it a tuple of one",
+        )
     options = configuration.resolve(
         {
             "num_processes": num_processes,
@@ -172,6 +177,7 @@ def launch_cell(
     args: tuple[Any, ...] = (),
     push: Sequence[str] = (),
     pull: Sequence[str] = (),
+    bind: Callable[[dict[str, Any]], object] | None = None,
     background: bool = False,
 ) -> Job:
     """Starts a cell on all ranks and returns its job.
@@ -182,14 +188,16 @@ def launch_cell(
         namespace: The notebook's names, of which the ranks get those that the cell uses.
         args: Arguments for the function that the cell ends by defining.
         push: Further names to send.
-        pull: Names whose values on rank 0 come back; they are in ``Job.pulled`` once the results are there.
+        pull: Names whose values on rank 0 come back.
+        bind: Takes them when the results are read; also after a failure or an interrupt, as they were then.
         background: Whether nobody will wait for it in the cell.
     """
+    cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     roots = {f'global "{name}"': value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     return _launch(
-        Target(names=names, args=args),
+        Target(names=names, args=args, submodules=cell.submodules(names)),
         roots,
         config,
         background=background,
@@ -199,24 +207,33 @@ def launch_cell(
         cell_filename=cell.label,
         calls=cell.calls,
         pull=tuple(pull),
+        bind=bind,
     )
 
 
 def _launch(
-    target: Target, roots: Mapping[str, Any], config: LaunchConfig, *, background: bool, name: str, **of_cell: Any
+    target: Target,
+    roots: Mapping[str, Any],
+    config: LaunchConfig,
+    *,
+    background: bool,
+    name: str,
+    bind: Any = None,
+    **of_cell: Any,
 ) -> Job:
     devices = preflight.Devices.find(config)
     findings = preflight.check(config, devices)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     world_size = config.num_processes or devices.available
+    local.check_size(world_size)
     pickled = serialization.pickle_by_value(target, roots=roots, namespace=sys.modules["__main__"].__dict__)
     spec = JobSpec(
         name=name,
         world_size=world_size,
-        environment={**os.environ, **_variables(config, devices)},
-        working_directory=os.getcwd(),
-        sys_path=list(sys.path),
+        environment={**environment.sendable(), **_variables(config, devices)},
+        working_directory=_working_directory(),
+        sys_path=environment.import_path(),
         sources=sources.of_functions(pickled.shipped) | of_cell.pop("sources", {}),
         **of_cell,
     )
@@ -233,6 +250,7 @@ def _launch(
             is_background=background,
             shipped=pickled.shipped,
             result_files=result_files,
+            bind=bind,
         )
         _start(job, payload, result_files)
     finally:
@@ -251,6 +269,15 @@ def _start(job: Job, payload: int, result_files: Sequence[int]) -> None:
     except BaseException:  # an interrupt may come when the ranks are on their way
         job.kill()
         raise
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            "The kernel's working directory has been deleted, and ranks start in it.", fix="os.chdir to another folder"
+        ) from None
 
 
 def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, str]:
@@ -300,8 +327,12 @@ def follow(job: Job) -> Results:
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
         _guarded(job, view.close, None)
+        saved = job.bind_what_was_saved()
         # What IPython shows in place of a traceback, which would be of our frames.
-        interrupt._render_traceback_ = lambda: [_describe_interrupt(job)]  # type: ignore[attr-defined]
+        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved)]  # type: ignore[attr-defined]
+        raise
+    except BaseException:  # such as what a signal handler of the user's raises: nobody would be left to end the run
+        job.kill()
         raise
     return job.results()
 
@@ -317,6 +348,7 @@ def _end_interrupted(job: Job) -> None:
         local.engine().close()  # the agent itself hangs: nothing that it has started outlives it
 
 
-def _describe_interrupt(job: Job) -> str:
-    stood = [f"  rank {rank} was at {line}" for rank, line in sorted(job.lines_of_failures().items()) if line]
-    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and every rank has ended.", *stood])
+def _describe_interrupt(job: Job, saved: Sequence[str]) -> str:
+    stood = [f"  {line}" for line in job.where_ranks_stood()]
+    kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
+    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and every rank has ended.", *stood, *kept])

@@ -11,23 +11,33 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Callable, Sequence
 
-from notebook_accel import environment, events
+from notebook_accel import environment, events, serialization
 from notebook_accel.channel import ClosedError, Connection
-from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
+from notebook_accel.errors import ConfigError, LaunchError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching import messages
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.processes import bootstrap
 
-__all__ = ["LocalEngine", "engine"]
+__all__ = ["LocalEngine", "check_size", "engine"]
 
 MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
+
+
+def check_size(world_size: int) -> None:
+    """Refuses more ranks than one machine can have, before anything is opened for them.
+
+    Raises:
+        ConfigError: There would be too many.
+    """
+    if world_size > MOST_RANKS:
+        raise ConfigError(
+            f"num_processes={world_size} is too many for one machine.", fix=f"num_processes={MOST_RANKS} or fewer"
+        )
 
 
 class LocalEngine:
@@ -44,10 +54,6 @@ class LocalEngine:
 
     def start(self, job: Job, payload: int, result_files: Sequence[int]) -> None:
         """Starts a job's ranks. See ``Engine.start``."""
-        if job.world_size > MOST_RANKS:
-            raise LaunchError(
-                f"{job.world_size} ranks are too many for one machine.", fix=f"num_processes={MOST_RANKS} or fewer"
-            )
         with self._lock:
             agent = self._prepared_agent()
         agent.launch(job, payload, result_files)
@@ -76,7 +82,7 @@ class _Agent:
         self._prepared_for: object = None
         self._connection, self._theirs = Connection.pair()
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the agent
+        self._errors = serialization.memory_file("notebook-accel-agent-log")
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
         self._has_started = threading.Event()
@@ -90,7 +96,8 @@ class _Agent:
         """Has a template made, unless there is one for the variables that its libraries read at import."""
         wanted = (environment.import_time_variables(), sys.prefix)
         if wanted != self._prepared_for:
-            self._send(messages.Prepare(environment=dict(os.environ), sys_path=list(sys.path)))
+            sys_path = environment.import_path()
+            self._send(messages.Prepare(environment=environment.sendable(), sys_path=sys_path))
             self._prepared_for = wanted
 
     def launch(self, job: Job, payload: int, result_files: Sequence[int]) -> None:
@@ -136,7 +143,7 @@ class _Agent:
         descriptors: Sequence[int] = (),
     ) -> None:
         try:
-            self._connection.send(messages.encode(message), descriptors)
+            _undisturbed(lambda: self._connection.send(messages.encode(message), descriptors))
         except (ClosedError, TimeoutError, OSError) as error:
             raise ProcessStartError(
                 "The agent process, which starts and supervises ranks, has gone.",
@@ -161,11 +168,13 @@ class _Agent:
         finally:
             self._theirs.close()
             self._has_started.set()
-        with contextlib.suppress(ClosedError, OSError):
-            while True:
-                for frame in self._connection.receive():
-                    self._heard(messages.decode_for_kernel(frame.body))
-        self._lost()
+        try:
+            with contextlib.suppress(ClosedError, OSError):
+                while True:
+                    for frame in self._connection.receive():
+                        self._heard(messages.decode_for_kernel(frame.body))
+        finally:
+            self._lost()
 
     def _heard(self, said: messages.Said | messages.RunEnded | messages.Broken) -> None:
         if isinstance(said, messages.Said):
@@ -194,7 +203,7 @@ class _Agent:
             else:
                 job.end("", self._loss())
         self._jobs.clear()
-        self._errors.close()
+        os.close(self._errors)
 
     def _loss(self) -> SupervisorLostError:
         return SupervisorLostError(
@@ -205,10 +214,31 @@ class _Agent:
 
     def _last_words(self) -> str:
         with contextlib.suppress(ValueError, OSError):
-            size = os.fstat(self._errors.fileno()).st_size
-            text = os.pread(self._errors.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
+            size = os.fstat(self._errors).st_size
+            text = os.pread(self._errors, 4000, max(0, size - 4000)).decode(errors="replace").strip()
             return f"It last wrote:\n{text}" if text else ""
         return ""
+
+
+def _undisturbed(act: Callable[[], None]) -> None:
+    """Does something in a thread, where no KeyboardInterrupt can come in the middle of it, and waits for its end."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="notebook-accel-send", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        thread.join(_SEND_DEADLINE_S)  # the descriptors are still being sent
+        raise
+    if raised:
+        raise raised[0]
 
 
 class _LocalControl:

@@ -40,6 +40,11 @@ class Record:
         self._ends: dict[int, Ended] = {}
         self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(world_size)]
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether rank 0 has failed and has saved the names that were to be pulled."""
+        return 0 in self.failures and self.failures[0].saved
+
     def add(self, rank: int, event: Event) -> None:
         """Takes what matters of an event."""
         if isinstance(event, Output):
@@ -85,10 +90,7 @@ class Record:
             remote_traceback=failed.traceback,
             exit_code=1,
         )
-        if failed.exception:
-            # An exception class whose constructor doesn't take its own args can't be unpickled; its text is there.
-            with contextlib.suppress(Exception):
-                error.__cause__ = serialization.loads(failed.exception, origins=shipped)
+        error.__cause__ = _cause(failed, shipped)
         return error
 
     def _died(self, rank: int) -> RankFailedError:
@@ -115,6 +117,17 @@ class Record:
             for rank, end in sorted(self._ends.items())
             if rank != reported
         )
+
+
+def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
+    """The rank's exception; where it can't be pickled, or not be made again, one of its name and text."""
+    if failed.exception:
+        with contextlib.suppress(Exception):
+            cause = serialization.loads(failed.exception, origins=shipped)
+            if isinstance(cause, BaseException):
+                return cause
+    stand_in: type[Exception] = type(failed.kind, (Exception,), {})
+    return stand_in(failed.message)
 
 
 def _advice(failed: Failed) -> str:

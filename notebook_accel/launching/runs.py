@@ -15,8 +15,9 @@ from notebook_accel.launching.processes import kill_group
 
 __all__ = ["Rank", "Run"]
 
-_EXIT_DEADLINE_S = 5.0  # from the run's last word to its last exit
+_EXIT_DEADLINE_S = 60.0  # from the run's last word to its last exit: what is registered with atexit may upload things
 _REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
+_STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
 _STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
     "interrupt": (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
     "stop": (signal.SIGTERM, signal.SIGKILL),
@@ -35,6 +36,8 @@ class Rank:
         pid: ``None`` until it was forked.
         status: How it exited, ``None`` while it lives.
         said_finished: Whether its result is there.
+        said_failed: Whether it has said what it raised; it is ending by itself then.
+        left_out_lines: Lines that it printed and that the kernel was too slow to take.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
     """
 
@@ -44,6 +47,8 @@ class Rank:
     pid: int | None = None
     status: int | None = None
     said_finished: bool = False
+    said_failed: bool = False
+    left_out_lines: int = 0
     was_told_to_end: bool = False
 
     def forked(self, pid: int) -> None:
@@ -78,6 +83,7 @@ class Run:
     descriptors: list[int]
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     reason: messages.Reason = ""
+    _how: messages.How | None = None
     _deadline_s: float | None = None
     _steps: list[signal.Signals] = dataclasses.field(default_factory=list)
     _next_step_s: float | None = None
@@ -98,8 +104,14 @@ class Run:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
     def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:
-        """Begins to end it. The first reason stays; a later end can only be a stronger one."""
+        """Begins to end it. The first reason stays; a later end counts only if it is a stronger one."""
+        if self._how is not None and _STRENGTH[how] <= _STRENGTH[self._how]:
+            return
+        self._how = how
         self.reason = self.reason or (reason or _REASONS[how])
+        for rank in self.alive:
+            if rank.said_finished:
+                rank.connection.shutdown()  # it waits for nothing but to be let go
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
 
@@ -112,7 +124,7 @@ class Run:
     def tick(self, now_s: float) -> None:
         """Does what has become due."""
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
-            self.end("stop", "timeout")
+            self.end("interrupt", "timeout")  # which says where each rank stood
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
 
@@ -125,6 +137,8 @@ class Run:
     def _step(self, now_s: float) -> None:
         number = self._steps.pop(0)
         for rank in self.alive:
+            if rank.said_failed and number != signal.SIGKILL:
+                continue
             rank.was_told_to_end = True
             rank.signal(number)
         self._next_step_s = now_s + self.launch.grace_s if self._steps else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import math
 import os
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def install(namespace: dict[str, Any]) -> None:
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
     builtins.input = _input
+    sys.breakpointhook = _breakpoint
     builtins.display = _display  # type: ignore[attr-defined]
     if "tqdm.std" in sys.modules:
         _adopt_tqdm(sys.modules["tqdm.std"].tqdm)
@@ -93,22 +95,28 @@ def _input(_prompt: object = "", /) -> str:
     raise EOFError("a rank has no keyboard: ask in another cell, and use the answer here")
 
 
+def _breakpoint(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a rank has no keyboard, so nobody could use a debugger in it: take out breakpoint()")
+
+
 def _display(*objects: Any, **_: Any) -> None:
     for obj in objects:
         data = {"text/plain": repr(obj)}
         html = getattr(obj, "_repr_html_", lambda: None)()
-        if html:
+        if isinstance(html, str):
             data["text/html"] = html
         reporting.reporter().display(data)
 
 
 def _adopt_tqdm(bar_class: Any) -> None:
     """From now on bars are counted in the rank's row instead of being drawn over its output."""
-    original_init, original_close = bar_class.__init__, bar_class.close
+    original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
     open_bars: list[_BarCounter] = []
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **{"file": _NOWHERE, **kwargs})
+        if len(args) <= _FILE_POSITION:
+            kwargs.setdefault("file", _NOWHERE)
+        original_init(self, *args, **kwargs)
         counts_itself = isinstance(getattr(self.iterable, "counter", None), reporting.Counter)
         if self.disable or counts_itself:  # a prepared loader's own count is the better one
             return
@@ -122,7 +130,11 @@ def _adopt_tqdm(bar_class: Any) -> None:
             reporting.reporter().show_outer(open_bars[0] if open_bars else None)
         original_close(self)
 
-    bar_class.__init__, bar_class.close = init, close
+    def show_postfix(self: Any, ordered_dict: Any = None, refresh: bool = True, **values: Any) -> None:
+        reporting.reporter().set_metrics({**dict(ordered_dict or {}), **values})
+        set_postfix(self, ordered_dict, refresh, **values)
+
+    bar_class.__init__, bar_class.close, bar_class.set_postfix = init, close, show_postfix
 
 
 class _BarCounter(reporting.Counter):
@@ -132,16 +144,21 @@ class _BarCounter(reporting.Counter):
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
-        super().__init__(label=bar.desc or "", total=bar.total)
+        super().__init__(label=str(bar.desc or ""), total=None if bar.total is None else _count(bar.total))
         bar.notebook_accel_counter = self  # reporters hold counters weakly: this one lives as long as its bar
 
     @property
     def step(self) -> int:  # a plain attribute elsewhere, so that training can increment it
-        return int(self.bar.n)
+        return _count(self.bar.n)
 
     @step.setter
     def step(self, value: int) -> None:
         """Counters start at zero; the bar knows better."""
+
+
+def _count(number: Any) -> int:
+    """A bar may count anything; an event has 64 bits."""
+    return max(0, min(int(number), _MOST)) if math.isfinite(number) else 0
 
 
 class _Nowhere(io.StringIO):
@@ -150,3 +167,5 @@ class _Nowhere(io.StringIO):
 
 
 _NOWHERE = _Nowhere()
+_FILE_POSITION = 4  # of tqdm's parameter `file`
+_MOST = 2**62

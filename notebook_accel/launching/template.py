@@ -110,9 +110,11 @@ def _leave_nothing_to_undo() -> None:
 
 def main(agent_descriptor: str, agent_pid: str) -> None:
     """Runs the template. Called in a new interpreter by the agent."""
-    die_with_parent(int(agent_pid), signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the agent decides when this process ends
+    die_with_parent(int(agent_pid), signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` that ends what ranks have started
+    # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     started = time.monotonic()
     for name in _REQUIRED:
         importlib.import_module(name)

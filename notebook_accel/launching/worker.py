@@ -41,12 +41,14 @@ class Target:
         function: The function to call; ``None`` if the code is a cell.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        submodules: Modules to import, since the code reaches them as attributes of their packages.
     """
 
     names: dict[str, Any]
     function: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    submodules: tuple[str, ...] = ()
 
 
 def run(order: messages.Fork, descriptors: list[int]) -> int:
@@ -86,16 +88,29 @@ def _run_to_the_end(
         module = _become_main(payload)
         opened = open_namespace(spec, payload, module.__dict__)
         shipped.extend(obj for _, obj in opened.shipped)
+        rank_pid = os.getpid()
         try:
             value = _call(spec, opened.value, module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
             value = None
+        if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
+            os._exit(0)
         pulled = {name: failure.look_up(module.__dict__, name) for name in spec.pull} if place.rank == 0 else {}
         return events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped)), 0
     except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
-        return failure.describe(error, spec, shipped), 1
+        saved = place.rank == 0 and _save_pulled(spec, result, shipped)
+        return failure.describe(error, spec, shipped, saved=saved), 1
+
+
+def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
+    """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
+    namespace = sys.modules["__main__"].__dict__
+    pulled = {name: namespace[name] for name in spec.pull if name in namespace}
+    with contextlib.suppress(Exception):  # the failure that is being reported matters more
+        return bool(pulled) and _write_result(result, 0, None, pulled, shipped) > 0
+    return False
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
@@ -106,6 +121,9 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
     opened = serialization.open_sealed(payload, namespace=namespace)
     namespace.update({name: obj for name, obj in opened.shipped if name is not None})
     namespace.update(opened.value.names)
+    for name in opened.value.submodules:
+        with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
+            importlib.import_module(name)
     return opened
 
 
@@ -128,6 +146,7 @@ def _reset_process() -> None:
     sys.argv = [""]
     # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
     random.seed()
+    sys.modules["torch"].default_generator.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
@@ -154,7 +173,7 @@ def _become_main(payload: int) -> types.ModuleType:
     """
     module = types.ModuleType("__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.worker_main", None)
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
     stand_ins.install(module.__dict__)
     return module
@@ -198,7 +217,7 @@ def _wait_for_release(link: Connection) -> None:
 
     It needs no deadline: the agent ends every run, an interrupt reaches here, and the template's end kills this rank.
     """
-    with contextlib.suppress(ClosedError):
+    with contextlib.suppress(ClosedError, KeyboardInterrupt):
         while True:
             link.receive()
 

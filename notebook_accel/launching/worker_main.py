@@ -20,9 +20,10 @@ def _fill(namespace: dict[str, object]) -> None:
     finally:
         os.close(descriptor)
     if spec.cell is not None:
-        # What a definition needs from the statements that are left out is missed only by code that uses it.
-        with contextlib.suppress(NameError):
-            exec(cell.definitions(spec.cell, spec.cell_filename), namespace)
+        for code in cell.definitions(spec.cell, spec.cell_filename):
+            # One that needs a statement that is left out is missed only by code that uses it.
+            with contextlib.suppress(Exception):
+                exec(code, namespace)
 
 
 if __name__ == "__mp_main__":

@@ -82,6 +82,9 @@ class Accelerator:
 
         Returns:
             The objects in the same order; a single one by itself.
+
+        Raises:
+            TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
         """
         kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (torch.nn.Module, self.prepare_model),  # first: optimizers follow where their parameters have gone
@@ -92,6 +95,8 @@ class Accelerator:
         prepared = objects
         for kind, prepare_one in kinds:
             prepared = tuple(prepare_one(item) if isinstance(item, kind) else item for item in prepared)
+        if any(isinstance(item, torch.nn.Module) for item in prepared):
+            optimizers.refuse_strangers(prepared, [item for _, item in self._prepared])
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:

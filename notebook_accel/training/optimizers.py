@@ -21,6 +21,7 @@ __all__ = [
     "parameters_of",
     "prepare_optimizer",
     "prepare_scheduler",
+    "refuse_strangers",
 ]
 
 
@@ -180,6 +181,31 @@ def prepare_optimizer(
     if _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
     return AcceleratedOptimizer(optimizer, state, scaler)
+
+
+def refuse_strangers(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
+    """Refuses optimizers that would train nothing: training would run, and no weight would change.
+
+    In a notebook that happens when a model was replaced by a trained copy, and its optimizer was not.
+
+    Args:
+        objects: Among them the optimizers.
+        prepared: Among them all prepared models.
+
+    Raises:
+        TrainingError: An optimizer has no parameter of any of the models.
+    """
+    models = [item for item in prepared if isinstance(item, torch.nn.Module)]
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for item in objects:
+        if isinstance(item, AcceleratedOptimizer) and known.isdisjoint(map(id, parameters_of([item]))):
+            raise TrainingError(
+                f"The optimizer {type(item.optimizer).__name__} was made for another model: none of the prepared "
+                "models has a parameter that it moves.",
+                why="Training would run and change nothing. It happens when a model is replaced by a trained one, "
+                "such as by --pull model, and its optimizer isn't.",
+                fix="make the optimizer for this model, or bring both back: --pull model,optimizer",
+            )
 
 
 def _state_lies_elsewhere(optimizer: torch.optim.Optimizer) -> bool:

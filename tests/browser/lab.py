@@ -91,6 +91,10 @@ class Lab:
         }
         (self._notebooks / name).write_text(json.dumps(notebook))
 
+    def put_file(self, name: str) -> None:
+        """Puts an empty file beside the notebooks, which is the working directory of their kernels."""
+        (self._notebooks / name).touch()
+
     def saved_text(self, name: str) -> str:
         """The notebook's file as it is, perhaps in the middle of being written."""
         return (self._notebooks / name).read_text()

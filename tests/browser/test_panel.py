@@ -63,6 +63,15 @@ import time
 print("asleep")
 time.sleep(600)
 """
+_WAITING = """
+%%distributed --num_processes 2 --name waiters {flag}
+import pathlib
+import time
+print("asleep")
+while not pathlib.Path("{file}").exists():
+    time.sleep(0.1)
+print("awake")
+"""
 
 
 def _open(page: Page, lab: Lab, name: str) -> None:
@@ -125,12 +134,17 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert panel.locator("svg path").count() == 1
     assert "running" in panel.locator(".nba-header").inner_text()
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
+    live = panel.bounding_box()
 
     _wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()
     assert _steps(panel) == [_STEPS, _STEPS]
     assert panel.count() == 1
     assert panel.locator(".widget-html").count() == 0
+    ended = panel.bounding_box()
+    assert live is not None
+    assert ended is not None
+    assert (ended["x"], ended["width"]) == (live["x"], live["width"])
     assert f"epoch {_EPOCHS}: loss" in panel.inner_text()
     screenshot(panel, "panel_finished")
 
@@ -169,3 +183,57 @@ def test_a_run_in_the_background_is_dark_in_a_dark_theme_and_stopped_by_a_click(
     panel.locator(".nba-header").get_by_text("stopped").wait_for()
     assert panel.get_by_role("button").count() == 0
     assert page.locator(".nba-panel").count() == 1
+
+
+@pytest.mark.parametrize("flag", ["", "--background"])
+def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
+    page: Page, lab: Lab, screenshot: Screenshot, flag: str
+) -> None:
+    name = f"reloaded{flag}"
+    waiting = _WAITING.format(flag=flag, file=f"{name}.go").strip()
+    lab.write_notebook(f"{name}.ipynb", ["%load_ext notebook_accel", waiting])
+    page.on("dialog", lambda dialog: dialog.accept())
+    _open(page, lab, f"{name}.ipynb")
+    _run_cell(page, 0)
+    _wait_until_done(page, 0)
+    panel = _run_cell(page, 1).locator(".nba-panel")
+    panel.get_by_text("asleep").last.wait_for()
+    _save(page, lab, f"{name}.ipynb", "widget-view+json")
+
+    page.reload()
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
+    if flag:  # the kernel is free to tell the new page about its widgets
+        panel.get_by_text("asleep").last.wait_for()
+    lab.put_file(f"{name}.go")
+    panel.locator(".nba-header").get_by_text("finished").wait_for()
+    assert "awake" in panel.inner_text()
+    assert panel.count() == 1
+    assert panel.get_by_role("button").count() == 0
+    screenshot(panel, f"panel_{name}")
+
+
+def test_a_panel_whose_kernel_was_restarted_says_so_once(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    waiting = _WAITING.format(flag="--background", file="never").strip()
+    lab.write_notebook("restarted.ipynb", ["%load_ext notebook_accel", waiting])
+    _open(page, lab, "restarted.ipynb")
+    _run_cell(page, 0)
+    _wait_until_done(page, 0)
+    panel = _run_cell(page, 1).locator(".nba-panel")
+    panel.get_by_text("asleep").last.wait_for()
+    page.get_by_role("menuitem", name="Kernel").click()
+    page.get_by_text("Restart Kernel…", exact=True).click()
+    page.get_by_role("button", name="Confirm Kernel Restart").click()
+    page.locator(".nba-panel.jupyter-widgets-disconnected").wait_for()
+
+    def marks() -> list[str]:
+        """What stands before the widgets that are cut off."""
+        return panel.evaluate(
+            """panel => [panel, ...panel.querySelectorAll(".jupyter-widgets-disconnected")]
+                .map(widget => getComputedStyle(widget, "::before").content)
+                .filter(content => content !== "none")"""
+        )
+
+    processes.wait_until(lambda: marks() == ['"kernel gone"'], "one badge says that the kernel is gone")
+    assert not panel.locator(".nba-header").get_by_text("running").is_visible()
+    screenshot(panel, "panel_restarted")
+    page.get_by_text("| Idle").wait_for()  # a kernel that is being restarted can't be shut down

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kernel_ext import magics
 from notebook_accel import config
 from tests import kernels
 
@@ -63,10 +64,13 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("--mixed_precision fp4", "mixed_precision='fp4' is not known."),
         ("--timeout_s soon", "timeout_s='soon' is not a number."),
         ("--nonsense 3", "there is no option --nonsense"),
+        ("--num_proceses 3", "there is no option --num_proceses; is it --num_processes"),
+        ("--pull modle", "the cell neither assigns nor uses 'modle'"),
         ("--num_processes", "expected one argument"),
         ("--pull a-b", "'a-b' is no name"),
         ("--push nowhere", "the notebook has no name 'nowhere'"),
         ("--out 3x", "'3x' is no name"),
+        ("--args (1, 2", "a quote or a bracket is not closed"),
         ("--args (1,)", "the cell doesn't end with a `def`"),
         ("--mixed_precision fp16", "the ranks run on the CPU"),
     ],
@@ -112,6 +116,26 @@ def test_configuration_file_and_environment_are_read(notebook: kernels.Kernel, t
     assert notebook.run("%%distributed" + cell).result == "['no', 'no']"
     assert notebook.run("%%distributed -n 1 --mixed_precision bf16" + cell).result == "['bf16']"
     notebook.run("del os.environ['NOTEBOOK_ACCEL_MIXED_PRECISION'], os.environ['NOTEBOOK_ACCEL_CONFIG_FILE']")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-n 2 --pull model, history", ["-n", "2", "--pull", "model, history"]),
+        ("--args dict(a=1) -n 2", ["--args", "dict(a=1)", "-n", "2"]),
+        ("--args [1, [2, 3], 4]", ["--args", "[1, [2, 3], 4]"]),
+        ("--args=({'a': 'b c'}, model[0])", ["--args=({'a': 'b c'}, model[0])"]),
+        ("--name 'my run'  # a comment", ["--name", "my run"]),
+        ('--name="my run"', ["--name=my run"]),
+    ],
+)
+def test_line_is_split_as_people_write_it(line: str, words: list[str]) -> None:
+    assert magics._split(line) == words
+
+
+def test_names_may_have_blanks_between_them(notebook: kernels.Kernel) -> None:
+    assert notebook.run("%%distributed -n 1 --pull first, second\nfirst, second = 1, 2").status == "ok"
+    assert notebook.value("first, second") == "(1, 2)"
 
 
 def test_cell_without_a_value_shows_none(notebook: kernels.Kernel) -> None:

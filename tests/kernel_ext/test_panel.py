@@ -116,14 +116,47 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(ke
     assert _WIDGET_VIEW not in last["data"]
 
 
-def test_no_comm_stays_open(kernel: kernels.Kernel) -> None:
-    before = kernel.value("len(get_ipython().kernel.comm_manager.comms)")
+def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(kernel: kernels.Kernel) -> None:
+    before = int(kernel.value("len(get_ipython().kernel.comm_manager.comms)"))
     messages = _messages(kernel, "job = make_job(is_background=True); view = open_view(job); finish(job); view.close()")
-    opened = {message["content"]["comm_id"] for message in messages if message["msg_type"] == "comm_open"}
-    closed = {message["content"]["comm_id"] for message in messages if message["msg_type"] == "comm_close"}
-    assert opened
-    assert opened == closed
-    assert kernel.value("len(get_ipython().kernel.comm_manager.comms)") == before
+    models = {
+        message["content"]["comm_id"]: message["content"]["data"]["state"]
+        for message in messages
+        if message["msg_type"] == "comm_open"
+    }
+    shown = next(message["content"]["data"] for message in messages if message["msg_type"] == "display_data")
+    for message in messages:
+        if message["msg_type"] == "comm_msg" and message["content"]["data"]["method"] == "update":
+            models[message["content"]["comm_id"]].update(message["content"]["data"]["state"])
+        elif message["msg_type"] == "comm_close":
+            del models[message["content"]["comm_id"]]
+
+    root = models.pop(shown[_WIDGET_VIEW]["model_id"])
+    (child,) = root["children"]
+    summary = models.pop(child.removeprefix("IPY_MODEL_"))
+    assert "finished" in summary["value"]
+    kept = {root["layout"], summary["layout"], summary["style"]}
+    assert {f"IPY_MODEL_{model}" for model in models} == kept
+    assert int(kernel.value("len(get_ipython().kernel.comm_manager.comms)")) == before + 2 + len(kept)
+
+
+def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kernel) -> None:
+    messages = _messages(
+        kernel,
+        """
+        job = make_job(is_background=True)
+        view = open_view(job)
+        start(job)
+        job.deliver(1, events.Failed(kind="ValueError", message="<boom>", traceback="In[7], line 12\\n<boom>"))
+        job.deliver(1, events.Ended(exit_code=1))
+        job.deliver(0, events.Ended(signal=15, stopped=True))
+        job.end("")
+        view.close()
+        """,
+    )
+    (summary,) = (message["content"]["data"] for message in messages if message["msg_type"] == "update_display_data")
+    assert "traceback of rank 1 · job.results() raises it" in summary["text/html"]
+    assert "In[7], line 12\n&lt;boom&gt;" in summary["text/html"]
 
 
 def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:

@@ -138,7 +138,7 @@ def test_many_metrics_share_a_column() -> None:
     state.apply(0, events.Metrics(step=1, values={f"m{index}": float(index) for index in range(7)}))
     table = _Document(table_html(state, 0.0))
     assert "other metrics" in table.text
-    assert "m5 5.000, m6 6.000" in table.text
+    assert "m5 5, m6 6" in table.text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
@@ -146,17 +146,21 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
     state.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
     lines = summary_text(_facts(), state, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "last", "output"]
-    assert lines[3].split() == ["1", "running", "7.000", "8.000"]
+    assert lines[3].split() == ["1", "running", "7", "8"]
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.28412, "0.284"),
-        (12.5, "12.500"),
-        (1234.56, "1,234.6"),
+        (0.284123, "0.2841"),
+        (0.0013, "0.0013"),
+        (12.5, "12.5"),
+        (1234.56, "1,235"),
         (3e-5, "3e-05"),
-        (0.0, "0.000"),
+        (1.23456e7 + 0.5, "1.235e+07"),
+        (0.0, "0"),
+        (2.0, "2"),
+        (1234567.0, "1,234,567"),
         (float("nan"), "nan"),
     ],
 )
@@ -194,6 +198,36 @@ def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
     assert "script" not in tags
 
 
+def test_summary_folds_nothing_of_a_screenful() -> None:
+    state = _training()
+    state.apply(0, events.Output(stream="stdout", text="\n".join(f"line {number}" for number in range(30))))
+    summary = _Document(summary_html(_facts(), state, 5.0))
+    assert "line 0\n" in summary.text
+    assert "details" not in {tag for tag, _ in summary.elements}
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
+    traceback = f"\x1b[31mIn[7], line 12\x1b[0m\n{_ATTACK}\n"
+    facts = _facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
+    summary = _Document(summary_html(facts, _training(), 5.0))
+    assert f"In[7], line 12\n{_ATTACK}" in summary.text
+    assert "traceback of rank 1" in summary.text
+    # Where a cell waits for the run, the cell raises it.
+    assert ("job.results() raises it" in summary.text) == is_background
+    (details,) = [attributes for tag, attributes in summary.elements if tag == "details"]
+    assert ("open" in details) == is_background
+    assert {"script", "img"}.isdisjoint(tag for tag, _ in summary.elements)
+
+
+def test_summary_keeps_the_end_of_a_long_traceback() -> None:
+    traceback = "\n".join(f"frame {number}" for number in range(1000))
+    summary = _Document(summary_html(_facts(status="failed", failed_rank=0, traceback=traceback), _training(), 5.0))
+    assert "… 800 lines left out …\nframe 800\n" in summary.text
+    assert "frame 999" in summary.text
+    assert "frame 799" not in summary.text
+
+
 def test_summary_says_how_many_lines_were_left_out() -> None:
     state = _training()
     for number in range(1500):
@@ -202,6 +236,7 @@ def test_summary_says_how_many_lines_were_left_out() -> None:
         assert "… 500 lines left out …" in shown
         assert "0 │ 0\n" in shown
         assert "0 │ 1499" in shown
+    assert "1,488 earlier lines, 500 of them left out" in _Document(summary_html(_facts(), state, 5.0)).text
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
@@ -210,15 +245,22 @@ def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
 
 
+def test_summary_of_a_silent_run_with_a_chart_keeps_the_chart_in_its_place() -> None:
+    summary = _Document(summary_html(_facts(status="succeeded"), _training(), 5.0))
+    classes = [attributes.get("class") for _, attributes in summary.elements]
+    assert classes.index("nba-output-pane") < classes.index("nba-chart-pane")
+    assert "no output" in summary.text
+
+
 def test_summary_in_text_is_an_aligned_table() -> None:
     state = _training()
     state.apply(0, events.Output(stream="stdout", text="hello"))
     state.apply(1, events.Ended(signal=9))
     assert summary_text(_facts(status="failed"), state, 5.0).splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
-        "rank  state    step      steps/s  left   loss   memory        last output",
-        "0     running  50 / 100  10.0     00:15  0.333  9.0 / 16 GiB  hello",
-        "1     killed   50 / 100  10.0     \N{EN DASH}      0.333  9.0 / 16 GiB",
+        "rank  state    step      steps/s  left   loss    memory        last output",
+        "0     running  50 / 100  10.0     00:15  0.3333  9.0 / 16 GiB  hello",
+        "1     killed   50 / 100  10.0     \N{EN DASH}      0.3333  9.0 / 16 GiB",
         "rank 1: killed by SIGKILL",
         "0 │ hello",
     ]
@@ -261,12 +303,22 @@ def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]
 
 def test_chart_needs_two_points_and_says_what_it_shows() -> None:
     state = RunState(1)
+    state.apply(0, events.Progress(step=0, steps=0))
     state.apply(0, events.Metrics(step=0, values={"loss": 2.0}))
     assert chart_html(state) == ""
     state.apply(0, events.Metrics(step=50, values={"loss": 0.5}))
     chart = _Document(chart_html(state))
     assert chart.having(role="img")[0]["aria-label"] == "loss over 50 steps: from 2 to 0.5"
     assert "50 steps" in chart.text
+
+
+def test_chart_of_a_run_without_steps_is_over_its_reports() -> None:
+    state = RunState(1)
+    for loss in (2.0, 1.0, 0.5):
+        state.apply(0, events.Metrics(step=0, values={"loss": loss}))
+    chart = _Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 3 reports: from 2 to 0.5"
+    assert "3 reports" in chart.text
 
 
 @given(st.lists(st.floats(), min_size=2, max_size=20))

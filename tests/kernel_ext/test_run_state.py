@@ -170,6 +170,7 @@ def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None
 
 def test_history_is_the_mean_of_the_ranks_once_each_has_reported_again() -> None:
     state = RunState(2)
+    state.apply(0, _progress(0.0, 0))
     for rank, step, loss in [(0, 1, 4.0), (1, 1, 3.0), (0, 2, 2.0), (1, 3, 1.0), (0, 4, 0.0)]:
         state.apply(rank, events.Metrics(step=step, values={"loss": loss}))
     assert state.history["loss"].points == [(1, 4.0), (2, 2.5), (4, 0.5)]
@@ -177,10 +178,24 @@ def test_history_is_the_mean_of_the_ranks_once_each_has_reported_again() -> None
 
 def test_history_goes_on_when_a_rank_stops_reporting() -> None:
     state = RunState(2)
+    state.apply(0, _progress(0.0, 0))
     state.apply(1, events.Metrics(step=1, values={"loss": 3.0}))
     for step in range(2, 6):
         state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
     assert state.history["loss"].points == [(1, 3.0), (3, 2.0), (5, 2.0)]
+
+
+def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
+    state = RunState(1)
+    for loss in (4.0, 3.0, 2.0):
+        state.apply(0, events.Metrics(step=0, values={"loss": loss}))
+    assert state.history["loss"].unit == "reports"
+    assert state.history["loss"].points == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    state.apply(0, _progress(0.0, 1))
+    for step in (1, 2):
+        state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
+    assert state.history["loss"].unit == "steps"
+    assert state.history["loss"].points == [(1, 1.0), (2, 1.0)]
 
 
 def test_losses_come_first_among_the_metrics() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import pytest
 
 from notebook_accel.errors import CellError
@@ -33,10 +35,26 @@ from notebook_accel.launching import cell
     ("async def f():\n    return await y", ("y",)),
     ("x: int = 3\nx", ()),
     ("a.b = c\na[i] += d", ("a", "c", "i", "d")),
+    ("for i in items:\n    if i: break\n    if not i: continue\n    loss = i\nloss", ("items",)),
+    ("input.sum() + id", ("input", "id")),
     ("global_name = 1\ndef f():\n    global counter\n    counter = counter + 1", ("counter",)),
 ])  # fmt: skip
 def test_names_that_come_from_the_notebook(source: str, uses: tuple[str, ...]) -> None:
-    assert sorted(cell.parse(source, "In[1]").uses) == sorted(uses)
+    found = [name for name in cell.parse(source, "In[1]").uses if name in uses or not hasattr(builtins, name)]
+    assert sorted(found) == sorted(uses)
+
+
+def test_builtins_are_captured_only_where_the_notebook_has_its_own() -> None:
+    parsed = cell.parse("input, id, len", "In[1]")
+    assert parsed.captured({"input": 3, "id": id, "len": "mine"}) == {"input": 3, "len": "mine"}
+
+
+def test_submodules_that_the_cell_reaches_are_named() -> None:
+    parsed = cell.parse("xml.dom.minidom.parseString(text)", "In[1]")
+    import xml.dom.minidom
+
+    assert "xml.dom.minidom" in parsed.submodules({"xml": xml, "text": ""})
+    assert cell.parse("xml", "In[1]").submodules({"xml": xml}) == ()
 
 
 def test_captured_takes_what_the_notebook_has_and_what_is_pushed() -> None:
@@ -46,16 +64,27 @@ def test_captured_takes_what_the_notebook_has_and_what_is_pushed() -> None:
         parsed.captured({"model": 1}, ["gone"])
 
 
+def test_pulled_name_has_to_be_one_that_the_cell_knows() -> None:
+    parsed = cell.parse(
+        "import os as o\nmodel = f(net)\ndef g():\n    global counter\n    counter = local = 1", "In[1]"
+    )
+    parsed.refuse_unknown(["model", "net", "o", "g", "counter", "hidden"], ["hidden"])
+    with pytest.raises(CellError, match="pull model"):
+        parsed.refuse_unknown(["modle"], [])
+    cell.parse("from math import *", "In[1]").refuse_unknown(["pi"], [])
+
+
 def test_final_def_is_what_is_called() -> None:
     assert cell.parse("x = 1\ndef train(): pass", "In[1]").calls == "train"
     assert cell.parse("def train(): pass\ntrain()", "In[1]").calls == ""
 
 
 def test_definitions_are_what_workers_need() -> None:
-    code = cell.definitions("import os\nN = 3\nx = f()\nclass A: pass\ndef g(): return 1\nprint(x)", "In[1]")
+    source = "import os\nN: int = 3\nx = f()\nclass A: pass\ndef g(): return 1\nif N:\n    import re\nelse: pass"
     namespace: dict[str, object] = {}
-    exec(code, namespace)
-    assert sorted(namespace.keys() - {"__builtins__"}) == ["A", "N", "g", "os"]
+    for code in cell.definitions(source, "In[1]"):
+        exec(code, namespace)
+    assert sorted(name for name in namespace if not name.startswith("__")) == ["A", "N", "g", "os", "re"]
 
 
 @pytest.mark.parametrize("source", ["x = = 1", "return 3", "def f(:", "'abc"])

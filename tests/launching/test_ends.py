@@ -132,6 +132,83 @@ def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel) -> None:
     assert rank_processes(notebook) == []
 
 
+def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 2 --timeout_s 1\nx = 1\ntime.sleep(60)")
+    assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
+
+
+def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel) -> None:
+    notebook.run("weights, step = torch.zeros(5000), 0")
+    cell = notebook.start("""%%distributed -n 2 --pull weights,step
+weights += 1
+step = 7
+print("half done", flush=True)
+time.sleep(60)""")
+    cell.wait_for_output("0 │ half done")
+    notebook.interrupt()
+    outcome = cell.finish()
+    assert "weights, step: pulled as it was then in rank 0" in outcome.traceback
+    assert notebook.run("float(weights.mean()), step").result == "(1.0, 7)"
+    outcome = notebook.run(
+        "%%distributed -n 1 --pull weights,late\nweights += 1\nif weights.sum(): raise ValueError\nlate = 1"
+    )
+    assert "Pulled all the same, as it was then in rank 0: weights" in outcome.traceback
+    assert float(notebook.run("float(weights.mean())").result) == 2.0
+
+
+def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel) -> None:
+    started = time.monotonic()
+    outcome = notebook.run(f"""%%distributed -n 2
+import threading
+if {RANK}:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("boom")
+time.sleep(60)""")
+    assert time.monotonic() - started < 30  # neither the thread's 60 s nor rank 0's
+    assert "rank 1 of 2 failed" in outcome.traceback and "rank 0: stopped" in outcome.traceback
+
+
+def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:
+    cell = "%%distributed -n 1 --background --out deaf --view none --grace_s 1"
+    notebook.run(cell + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(60)")
+    notebook.run("deadline = time.monotonic() + 30\nwhile deaf.status == 'starting': time.sleep(0.05)")
+    notebook.run("while not deaf.done and time.monotonic() < deadline: deaf.stop(); time.sleep(0.1)")
+    assert notebook.run("deaf.status, time.monotonic() < deadline").result == "('stopped', True)"
+
+
+def test_what_one_rank_garbles_ends_no_other_run(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed -n 1 --background --out other --view none\ntime.sleep(2)\n'fine'")
+    outcome = notebook.run("""%%distributed -n 1
+from tqdm.auto import tqdm
+from notebook_accel import report
+from notebook_accel.reporting import reporter
+for i in tqdm(range(3), total=12.5): report(loss=10**400)
+class Odd:
+    def _repr_html_(self): return b"bytes"
+display(Odd())
+reporter()._connection.send(b"no event at all")
+'done'""")
+    assert outcome.result == "['done']", outcome.traceback
+    assert notebook.run("other.results(timeout_s=30)").result == "['fine']"
+
+
+def test_exception_that_cannot_be_described_or_sent_is_reported_all_the_same(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("""%%distributed -n 1
+import tempfile, threading
+class Broken(Exception):
+    def __init__(self): self.lock = threading.Lock()
+    def __str__(self): raise TypeError("no text")
+with tempfile.TemporaryDirectory() as folder: os.chdir(folder)
+raise Broken()""")
+    assert "rank 0 of 1 failed at In[" in outcome.traceback and "Broken" in outcome.traceback
+    notebook.run("""from notebook_accel import notebook_launcher, RankFailedError
+def fail():
+    error = ValueError("text"); error.lock = __import__("threading").Lock(); raise error
+try: notebook_launcher(fail, num_processes=1, view="none")
+except RankFailedError as error: caught = error.__cause__""")
+    assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
+
+
 def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel) -> None:
     notebook.run("%%distributed -n 1\nimport subprocess\nsubprocess.Popen(['sleep', '300'])\nraise ValueError('done')")
     processes.wait_until(lambda: rank_processes(notebook) == [], "the rank's own child is gone")

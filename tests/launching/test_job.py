@@ -12,6 +12,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RankFailedError, RunStoppedError, RunTimeoutError
 from notebook_accel.launching.job import Job, JobSpec, Results, Source
 
+BOUND: dict[str, object] = {}
+
 
 def make_job(world_size: int = 2, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
@@ -24,6 +26,7 @@ def make_job(world_size: int = 2, **options: object) -> Job:
         is_background=False,
         shipped=(),
         result_files=files,
+        bind=BOUND.update,
     )
 
 
@@ -49,7 +52,7 @@ def test_results_and_pulled_names(job: Job) -> None:
     assert (job.done, job.status) == (False, "starting")
     job.end("")
     assert job.results() == ["zero", "one"]
-    assert (job.status, job.error, job.pulled) == ("succeeded", None, {"model": 3})
+    assert (job.status, job.error, BOUND) == ("succeeded", None, {"model": 3})
     assert job.results() is job.results()
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):

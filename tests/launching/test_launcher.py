@@ -49,6 +49,12 @@ def test_what_is_no_function_is_refused() -> None:
         notebook_launcher(train())  # type: ignore[func-returns-value, arg-type]  # the mistake that people make
 
 
+@pytest.mark.parametrize("args", ["no", 42])
+def test_arguments_without_their_comma_are_refused(args: Any) -> None:
+    with pytest.raises(ConfigError, match="the comma makes it a tuple"):
+        notebook_launcher(train, args=args)
+
+
 def test_preflight_refuses_before_anything_is_pickled() -> None:
     with pytest.raises(PreflightError, match="the ranks run on the CPU"):
         notebook_launcher(train, (threading.Lock(),), num_processes=2, mixed_precision="fp16", use_cpu=True)

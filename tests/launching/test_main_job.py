@@ -105,9 +105,14 @@ OFFSET = 100
 class Shifted(Dataset):
     def __len__(self): return 4
     def __getitem__(self, index): return helper(index) + OFFSET
+class Sample:
+    pass
+def samples(batch): return [Sample() for _ in batch]
 def drawn(data):
     loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="{method}")
     return [x for batch in loader for x in batch.tolist()]
+sample = next(iter(DataLoader(numbers, num_workers=1, multiprocessing_context="{method}", collate_fn=samples)))[0]
+assert type(sample) is Sample
 drawn(numbers), drawn(Shifted())""")
     )
     expected = ([0, 3, 6, 9, 12, 15, 18, 21], [100, 103, 106, 109])
@@ -196,6 +201,32 @@ listed, where""")
     assert outcome.stdout.count("printed by a shell") == 2
 
 
+def test_final_def_leaves_the_notebooks_other_names_alone(run: Run) -> None:
+    ok(run("state, size = 'trained', 3"))
+    ok(
+        run(
+            "%%distributed -n 1\nstate = None\nsize = 5\nadded = 7\ndevice = torch.device('cpu')\ndef go(d=None): return size"
+        )
+    )
+    assert run("state, size, added, go()").result == "('trained', 3, 7, 3)"
+
+
+def test_loop_with_break_and_continue(run: Run) -> None:
+    assert ok(run("%%distributed -n 1\nfor i in range(9):\n    if i < 3: continue\n    break\ni")).result == "[3]"
+
+
+def test_submodule_that_was_imported_in_another_cell(run: Run) -> None:
+    ok(run("import xml.dom.minidom"))
+    outcome = ok(run("%%distributed -n 1\nxml.dom.minidom.parseString('<a/>').documentElement.tagName"))
+    assert outcome.result == "['a']"
+
+
+def test_libraries_own_variables_keep_the_template(run: Run) -> None:
+    before = ok(run("%%distributed -n 1\nos.getppid()")).result
+    ok(run("torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nimport sklearn"))
+    assert ok(run("%%distributed -n 1\nos.getppid()")).result == before
+
+
 def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
     ok(run("hidden = 41"))
     outcome = run("%%distributed -n 2\neval('hidden + 1')")
@@ -231,10 +262,10 @@ import my_module_xyz
 
 
 def test_each_launch_draws_other_random_numbers(run: Run) -> None:
-    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\nrandom.random(), numpy.random.rand()"
+    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\nrandom.random(), numpy.random.rand(), float(torch.rand(1))"
     ok(run(cell.format(name="first")))
     ok(run(cell.format(name="second")))
-    assert run("len({x for pair in [*first, *second] for x in pair})").result == "8"
+    assert run("len({x for pair in [*first, *second] for x in pair})").result == "12"
 
 
 @pytest.mark.front_end
@@ -271,7 +302,7 @@ thread.start(); thread.join(30)""")
     assert run("len([t for t in threading.enumerate() if 'view' in t.name])").result == "0"
     ok(run("import gc; del jobs; gc.collect()"))
     ok(run("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]"))
-    assert run("[target for target in held if 'memfd:notebook-accel' in target]").result == "[]"
+    assert run("[target for target in held if 'accel-result' in target or 'accel-payload' in target]").result == "[]"
 
 
 def test_output_comes_whole_in_order_and_complete(run: Run) -> None:
@@ -298,6 +329,23 @@ tqdm.write("beside the bar")""")
     assert outcome.stdout.count("beside the bar") == 2
     assert "rank 0  step 40/40" in outcome.stdout
     assert "%|" not in outcome.stdout
+
+
+def test_numbers_beside_a_bar_are_metrics(run: Run) -> None:
+    outcome = ok(
+        run("""%%distributed -n 1
+from tqdm.auto import tqdm
+bar = tqdm(range(3))
+for i in bar: bar.set_postfix(loss=torch.tensor(i / 4), phase="warm")""")
+    )
+    assert "rank 0  step 3/3  loss 0.5" in outcome.stdout
+
+
+def test_background_job_binds_what_it_pulls_when_its_results_are_read(run: Run) -> None:
+    ok(run("total = 0"))
+    ok(run("%%distributed -n 2 --background --out job --pull total --view none\ntotal = 5"))
+    assert run("total").result == "0"
+    assert run("list(job.results(timeout_s=30)), total").result == "([None, None], 5)"
 
 
 def test_reported_metrics_are_shown(run: Run) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.optimizers import (
     AcceleratedOptimizer,
@@ -219,3 +220,21 @@ def test_clipping_values_waits_for_the_end_of_the_window() -> None:
             assert parameter.grad is not None
             largest.append(parameter.grad.max().item())
     assert largest == [3, 1]
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TrainingError, match="made for another model"):
+        accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_optimizer_of_a_part_or_of_a_model_prepared_before_is_taken() -> None:
+    model, other = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU()), torch.nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(other)
+    *_, of_part, of_other = accelerator.prepare(
+        model, torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    )
+    assert of_part.param_groups[0]["params"][0] is model[0].weight
+    assert of_other.param_groups[0]["params"][0] is other.weight
