@@ -87,7 +87,8 @@ def test_optimizer_keeps_its_models_parameters(memory_file: int) -> None:
 @pytest.mark.parametrize("tensor", [
     torch.empty(0), torch.tensor(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(5000).to_sparse(),
     torch.ones(64, 64).t(), torch.ones(4000, dtype=torch.uint16),
-    torch.ones(9).to(torch.float8_e4m3fn), torch.ones(9000, requires_grad=True) * 2, torch.ones(3000, dtype=torch.complex64),
+    torch.ones(9).to(torch.float8_e4m3fn), torch.ones(9000, requires_grad=True) * 2,
+    torch.ones(3000, dtype=torch.complex64),
 ])  # fmt: skip
 def test_kinds_of_tensors(tensor: torch.Tensor, memory_file: int) -> None:
     _, opened = send(tensor, memory_file)

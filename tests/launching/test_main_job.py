@@ -205,7 +205,8 @@ def test_final_def_leaves_the_notebooks_other_names_alone(run: Run) -> None:
     ok(run("state, size = 'trained', 3"))
     ok(
         run(
-            "%%distributed -n 1\nstate = None\nsize = 5\nadded = 7\ndevice = torch.device('cpu')\ndef go(d=None): return size"
+            "%%distributed -n 1\nstate = None\nsize = 5\nadded = 7\n"
+            "device = torch.device('cpu')\ndef go(d=None): return size"
         )
     )
     assert run("state, size, added, go()").result == "('trained', 3, 7, 3)"
@@ -225,6 +226,32 @@ def test_libraries_own_variables_keep_the_template(run: Run) -> None:
     before = ok(run("%%distributed -n 1\nos.getppid()")).result
     ok(run("torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nimport sklearn"))
     assert ok(run("%%distributed -n 1\nos.getppid()")).result == before
+
+
+def test_cell_that_trains_goes_on_where_it_was_when_it_is_run_again(run: Run) -> None:
+    ok(
+        run("""from torch.utils.data import DataLoader
+torch.manual_seed(0)
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader = DataLoader(list(zip(torch.randn(32, 8), torch.ones(32, 1))), batch_size=8)""")
+    )
+    cell = """%%distributed -n 2 --pull {pull}
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+wrapped, optimizer, batches = accelerator.prepare(net, optimizer, loader)
+for x, y in batches:
+    loss = (wrapped(x) - y).square().mean()
+    accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+net = accelerator.unwrap_model(wrapped)
+loss.item()"""
+    weights = []
+    for _ in range(3):
+        ok(run(cell.format(pull="net,optimizer")))
+        weights.append(run("net.weight.sum().item()").result)
+    assert len(set(weights)) == 3
+    ok(run(cell.format(pull="net")))
+    assert "made for another model" in run(cell.format(pull="net")).traceback
 
 
 def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
@@ -262,7 +289,8 @@ import my_module_xyz
 
 
 def test_each_launch_draws_other_random_numbers(run: Run) -> None:
-    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\nrandom.random(), numpy.random.rand(), float(torch.rand(1))"
+    draw = "random.random(), numpy.random.rand(), float(torch.rand(1))"
+    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\n" + draw
     ok(run(cell.format(name="first")))
     ok(run(cell.format(name="second")))
     assert run("len({x for pair in [*first, *second] for x in pair})").result == "12"
