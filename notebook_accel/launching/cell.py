@@ -23,7 +23,6 @@ __all__ = ["Cell", "definitions", "parse"]
 # IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
 _OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
-_MISSING = object()
 _OF_THE_MODULE = {
     "__name__",
     "__doc__",
@@ -150,11 +149,10 @@ def _may_come_from_notebook(name: str) -> bool:
 
 
 def _is_builtin(name: str, value: Any) -> bool:
-    # IPython puts an `open` of its own into the namespace, which warns about the standard streams' descriptors.
-    return (
-        value is getattr(builtins, name, _MISSING)
-        or getattr(value, "__module__", None) == "IPython.core.interactiveshell"
-    )
+    if not hasattr(builtins, name):
+        return False
+    # IPython puts an `open` of its own into the namespace, which refuses the standard streams' descriptors.
+    return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
 def _defines(node: ast.stmt) -> bool:

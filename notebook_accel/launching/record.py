@@ -42,8 +42,8 @@ class Record:
 
     @property
     def has_saved(self) -> bool:
-        """Whether rank 0 has failed and has saved the names that were to be pulled."""
-        return 0 in self.failures and self.failures[0].saved
+        """Whether the names that were to be pulled are there: rank 0 has finished, or has saved them when it failed."""
+        return 0 in self.finished or (0 in self.failures and self.failures[0].saved)
 
     def add(self, rank: int, event: Event) -> None:
         """Takes what matters of an event."""

@@ -110,6 +110,17 @@ def test_last_lines_belong_to_the_rank_that_failed(job: Job) -> None:
     assert error.last_output == tuple(f"{letter} {number}" for number in range(25, 30) for letter in "ab")
 
 
+def test_what_rank_0_sent_is_bound_though_another_rank_failed(job: Job) -> None:
+    BOUND.clear()
+    write_result(job, 0, "zero", {"model": 4})
+    job.deliver(1, failed("x", 1.0))
+    job.deliver(1, events.Ended(exit_code=1))
+    error = reported(job)
+    assert (error.rank, error.pulled, BOUND) == (1, ("model",), {"model": 4})
+    with pytest.raises(RankFailedError):
+        job.results()
+
+
 def test_stopped_run_says_so() -> None:
     job = make_job()
     job.end("stopped")
