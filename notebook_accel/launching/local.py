@@ -195,8 +195,9 @@ class _Agent:
     def _lost(self) -> None:
         self.is_lost = True
         assert self._process is not None
-        self._process.wait()
+        self._connection.shutdown()  # whatever has ended the reading, this ends the agent
         self._connection.close()
+        self._process.wait()
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
@@ -204,6 +205,7 @@ class _Agent:
                 job.end("", self._loss())
         self._jobs.clear()
         os.close(self._errors)
+        self._errors = -1  # the number may soon be another file's
 
     def _loss(self) -> SupervisorLostError:
         return SupervisorLostError(
