@@ -14,7 +14,18 @@ from collections.abc import Iterator, Mapping
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["RankPlace", "import_time_variables", "is_false", "is_true", "patched"]
+__all__ = [
+    "COMPAT",
+    "MIXED_PRECISION",
+    "USE_CPU",
+    "RankPlace",
+    "import_path",
+    "import_time_variables",
+    "is_false",
+    "is_true",
+    "patched",
+    "sendable",
+]
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"

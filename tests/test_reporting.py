@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import types
 import weakref
@@ -181,6 +182,7 @@ def test_reader_that_has_gone_is_no_reason_to_fail(rank: types.SimpleNamespace) 
     rank.reporter.send(events.Started(pid=1))
     notebook_accel.report(loss=1)
     rank.end()
+    assert "notebook-accel-reporter" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_process_that_the_rank_forks_says_nothing(rank: types.SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -218,6 +219,4 @@ def test_kernel_without_torch_can_send() -> None:
         "import sys; from notebook_accel import serialization as s;"
         "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
     )
-    import subprocess
-
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

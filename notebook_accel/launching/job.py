@@ -294,7 +294,7 @@ class Job:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: Any) -> None:
+    def _tell(self, what: Callable[[Control], None]) -> None:
         if self._control is not None and not self.done:
             what(self._control)
 

@@ -109,16 +109,7 @@ def notebook_launcher(
         max_restarts=(max_restarts == 0, max_restarts),
         log_line_prefix_template=(log_line_prefix_template is None, log_line_prefix_template),
     )
-    if not callable(function):
-        raise ConfigError(
-            f"notebook_launcher takes a function, not {type(function).__name__}.",
-            fix="notebook_launcher(train, args=(...)): the function itself, without calling it",
-        )
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise ConfigError(
-            f"args={args!r} is {type(args).__name__}, not a list of arguments.",
-            fix=f"args=({args!r},): the comma makes it a tuple of one",
-        )
+    _refuse_what_cannot_be_called(function, args)
     options = configuration.resolve(
         {
             "num_processes": num_processes,
@@ -146,6 +137,19 @@ def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:
                 why="Several nodes and restarts come in a later version; this one runs on one machine, once.",
                 fix=f"leave out {option}",
             )
+
+
+def _refuse_what_cannot_be_called(function: object, args: object) -> None:
+    if not callable(function):
+        raise ConfigError(
+            f"notebook_launcher takes a function, not {type(function).__name__}.",
+            fix="notebook_launcher(train, args=(...)): the function itself, without calling it",
+        )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigError(
+            f"args={args!r} is {type(args).__name__}, not a list of arguments.",
+            fix=f"args=({args!r},): the comma makes it a tuple of one",
+        )
 
 
 def _port(use_port: str | int) -> Any:
@@ -218,7 +222,7 @@ def _launch(
     *,
     background: bool,
     name: str,
-    bind: Any = None,
+    bind: Callable[[dict[str, Any]], object] | None = None,
     **of_cell: Any,
 ) -> Job:
     devices = preflight.Devices.find(config)

@@ -145,7 +145,6 @@ class _BarCounter(reporting.Counter):
     def __init__(self, bar: Any) -> None:
         self.bar = bar
         super().__init__(label=str(bar.desc or ""), total=None if bar.total is None else _count(bar.total))
-        bar.notebook_accel_counter = self  # reporters hold counters weakly: this one lives as long as its bar
 
     @property
     def step(self) -> int:  # a plain attribute elsewhere, so that training can increment it

@@ -37,7 +37,7 @@ def test_finding_out_imports_no_torch(statement: str) -> None:
         "import sys; from notebook_accel.config import LaunchConfig; from notebook_accel.launching import preflight;"
         f"{statement}; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_more_ranks_than_gpus_names_how_many_there_are() -> None:
