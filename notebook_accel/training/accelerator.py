@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,15 +18,14 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import Precision
+from notebook_accel.training.process_control import ProcessControl
 
 __all__ = ["Accelerator"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _T = TypeVar("_T")
 
 
-class Accelerator:
+class Accelerator(ProcessControl):
     """One rank of a training run.
 
     Making it joins the group that the environment describes; without one, this process trains alone. A further one in
@@ -66,7 +64,7 @@ class Accelerator:
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
         config = dataloader_config or DataLoaderConfiguration()
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
-        self._runtime = process_group.join(cpu=cpu)
+        super().__init__(process_group.join(cpu=cpu))
         self._precision = Precision(mixed_precision, self._runtime.device)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
@@ -230,62 +228,7 @@ class Accelerator:
         """Pads the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
         return collectives.pad_across_processes(self._runtime, tensor, dim, pad_index, pad_first)
 
-    def wait_for_everyone(self) -> None:
-        """Returns when every rank has called it."""
-        collectives.wait_for_everyone(self._runtime)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Lets rank 0 run the body before the others, such as to download something once."""
-        return collectives.first(self._runtime, is_first=self.is_main_process)
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Lets the first rank of each machine run the body before the others."""
-        return collectives.first(self._runtime, is_first=self.is_local_main_process)
-
-    # One rank alone
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first rank of each machine."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)
-
-    def on_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        """Decorates a function that runs on rank 0 only and returns ``None`` on the others."""
-        return _only_if(self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        """Decorates a function that runs on the first rank of each machine only and returns ``None`` on the others."""
-        return _only_if(self.is_local_main_process, function)
-
-    @property
-    def device(self) -> torch.device:
-        """What this rank computes on."""
-        return self._runtime.device
-
-    @property
-    def process_index(self) -> int:
-        """This rank, from 0."""
-        return self._runtime.place.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This rank among those of its machine, from 0."""
-        return self._runtime.place.local_rank
-
-    @property
-    def num_processes(self) -> int:
-        """The number of ranks."""
-        return self._runtime.place.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_process_index == 0
+    # Where training stands
 
     @property
     def sync_gradients(self) -> bool:
@@ -320,11 +263,3 @@ class Accelerator:
         new = prepare()
         self._prepared.append((given, new))
         return new
-
-
-def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    @functools.wraps(function)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        return function(*args, **kwargs) if is_chosen else None
-
-    return wrapper

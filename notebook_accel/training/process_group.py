@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
@@ -13,10 +14,13 @@ from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["JOIN_DEADLINE_S", "join"]
+__all__ = ["JOIN_DEADLINE_S", "current", "join"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
+
+# The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
+_latest: weakref.ref[Runtime] | None = None
 
 
 def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
@@ -32,6 +36,7 @@ def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
         ConfigError: The environment variables don't describe a rank.
         TrainingError: The other ranks didn't come in time, or this one has no device.
     """
+    global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
     joined = torch_distributed.current_place()
     place = joined or RankPlace.from_environment()
@@ -42,4 +47,11 @@ def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
     else:
         runtime = TorchDistributed(place, device, deadline_s)
     reporter().set_device(str(device), runtime.memory())
+    _latest = weakref.ref(runtime)
     return runtime
+
+
+def current(*, cpu: bool = False) -> Runtime:
+    """The way to the other ranks that this process has already; joins if it has none."""
+    runtime = None if _latest is None else _latest()
+    return runtime if runtime is not None and not runtime.has_left else join(cpu=cpu)

@@ -31,6 +31,10 @@ class Runtime(Protocol):
         further small message costs little.
         """
 
+    @property
+    def has_left(self) -> bool:
+        """Whether ``leave`` was called."""
+
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         """What gives the device's used and total bytes, ``None`` if it has no memory of its own."""
 

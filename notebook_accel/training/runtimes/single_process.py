@@ -27,6 +27,7 @@ class SingleProcess:
         assert place.world_size == 1
         self.place = place
         self.device = device
+        self.has_left = False
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         return memory_of(self.device)
@@ -56,4 +57,4 @@ class SingleProcess:
         return model
 
     def leave(self) -> None:
-        pass
+        self.has_left = True

@@ -55,8 +55,14 @@ class TorchDistributed:
         self.device = device
         if not dist.is_initialized():
             _make_group(place, device, deadline_s)
-        if dist.group.WORLD is _own_group:
+        self._group = dist.group.WORLD
+        self._has_left = False
+        if self._group is _own_group:
             _members.add(self)
+
+    @property
+    def has_left(self) -> bool:
+        return self._has_left or dist.group.WORLD is not self._group
 
     @property
     def compares_calls(self) -> bool:
@@ -102,6 +108,7 @@ class TorchDistributed:
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     def leave(self) -> None:
+        self._has_left = True
         _members.discard(self)
         if not _members and _own_group is not None and dist.group.WORLD is _own_group:
             dist.destroy_process_group()

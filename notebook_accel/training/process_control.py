@@ -1,0 +1,140 @@
+"""Which rank this is, and what only some ranks do: what ``Accelerator`` and ``PartialState`` have in common."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from notebook_accel.training import collectives, process_group
+from notebook_accel.training.runtimes.runtime import Runtime
+
+__all__ = ["PartialState", "ProcessControl"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class ProcessControl:
+    """One rank among all.
+
+    Args:
+        runtime: The way to the others.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return self._runtime.device
+
+    @property
+    def process_index(self) -> int:
+        """This rank, from 0."""
+        return self._runtime.place.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine, from 0."""
+        return self._runtime.place.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return self._runtime.place.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self.num_processes > 1
+
+    # All ranks together
+
+    def wait_for_everyone(self) -> None:
+        """Returns when every rank has called it."""
+        collectives.wait_for_everyone(self._runtime)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Lets rank 0 run the body before the others, such as to download something once."""
+        return collectives.first(self._runtime, is_first=self.is_main_process)
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Lets the first rank of each machine run the body before the others."""
+        return collectives.first(self._runtime, is_first=self.is_local_main_process)
+
+    # One rank alone
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first rank of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorates a function that runs on rank 0 only and returns ``None`` on the others."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorates a function that runs on the first rank of each machine only and returns ``None`` on the others."""
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorates a function that runs on the highest rank only and returns ``None`` on the others."""
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorates a function that runs on one rank only (``@on_process(process_index=3)``)."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _only_if(self.process_index == process_index, function)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorates a function that runs on one rank of each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _only_if(self.local_process_index == local_process_index, function)
+
+
+class PartialState(ProcessControl):
+    """This rank, for code that has no ``Accelerator``, such as inference.
+
+    All of a process's, and its ``Accelerator``, are one rank of one group; making the first joins it.
+
+    Args:
+        cpu: Compute on the CPU, also where there are GPUs, if the process hasn't joined yet.
+
+    Raises:
+        ConfigError: The environment variables don't describe a rank.
+        TrainingError: The other ranks didn't come in time, or this one has no device.
+    """
+
+    def __init__(self, cpu: bool = False) -> None:
+        super().__init__(process_group.current(cpu=cpu))
+
+
+def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        return function(*args, **kwargs) if is_chosen else None
+
+    return wrapper

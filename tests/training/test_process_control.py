@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import torch
+
+from notebook_accel import Accelerator
+from notebook_accel.training import process_group
+from notebook_accel.training.process_control import PartialState
+from tests.training.ranks import Ranks
+
+
+def test_alone() -> None:
+    state = PartialState()
+    assert (state.process_index, state.local_process_index, state.num_processes) == (0, 0, 1)
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert not state.use_distributed
+    assert PartialState(cpu=True).device == torch.device("cpu")
+
+
+def decorated(control: Any) -> list[int | None]:
+    def where() -> int:
+        return int(control.process_index)
+
+    functions = [
+        control.on_main_process(where),
+        control.on_local_main_process(where),
+        control.on_last_process(where),
+        control.on_process(where, process_index=1),
+        control.on_process(process_index=0)(where),
+        control.on_local_process(where, local_process_index=1),
+        control.on_local_process(local_process_index=0)(where),
+    ]
+    return [function() for function in functions]
+
+
+def only_here() -> Any:
+    return [decorated(control) for control in (PartialState(cpu=True), Accelerator(cpu=True))]
+
+
+def test_functions_that_run_on_some_ranks_only(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(only_here)
+    assert first == [[0, 0, None, None, 0, None, 0]] * 2
+    assert second == [[None, None, 1, 1, None, 1, None]] * 2
+
+
+def one_group() -> Any:
+    accelerator = Accelerator(cpu=True)
+    state = PartialState()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), state.main_process_first():
+        state.print("once")
+    state.wait_for_everyone()
+    same = state._runtime is accelerator._runtime
+    accelerator.end_training()
+    again = PartialState(cpu=True)
+    again.wait_for_everyone()
+    return output.getvalue(), same, state.is_last_process, again.num_processes, again._runtime is state._runtime
+
+
+def test_it_is_the_accelerators_rank(two_ranks: Ranks) -> None:
+    assert two_ranks.run(one_group) == [("once\n", True, False, 2, False), ("", True, True, 2, False)]
+
+
+def test_who_has_left_is_not_the_current_one() -> None:
+    runtime = process_group.join()
+    assert process_group.current() is runtime
+    runtime.leave()
+    assert process_group.current() is not runtime
