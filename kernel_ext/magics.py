@@ -16,7 +16,7 @@ from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.launching import cell as cells
-from notebook_accel.launching import launcher, local
+from notebook_accel.launching import following, launcher, local
 
 __all__ = ["register", "unregister"]
 
@@ -93,7 +93,7 @@ class Magics:
         if given.background:
             self._bind(given.out, job)
             return job
-        results = launcher.follow(job)
+        results = following.follow(job)
         self._bind(given.out, results)
         return results if any(value is not None for value in results) else None
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from notebook_accel import config as configuration
 from notebook_accel import environment, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import local, preflight, sources
+from notebook_accel.launching import following, local, preflight, sources
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.job import Job, JobSpec, Results, Source
-from notebook_accel.launching.view import NoView, View, open_view
 from notebook_accel.launching.worker import Target
 
-__all__ = ["follow", "launch_cell", "launch_function", "notebook_launcher"]
+__all__ = ["launch_cell", "launch_function", "notebook_launcher"]
 
-_T = TypeVar("_T")
-_REFRESH_PERIOD_S = 0.2
-_INTERRUPT_DEADLINE_S = 3.0
 _numbers = itertools.count(1)
 
 
@@ -126,7 +121,7 @@ def notebook_launcher(
         environ={},
     )
     job = launch_function(function, tuple(args), dict(kwargs or {}), options, background=background)
-    return job if background else follow(job)
+    return job if background else following.follow(job)
 
 
 def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:
@@ -260,10 +255,7 @@ def _launch(
     finally:
         os.close(payload)
     if background:
-        view = _open(job)
-        threading.Thread(
-            target=_draw_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}", daemon=True
-        ).start()
+        following.draw_in_background(job)
     return job
 
 
@@ -290,69 +282,3 @@ def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, st
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
     return variables
-
-
-def _open(job: Job) -> View:
-    print(f"Launching training on {job.devices}.")
-    none: View = NoView(job)
-    return _guarded(job, lambda: open_view(job), none)
-
-
-def _draw_until_done(job: Job, view: View) -> None:
-    while not job.wait(_REFRESH_PERIOD_S):
-        _guarded(job, view.refresh, None)
-    _guarded(job, view.close, None)
-
-
-def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
-    """A view that fails says so, and the training goes on: nobody would want to lose it to a picture of it."""
-    try:
-        return act()
-    except Exception as error:  # noqa: BLE001 - views may come from anywhere
-        print(
-            f"The view of {job.name!r} has failed ({type(error).__name__}: {error}); the run goes on.", file=sys.stderr
-        )
-        return otherwise
-
-
-def follow(job: Job) -> Results:
-    """Waits for a job in the foreground, with its view drawn; its results.
-
-    An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
-
-    Raises:
-        RunError: The run has failed or was stopped.
-        KeyboardInterrupt: The kernel was interrupted; every rank is gone.
-    """
-    view: View = NoView(job)
-    try:
-        view = _open(job)
-        _draw_until_done(job, view)
-    except KeyboardInterrupt as interrupt:
-        _end_interrupted(job)
-        _guarded(job, view.close, None)
-        saved = job.bind_what_was_saved()
-        # What IPython shows in place of a traceback, which would be of our frames.
-        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved)]  # type: ignore[attr-defined]
-        raise
-    except BaseException:  # such as what a signal handler of the user's raises: nobody would be left to end the run
-        job.kill()
-        raise
-    return job.results()
-
-
-def _end_interrupted(job: Job) -> None:
-    try:
-        job.interrupt()
-        job.wait(3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
-    except KeyboardInterrupt:
-        job.kill()
-        job.wait(_INTERRUPT_DEADLINE_S)
-    if not job.done:
-        local.engine().close()  # the agent itself hangs: nothing that it has started outlives it
-
-
-def _describe_interrupt(job: Job, saved: Sequence[str]) -> str:
-    stood = [f"  {line}" for line in job.where_ranks_stood()]
-    kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
-    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and every rank has ended.", *stood, *kept])

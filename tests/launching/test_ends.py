@@ -90,7 +90,7 @@ finally:
     outcome = cell.finish()
     assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]  # their `finally` ran
-    assert "rank 0 was at In[" in outcome.traceback and "launcher.py" not in outcome.traceback
+    assert "rank 0 was at In[" in outcome.traceback and "following.py" not in outcome.traceback
     assert rank_processes(notebook) == []
     assert notebook.run("kept").result == "'still here'"
     assert notebook.run(WORKS).result == "[0, 1]"

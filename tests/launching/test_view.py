@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import launcher, view
+from notebook_accel.launching import following, view
 from notebook_accel.launching.job import Job, JobSpec
 
 
@@ -74,7 +74,7 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         def close(self) -> None:
             raise ValueError("closed already")
 
-    launcher._draw_until_done(job, Broken())
+    following._draw_until_done(job, Broken())
     assert job.done
     assert capsys.readouterr().err.splitlines() == [
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
