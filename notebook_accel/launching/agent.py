@@ -7,46 +7,31 @@ gone, so has everything that it started.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import os
-import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from notebook_accel import events
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import messages
+from notebook_accel.launching.loop import Loop
 from notebook_accel.launching.output import LineReader
-from notebook_accel.launching.processes import bootstrap, die_with_parent
+from notebook_accel.launching.processes import die_with_parent
 from notebook_accel.launching.runs import Rank, Run, reason_of
+from notebook_accel.launching.templates import TemplateProcess, Templates
 
 __all__ = ["main"]
 
-_TEMPLATE_DEADLINE_S = 180.0
-_SEND_DEADLINE_S = 10.0
 _TICK_S = 0.1
 # What may wait for a kernel that doesn't read. Past it, printed lines are left out and counted; nothing else is.
 _MOST_QUEUED_BYTES = 32 << 20
 _TEMPLATE_FAILED = "The process that ranks are forked from could not be started."
 _TEMPLATE_LOST = "The process that ranks are forked from has died."
-
-
-@dataclasses.dataclass(eq=False)
-class _Template:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    deadline_s: float
-    is_ready: bool = False
-    runs: list[Run] = dataclasses.field(default_factory=list)
 
 
 class Agent:
@@ -59,25 +44,23 @@ class Agent:
 
     def __init__(self, kernel: Connection, kernel_pid: int) -> None:
         self._kernel = kernel
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
-        self._template: _Template | None = None  # the one for new runs
-        self._templates: list[_Template] = []  # and those whose last ranks still run
-        self._prepare: messages.Prepare | None = None
+        self._templates = Templates(
+            self._loop, became_ready=self._start_waiting, heard=self._heard_of_rank, lost=self._template_lost
+        )
         self._is_quitting = False
         kernel.set_blocking(False)
-        self._watch(kernel.fileno(), self._read_kernel)
+        self._loop.watch(kernel.fileno(), self._read_kernel)
         # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
-        self._watch(os.pidfd_open(kernel_pid), self._quit)
+        self._loop.watch(os.pidfd_open(kernel_pid), self._quit)
 
     def serve(self) -> None:
         """Until the kernel has gone or says so."""
         try:
             while not self._is_quitting:
-                for key, _ in self._selector.select(_TICK_S if self._runs or self._waiting else None):
-                    if key.fd in self._selector.get_map():  # a handler before this one may have closed it
-                        key.data()
+                self._loop.wait(_TICK_S if self._runs or self._waiting else None)
                 self._tick(time.monotonic())
                 self._flush()
         except ClosedError:
@@ -85,22 +68,12 @@ class Agent:
         finally:
             for run in self._runs.values():
                 run.end("kill")
-            for template in list(self._templates):
-                self._drop(template)
+            self._templates.close()
 
     def _tick(self, now_s: float) -> None:
         for run in list(self._runs.values()):
             run.tick(now_s)
-        for template in self._templates:
-            if not template.is_ready and now_s > template.deadline_s:
-                template.process.kill()
-
-    def _watch(self, descriptor: int, handler: Callable[[], Any]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, handler)
-
-    def _unwatch(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it may have ended by itself before
-            self._selector.unregister(descriptor)
+        self._templates.tick(now_s)
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +81,7 @@ class Agent:
         for message in self._kernel.receive():
             told = messages.decode_for_agent(message.body)
             if isinstance(told, messages.Prepare):
-                self._start_template(told)
+                self._templates.start(told)
             elif isinstance(told, messages.Launch):
                 self._accept(told, message)
             elif isinstance(told, messages.End):
@@ -120,70 +93,25 @@ class Agent:
         self._kernel.queue(messages.encode(message))
 
     def _flush(self) -> None:
-        wanted = selectors.EVENT_READ if self._kernel.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
-        if self._selector.get_key(self._kernel.fileno()).events != wanted:
-            self._selector.modify(self._kernel.fileno(), wanted, self._read_kernel)
+        self._loop.watch_writing(self._kernel.fileno(), not self._kernel.flush())
 
     def _quit(self) -> None:
         self._is_quitting = True
 
     # Templates -----------------------------------------------------------------------------------------------------
 
-    def _start_template(self, prepare: messages.Prepare) -> None:
-        before, self._template = self._template, None
-        if before is not None:
-            self._drop_if_unused(before)
-        self._prepare = prepare
-        ours, theirs = Connection.pair()
-        command = bootstrap(
-            "notebook_accel.launching.template", str(theirs.fileno()), str(os.getpid()), sys_path=prepare.sys_path
-        )
-        process = subprocess.Popen(
-            command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        ours.set_send_deadline(_SEND_DEADLINE_S)
-        template = _Template(process, ours, time.monotonic() + _TEMPLATE_DEADLINE_S)
-        self._template = template
-        self._templates.append(template)
-        self._watch(ours.fileno(), lambda: self._read_template(template))
+    def _heard_of_rank(self, said: messages.Forked | messages.Exited) -> None:
+        run = self._runs[said.job_id]
+        if isinstance(said, messages.Forked):
+            run.ranks[said.rank].forked(said.pid)
+        else:
+            self._rank_ended(run, run.ranks[said.rank], said.status)
 
-    def _drop_if_unused(self, template: _Template) -> None:
-        """A template that is no longer the one for new runs goes when its last run has ended."""
-        if template is not self._template and not template.runs and template in self._templates:
-            self._drop(template)
-
-    def _drop(self, template: _Template) -> None:
-        """Ends a template. A rank that it may still have dies with it, by the signal that it asked for."""
-        self._unwatch(template.connection.fileno())
-        template.connection.close()
-        self._templates.remove(template)
-        if template is self._template:
-            self._template = None
-        template.process.kill()
-        template.process.wait()
-
-    def _read_template(self, template: _Template) -> None:
-        try:
-            for message in template.connection.receive():
-                said = messages.decode_from_template(message.body)
-                if isinstance(said, messages.Ready):
-                    template.is_ready = True
-                    self._start_waiting()
-                elif isinstance(said, messages.Forked):
-                    self._runs[said.job_id].ranks[said.rank].forked(said.pid)
-                else:
-                    run = self._runs[said.job_id]
-                    self._rank_ended(run, run.ranks[said.rank], said.status)
-        except ClosedError:
-            self._lost(template)
-
-    def _lost(self, template: _Template) -> None:
+    def _template_lost(self, template: TemplateProcess) -> None:
         for run in list(template.runs):
             run.end("kill", "template lost")
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
-        self._drop(template)
         text = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
         waiting, self._waiting = self._waiting, []
         for run in waiting:
@@ -195,9 +123,7 @@ class Agent:
 
     def _accept(self, launch: messages.Launch, message: Message) -> None:
         self._waiting.append(Run(launch, message.descriptors))
-        if self._template is None:
-            assert self._prepare is not None, "a kernel prepares before it launches"
-            self._start_template(self._prepare)
+        self._templates.start_if_there_is_none()
         self._start_waiting()
 
     def _refuse(self, run: Run, text: str) -> None:
@@ -205,13 +131,14 @@ class Agent:
         self._tell_kernel(messages.Broken(text=text, job_id=run.launch.job_id))
 
     def _start_waiting(self) -> None:
-        if self._template is None or not self._template.is_ready:
+        template = self._templates.ready
+        if template is None:
             return
         waiting, self._waiting = self._waiting, []
         for run in waiting:
-            self._start(run, self._template)
+            self._start(run, template)
 
-    def _start(self, run: Run, template: _Template) -> None:
+    def _start(self, run: Run, template: TemplateProcess) -> None:
         try:
             store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
         except OSError as error:
@@ -229,12 +156,12 @@ class Agent:
         store.close()
         run.close_descriptors()
 
-    def _fork(self, run: Run, template: _Template, number: int, files: list[int], store: socket.socket) -> None:
+    def _fork(self, run: Run, template: TemplateProcess, number: int, files: list[int], store: socket.socket) -> None:
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
         rank = Rank(number, ours)
         run.ranks.append(rank)
-        self._watch(ours.fileno(), lambda: self._read_rank(run, rank))
+        self._loop.watch(ours.fileno(), lambda: self._read_rank(run, rank))
         write_ends = [self._open_output(run, rank, "stdout"), self._open_output(run, rank, "stderr")]
         order = messages.Fork(
             job_id=run.launch.job_id,
@@ -256,7 +183,7 @@ class Agent:
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         reader = LineReader(read_end, stream, functools.partial(self._output, run, rank))
         rank.readers.append(reader)
-        self._watch(read_end, lambda: self._read_output(reader))
+        self._loop.watch(read_end, lambda: self._read_output(reader))
         return write_end
 
     def _rank_ended(self, run: Run, rank: Rank, status: int) -> None:
@@ -264,10 +191,10 @@ class Agent:
         self._read_rank(run, rank)
         for reader in rank.readers:
             reader.finish()
-            self._unwatch(reader.fileno())
+            self._loop.unwatch(reader.fileno())
             reader.close()
         self._say_left_out(run, rank)
-        self._unwatch(rank.connection.fileno())
+        self._loop.unwatch(rank.connection.fileno())
         rank.connection.close()
         ended = events.Ended(
             exit_code=status if status >= 0 else None,
@@ -283,10 +210,7 @@ class Agent:
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
         self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
-        for template in list(self._templates):
-            if run in template.runs:
-                template.runs.remove(run)
-                self._drop_if_unused(template)
+        self._templates.release(run)
 
     def _end(self, told: messages.End) -> None:
         for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
@@ -304,7 +228,7 @@ class Agent:
                 for frame in frames:
                     self._heard(run, rank, frame.body)
         except ClosedError:
-            self._unwatch(rank.connection.fileno())
+            self._loop.unwatch(rank.connection.fileno())
 
     def _heard(self, run: Run, rank: Rank, body: bytes) -> None:
         try:
@@ -327,7 +251,7 @@ class Agent:
 
     def _read_output(self, reader: LineReader) -> None:
         if not reader.read():
-            self._unwatch(reader.fileno())
+            self._loop.unwatch(reader.fileno())
 
     def _output(self, run: Run, rank: Rank, event: events.Output) -> None:
         if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:

@@ -1,0 +1,146 @@
+"""The agent's account of templates: which one is for new runs, which only have their last ranks to wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import time
+from collections.abc import Callable
+
+from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.launching import messages
+from notebook_accel.launching.loop import Loop
+from notebook_accel.launching.processes import bootstrap
+from notebook_accel.launching.runs import Run
+
+__all__ = ["TemplateProcess", "Templates"]
+
+_READY_DEADLINE_S = 180.0
+_SEND_DEADLINE_S = 10.0
+
+
+@dataclasses.dataclass(eq=False)
+class TemplateProcess:
+    """One template, as the agent sees it.
+
+    Attributes:
+        process: Its process.
+        connection: The agent's end of the line to it.
+        deadline_s: When it has to be ready, in seconds of ``time.monotonic()``.
+        is_ready: Whether it has said so.
+        runs: The runs whose ranks it forks.
+    """
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    deadline_s: float
+    is_ready: bool = False
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+
+class Templates:
+    """Starts templates, and ends those that nobody needs any more.
+
+    Args:
+        loop: The agent's.
+        became_ready: Called when the template for new runs can fork ranks.
+        heard: Called with what a template says of a rank.
+        lost: Called when a template has gone, before it is dropped.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        became_ready: Callable[[], None],
+        heard: Callable[[messages.Forked | messages.Exited], None],
+        lost: Callable[[TemplateProcess], None],
+    ) -> None:
+        self._loop = loop
+        self._became_ready = became_ready
+        self._heard = heard
+        self._lost = lost
+        self._current: TemplateProcess | None = None  # the one for new runs
+        self._all: list[TemplateProcess] = []  # and those whose last ranks still run
+        self._prepare: messages.Prepare | None = None
+
+    @property
+    def ready(self) -> TemplateProcess | None:
+        """The template for new runs, if there is one and it can fork ranks."""
+        return self._current if self._current is not None and self._current.is_ready else None
+
+    def start(self, prepare: messages.Prepare) -> None:
+        """Starts a template, which is the one for new runs from now on."""
+        before, self._current = self._current, None
+        if before is not None:
+            self._drop_if_unused(before)
+        self._prepare = prepare
+        ours, theirs = Connection.pair()
+        command = bootstrap(
+            "notebook_accel.launching.template", str(theirs.fileno()), str(os.getpid()), sys_path=prepare.sys_path
+        )
+        process = subprocess.Popen(
+            command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        ours.set_send_deadline(_SEND_DEADLINE_S)
+        template = TemplateProcess(process, ours, time.monotonic() + _READY_DEADLINE_S)
+        self._current = template
+        self._all.append(template)
+        self._loop.watch(ours.fileno(), lambda: self._read(template))
+
+    def start_if_there_is_none(self) -> None:
+        """Starts one like the last, unless there is one for new runs, be it ready or not."""
+        if self._current is None:
+            assert self._prepare is not None, "a kernel prepares before it launches"
+            self.start(self._prepare)
+
+    def release(self, run: Run) -> None:
+        """A run has ended; the template that forked its ranks goes if nobody needs it any more."""
+        for template in list(self._all):
+            if run in template.runs:
+                template.runs.remove(run)
+                self._drop_if_unused(template)
+
+    def tick(self, now_s: float) -> None:
+        """Kills what was not ready in time; its end is noticed as any other."""
+        for template in self._all:
+            if not template.is_ready and now_s > template.deadline_s:
+                template.process.kill()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for template in list(self._all):
+            self._drop(template)
+
+    def _drop_if_unused(self, template: TemplateProcess) -> None:
+        """A template that is no longer the one for new runs goes when its last run has ended."""
+        if template is not self._current and not template.runs and template in self._all:
+            self._drop(template)
+
+    def _drop(self, template: TemplateProcess) -> None:
+        """Ends a template. A rank that it may still have dies with it, by the signal that it asked for."""
+        self._loop.unwatch(template.connection.fileno())
+        template.connection.close()
+        self._all.remove(template)
+        if template is self._current:
+            self._current = None
+        template.process.kill()
+        template.process.wait()
+
+    def _read(self, template: TemplateProcess) -> None:
+        try:
+            for message in template.connection.receive():
+                said = messages.decode_from_template(message.body)
+                if isinstance(said, messages.Ready):
+                    template.is_ready = True
+                    self._became_ready()
+                else:
+                    self._heard(said)
+        except ClosedError:
+            if template is self._current:
+                self._current = None
+            self._lost(template)
+            if template in self._all:
+                self._drop(template)
