@@ -16,11 +16,13 @@ from notebook_accel.errors import ConfigError
 
 __all__ = [
     "COMPAT",
+    "DEBUG",
     "MIXED_PRECISION",
     "USE_CPU",
     "RankPlace",
     "import_path",
     "import_time_variables",
+    "is_debugging",
     "is_false",
     "is_true",
     "patched",
@@ -30,6 +32,8 @@ __all__ = [
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
+# Either of them makes ranks compare their collectives before they run them; the second is Accelerate's name.
+DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 
 # What torch, its math libraries, Python and the Hugging Face libraries read once, when they are imported or load their
 # shared objects. A template that has them imported has the old values.
@@ -123,6 +127,11 @@ def is_true(text: str) -> bool:
 def is_false(text: str) -> bool:
     """Whether an environment variable's text means no: 0, false, f, no, n or off, in any case."""
     return text.strip().lower() in {"0", "false", "f", "no", "n", "off"}
+
+
+def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether debug mode is on."""
+    return any(is_true(environ.get(name, "")) for name in DEBUG)
 
 
 def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

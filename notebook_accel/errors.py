@@ -14,7 +14,7 @@
     │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
     │   └── SupervisorLostError         the process that looks after the ranks has gone
     └── TrainingError                   misuse of the training runtime inside a rank
-        └── CollectiveError             ranks that disagree about a collective
+        └── CollectiveError             ranks that disagree about a collective, or one that didn't come to it
 
 An error says what happened, why, and what to type. Context is also there as attributes. Every error pickles, since
 errors travel from ranks to the notebook.
@@ -251,7 +251,15 @@ class TrainingError(NotebookAccelError):
 
 
 class CollectiveError(TrainingError):
-    """Ranks disagree about a collective: shapes, types, or which one it is."""
+    """Ranks disagree about a collective, or one of them didn't come to it.
+
+    Attributes:
+        lost_peer: Whether another rank has ended or failed before, so that its own error is the better reason.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", lost_peer: bool = False) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.lost_peer = lost_peer
 
 
 def signal_name(number: int) -> str:

@@ -69,6 +69,7 @@ class Reporter:
         self._device = ""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
         self._pid = os.getpid()
+        self._at_close: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -122,8 +123,22 @@ class Reporter:
             with contextlib.suppress(ClosedError, TimeoutError):
                 self._connection.send(events.encode(event))
 
+    def position(self) -> str:
+        """Where the shown counter is, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
+        progress = self._progress()
+        if progress is None:
+            return ""
+        of_total = "" if progress.total is None else f" of {progress.total}"
+        return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
+
+    def at_close(self, function: Callable[[], None]) -> None:
+        """Has ``function`` called when the rank's code has ended, while its process still lives."""
+        self._at_close.append(function)
+
     def close(self) -> None:
         """Stops sampling and sends what was not said yet."""
+        for function in self._at_close:
+            function()
         self._stop.set()
         if self._thread is not None and self.is_connected:
             self._thread.join(_CLOSE_DEADLINE_S)

@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 from notebook_accel import events, serialization
+from notebook_accel.errors import CollectiveError
 from notebook_accel.launching.job import JobSpec
 
 __all__ = ["describe", "look_up"]
@@ -41,8 +42,14 @@ def describe(error: BaseException, spec: JobSpec, shipped: list[Any], *, saved: 
         line=_innermost_line(text, spec),
         exception=_pickled(error, shipped),
         saved=saved,
-        lost_peer=isinstance(error, (RuntimeError, ConnectionError)) and _LOST_PEER.search(message) is not None,
+        lost_peer=_is_lost_peer(error, message),
     )
+
+
+def _is_lost_peer(error: BaseException, message: str) -> bool:
+    if isinstance(error, CollectiveError):
+        return error.lost_peer
+    return isinstance(error, (RuntimeError, ConnectionError)) and _LOST_PEER.search(message) is not None
 
 
 def _message(error: BaseException) -> str:

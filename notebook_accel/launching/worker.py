@@ -20,7 +20,7 @@ import threading
 import types
 from typing import Any, TextIO
 
-from notebook_accel import events, reporting, serialization
+from notebook_accel import code_places, events, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import failure, messages, stand_ins, store
@@ -118,6 +118,7 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
     for filename, source in spec.sources.items():
         # Without a modification time the cache never looks for a file of that name.
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+    code_places.name_files({filename: source.label for filename, source in spec.sources.items()})
     opened = serialization.open_sealed(payload, namespace=namespace)
     namespace.update({name: obj for name, obj in opened.shipped if name is not None})
     namespace.update(opened.value.names)

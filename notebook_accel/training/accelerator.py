@@ -6,16 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from notebook_accel.training import accumulation, collectives, models, optimizers, process_group
+from notebook_accel.training import accumulation, collectives, handlers, models, optimizers, process_group
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
+from notebook_accel.training.handlers import AutocastKwargs
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.process_control import ProcessControl
@@ -40,6 +41,9 @@ class Accelerator(ProcessControl):
         dataloader_config: How loaders are prepared.
         cpu: Compute on the CPU, also where there are GPUs.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
+        downcast_bf16: On a TPU with bf16, have float32 replace float64 too.
+        kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
+            ``GradScalerKwargs``, ``InitProcessGroupKwargs``.
 
     Attributes:
         gradient_state: Where training stands: ``sync_gradients``, ``end_of_dataloader``.
@@ -60,12 +64,16 @@ class Accelerator(ProcessControl):
         dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,
         step_scheduler_with_optimizer: bool = True,
+        downcast_bf16: bool = False,
+        kwargs_handlers: Iterable[object] | None = None,
     ) -> None:
+        self._handlers = handlers.Handlers.of(kwargs_handlers)
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
         config = dataloader_config or DataLoaderConfiguration()
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
-        super().__init__(process_group.join(cpu=cpu))
-        self._precision = Precision(mixed_precision, self._runtime.device)
+        super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
+        precision = functools.partial(Precision, autocast=self._handlers.autocast, scaler=self._handlers.scaler)
+        self._precision = precision(mixed_precision, self._runtime.device, downcast_bf16=downcast_bf16)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -99,7 +107,9 @@ class Accelerator(ProcessControl):
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """``prepare`` for one model."""
-        prepare = functools.partial(models.prepare_model, device_placement=self._device_placement)
+        prepare = functools.partial(
+            models.prepare_model, device_placement=self._device_placement, parallel=self._handlers.ddp
+        )
         return self._once(model, lambda: prepare(model, self._runtime, self._precision))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
@@ -156,10 +166,18 @@ class Accelerator(ProcessControl):
     # One step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``, divided by the length of the accumulation window and scaled for fp16."""
+        """``loss.backward(**kwargs)``, divided by the length of the accumulation window and scaled for fp16.
+
+        Raises:
+            CollectiveError: Another rank didn't come to average the gradients; says where each was.
+        """
         loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
-        scaled.backward(**kwargs)
+        try:
+            scaled.backward(**kwargs)
+        except RuntimeError as error:
+            self._runtime.explain(error)
+            raise
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
         """One micro-batch, around its forward and backward pass and the optimizer's step.
@@ -173,9 +191,19 @@ class Accelerator(ProcessControl):
         """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
         return accumulation.no_sync(model)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """A context that computes in mixed precision, for what happens outside of a prepared model."""
-        return self._precision.autocast()
+        return self._precision.autocast(autocast_handler)
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None) -> None:
+        """Brings the gradients of a window that ends here back to their real size; only fp16 scales them.
+
+        Args:
+            optimizer: One or several prepared ones; by default all.
+        """
+        if self.sync_gradients:
+            chosen = self._optimizers if optimizer is None else optimizer
+            optimizers.unscale(chosen if isinstance(chosen, Sequence) else [chosen], self._precision.scaler)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -202,7 +230,7 @@ class Accelerator(ProcessControl):
         Raises:
             CollectiveError: Shapes or types differ between ranks; noticed before it happens where ranks are CPUs.
         """
-        return collectives.gather(self._runtime, tensor)
+        return collectives.gather(self._runtime, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like ``gather``, with each sample of an epoch once: what was repeated to fill the last batches is left out.

@@ -7,13 +7,14 @@ In one process tensors come back as they are. In a group, ranks that disagree ab
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 
-from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training.agreement import agree, disagreement
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
@@ -32,13 +33,19 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_has_warned = False  # of repeated rows, once in a process
 
 # Sums of these would overflow, or can't be made by every backend.
 _SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
 
 
-def gather(runtime: Runtime, tree: Any) -> Any:
+def gather(runtime: Runtime, tree: Any, tail: Tail | None = None) -> Any:
     """The ranks' tensors one after the other: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
+
+    Args:
+        runtime: The way to the other ranks.
+        tree: Nested tensors.
+        tail: The round that is being worked on if it is a last one; warns, once, if some of its rows are repeated.
 
     Raises:
         CollectiveError: Shapes or types differ between ranks.
@@ -46,8 +53,23 @@ def gather(runtime: Runtime, tree: Any) -> Any:
     """
     if runtime.place.world_size == 1:
         return tree
-    _agree(runtime, "gather", _tensors_of(tree, "gather"))
+    tensors = _tensors_of(tree, "gather")
+    agree(runtime, "gather", tensors)
+    if tail is not None and runtime.place.rank == 0:
+        _warn_of_repeats(runtime, tensors, tail)
     return map_leaves(lambda tensor: runtime.all_gather(_at_least_1d(tensor)), tree)
+
+
+def _warn_of_repeats(runtime: Runtime, tensors: list[torch.Tensor], tail: Tail) -> None:
+    global _has_warned
+    rows = max((len(tensor) for tensor in tensors if tensor.ndim), default=0) * runtime.place.world_size
+    if rows and tail.kept(rows) < rows and not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"gather in the last batch of an epoch: {rows - tail.kept(rows)} of {rows} rows are repeated from the "
+            "beginning of the epoch, so that all ranks have as many. Fix: gather_for_metrics leaves them out",
+            stacklevel=2,
+        )
 
 
 def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
@@ -92,7 +114,7 @@ def reduce(runtime: Runtime, tree: Any, reduction: str = "mean") -> Any:
     world_size = runtime.place.world_size
     if world_size == 1:
         return tree
-    _agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
+    agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.int64 if tensor.dtype in _SUMMED_AS_INT64 else tensor.dtype
@@ -113,7 +135,7 @@ def broadcast(runtime: Runtime, tree: Any, from_process: int = 0) -> Any:
     """
     if runtime.place.world_size == 1:
         return tree
-    _agree(runtime, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
+    agree(runtime, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         contiguous = tensor.contiguous()
@@ -169,13 +191,13 @@ def gather_object(runtime: Runtime, values: Any) -> list[Any]:
             f"Objects are gathered from a list on each rank; this is {type(values).__name__}.",
             fix="put it into a list: [value]",
         )
-    _agree(runtime, "gather objects", [])
+    agree(runtime, "gather objects")
     return [value for part in runtime.all_gather_object(values) for value in part]
 
 
 def broadcast_object(runtime: Runtime, value: _T, from_process: int = 0) -> _T:
     """One rank's object, on all ranks."""
-    _agree(runtime, f"broadcast an object from rank {from_process}", [])
+    agree(runtime, f"broadcast an object from rank {from_process}")
     received: _T = runtime.broadcast_object(value, from_process)
     return received
 
@@ -189,7 +211,7 @@ def broadcast_object_list(runtime: Runtime, values: list[Any], from_process: int
 def wait_for_everyone(runtime: Runtime) -> None:
     """Returns when every rank has called it."""
     if runtime.compares_calls:
-        _agree(runtime, "wait for everyone", [])  # which is a barrier itself
+        agree(runtime, "wait for everyone")  # which is a barrier itself
     else:
         runtime.barrier()
 
@@ -206,29 +228,6 @@ def first(runtime: Runtime, *, is_first: bool) -> Iterator[None]:
             wait_for_everyone(runtime)
 
 
-def _agree(runtime: Runtime, operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Lets the ranks compare what they are about to do, where the runtime asks for that.
-
-    Raises:
-        CollectiveError: They don't agree.
-    """
-    if not runtime.compares_calls:
-        return
-    call = operation + "".join(f" {_type_name(tensor)} {tuple(tensor.shape)}" for tensor in tensors)
-    digests = runtime.all_gather(torch.tensor([zlib.crc32(call.encode())]))
-    if bool((digests != digests[0]).any()):
-        raise _disagreement(runtime.all_gather_object(call))
-
-
-def _disagreement(calls: Sequence[str]) -> CollectiveError:
-    by_rank = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
-    return CollectiveError(
-        f"The ranks disagree about a collective:\n{by_rank}",
-        why="All ranks have to call the same ones in the same order, with tensors of the same shapes and types.",
-        fix="pad_across_processes for different lengths; keep collectives out of `if accelerator.is_main_process:`",
-    )
-
-
 def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
     leaves = leaves_of(tree)
     for leaf in leaves:
@@ -240,20 +239,16 @@ def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
     return leaves
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def _longest(runtime: Runtime, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
     """The greatest length of each tensor along ``dim`` over the ranks, ``None`` for those without that dimension."""
-    _agree(runtime, f"pad_across_processes along dimension {dim}", [])
+    agree(runtime, f"pad_across_processes along dimension {dim}")
     by_rank = runtime.all_gather_object(shapes)
     if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
-        raise _disagreement([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
+        raise disagreement([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
     return [
         max(shape[dim] for shape in of_one_tensor) if _has(of_one_tensor[0], dim) else None
         for of_one_tensor in zip(*by_rank, strict=True)

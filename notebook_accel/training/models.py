@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.training.agreement import agree_on_model
+from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import to_float32
@@ -19,12 +21,27 @@ __all__ = ["prepare_model", "unwrap_model"]
 
 
 def prepare_model(
-    model: torch.nn.Module, runtime: Runtime, precision: Precision, *, device_placement: bool = True
+    model: torch.nn.Module,
+    runtime: Runtime,
+    precision: Precision,
+    *,
+    device_placement: bool = True,
+    parallel: DistributedDataParallelKwargs | None = None,
 ) -> torch.nn.Module:
     """The model as training calls it: on the device, under autocast, gradients averaged over the ranks.
 
     With one rank and no mixed precision that is ``model`` itself. The model keeps its parameters, so optimizers that
     were made for it go on working.
+
+    Args:
+        model: What to prepare.
+        runtime: The way to the other ranks.
+        precision: What it computes in.
+        device_placement: Move it to the rank's device.
+        parallel: How gradients are averaged.
+
+    Raises:
+        CollectiveError: The ranks prepare different models, or one of them does something else.
     """
     if _autocast_view_in(model) is not None:  # prepared by another Accelerator, perhaps with another precision
         model = unwrap_model(model)
@@ -34,7 +51,8 @@ def prepare_model(
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return prepared
-    return runtime.data_parallel(prepared)
+    agree_on_model(runtime, model)
+    return runtime.data_parallel(prepared, parallel or DistributedDataParallelKwargs())
 
 
 def unwrap_model(

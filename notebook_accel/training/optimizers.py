@@ -22,6 +22,7 @@ __all__ = [
     "prepare_optimizer",
     "prepare_scheduler",
     "refuse_strangers",
+    "unscale",
 ]
 
 
@@ -255,7 +256,7 @@ def clip_grad_norm(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
-        _unscale(optimizers, scaler)
+        unscale(optimizers, scaler)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -272,11 +273,12 @@ def clip_grad_value(
 ) -> None:
     """Clips each gradient of a whole window to ``[-clip_value, clip_value]``. Within a window nothing is clipped."""
     if state.sync_gradients:
-        _unscale(optimizers, scaler)
+        unscale(optimizers, scaler)
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
 
-def _unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
+def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
+    """Brings gradients back to their real size in fp16, unless they are already."""
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale(optimizer.optimizer)

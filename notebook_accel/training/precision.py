@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
 __all__ = ["LossScaler", "Precision"]
 
@@ -24,6 +27,9 @@ class Precision:
         name: ``"no"``, ``"bf16"`` or ``"fp16"``. ``None`` takes what the launcher was told, else ``"no"``.
         device: What this rank computes on.
         environ: Where the launcher's word is found.
+        autocast: How to autocast.
+        scaler: How to scale losses.
+        downcast_bf16: On a TPU, have bf16 replace float32 and float32 replace float64; elsewhere it has no meaning.
 
     Attributes:
         name: One of the three.
@@ -34,7 +40,16 @@ class Precision:
         ConfigError: There is no such precision, or the device doesn't have it.
     """
 
-    def __init__(self, name: str | None, device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        device: torch.device,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        autocast: AutocastKwargs | None = None,
+        scaler: GradScalerKwargs | None = None,
+        downcast_bf16: bool = False,
+    ) -> None:
         name = name or environ.get(environment.MIXED_PRECISION) or "no"
         if name not in _DTYPES:
             raise ConfigError(
@@ -48,14 +63,25 @@ class Precision:
             )
         self.name = name
         self.dtype = _DTYPES[name]
-        self.scaler = LossScaler(device) if name == "fp16" else None
+        self.scaler = LossScaler(device, scaler) if name == "fp16" else None
         self._device_type = device.type
+        self._autocast = autocast or AutocastKwargs()
+        if downcast_bf16 and device.type != "xla":
+            warnings.warn(
+                f"downcast_bf16=True has no effect on this device ({device.type}): it is for TPUs. Fix: leave it out",
+                stacklevel=2,
+            )
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which torch's operations choose this precision where that is safe."""
+    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """A context in which torch's operations choose this precision where that is safe.
+
+        Args:
+            options: How, this time; by default as everywhere.
+        """
+        options = options or self._autocast
         if self.dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._device_type, self.dtype)
+        return torch.autocast(self._device_type, self.dtype, options.enabled, options.cache_enabled)
 
 
 class LossScaler:
@@ -66,10 +92,11 @@ class LossScaler:
 
     Args:
         device: Where the gradients are.
+        options: The scale and how it changes.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._scaler = torch.amp.GradScaler(device.type)
+    def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:
+        self._scaler = torch.amp.GradScaler(device.type, **dataclasses.asdict(options or GradScalerKwargs()))
         self._unscaled: set[int] = set()
         self._has_stepped = False
 
@@ -89,7 +116,7 @@ class LossScaler:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the optimizer's gradients back to their real size, unless they are already."""
-        if id(optimizer) not in self._unscaled:
+        if self._scaler.is_enabled() and id(optimizer) not in self._unscaled:
             self._scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 

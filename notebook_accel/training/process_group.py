@@ -8,29 +8,27 @@ import weakref
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
-from notebook_accel.training.runtimes import torch_distributed
+from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.runtimes import torch_group
 from notebook_accel.training.runtimes.devices import local_device
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["JOIN_DEADLINE_S", "current", "join"]
-
-# Ranks come here at different times when one of them downloads or unpacks something first.
-JOIN_DEADLINE_S = 600.0
+__all__ = ["current", "join"]
 
 # The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
 _latest: weakref.ref[Runtime] | None = None
 
 
-def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
+def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Runtime:
     """Makes this process one of the ranks that its environment says, and returns the way to the others.
 
     A group that this process is in already, made here or by the user's code, is used as it is.
 
     Args:
         cpu: Compute on the CPU, also where there are GPUs; so does the environment variable that the launcher sets.
-        deadline_s: How long to wait for the other ranks, in seconds.
+        options: How the group is made, and how long ranks wait for each other in it.
 
     Raises:
         ConfigError: The environment variables don't describe a rank.
@@ -38,14 +36,15 @@ def join(*, cpu: bool = False, deadline_s: float = JOIN_DEADLINE_S) -> Runtime:
     """
     global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
-    joined = torch_distributed.current_place()
+    options = options or InitProcessGroupKwargs()
+    joined = torch_group.current_place()
     place = joined or RankPlace.from_environment()
-    device = local_device(place, cpu=cpu)
+    device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
     runtime: Runtime
     if place.world_size == 1 and joined is None:
         runtime = SingleProcess(place, device)
     else:
-        runtime = TorchDistributed(place, device, deadline_s)
+        runtime = TorchDistributed(place, device, options)
     reporter().set_device(str(device), runtime.memory())
     _latest = weakref.ref(runtime)
     return runtime

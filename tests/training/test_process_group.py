@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training import process_group
+from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.runtimes.devices import local_device
 from tests.training import ranks
 
@@ -72,7 +74,7 @@ def test_launched_ranks_join_leave_and_join_again() -> None:
 
 
 def join_within(deadline_s: float) -> None:
-    process_group.join(cpu=True, deadline_s=deadline_s)
+    process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=deadline_s)))
 
 
 def test_missing_ranks_are_named() -> None:
@@ -86,7 +88,7 @@ def test_nobody_at_the_store() -> None:
     port = ranks.free_port()
     alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environment.patched(alone), pytest.raises(TrainingError, match=f"127.0.0.1:{port} within 1 s"):
-        process_group.join(cpu=True, deadline_s=1.0)
+        process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=1)))
 
 
 def use_a_group_of_the_users() -> Any:

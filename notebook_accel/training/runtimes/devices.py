@@ -13,8 +13,13 @@ from notebook_accel.errors import TrainingError
 __all__ = ["local_device", "memory_of", "release_memory_of"]
 
 
-def local_device(place: RankPlace, *, cpu: bool) -> torch.device:
+def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
     """This rank's own GPU, made the current one, or the CPU if there is no GPU or ``cpu`` is asked for.
+
+    Args:
+        place: This rank's place.
+        cpu: Compute on the CPU.
+        shared: Let several ranks have the same GPU if there aren't enough, which NCCL can't.
 
     Raises:
         TrainingError: There are GPUs, but fewer than ranks on this machine.
@@ -22,13 +27,14 @@ def local_device(place: RankPlace, *, cpu: bool) -> torch.device:
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    if place.local_rank >= visible:
+    if place.local_rank >= visible and not shared:
         raise TrainingError(
             f"Rank {place.rank} has no GPU of its own.",
             why=f"{visible} visible here, and of the ranks on this machine it is number {place.local_rank}, from 0.",
-            fix=f"num_processes={visible}, or Accelerator(cpu=True)",
+            fix=f"num_processes={visible}, or Accelerator(cpu=True), or let ranks share a GPU, which is slower: "
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]',
         )
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", place.local_rank % visible)
     torch.cuda.set_device(device)
     return device
 

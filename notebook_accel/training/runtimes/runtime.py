@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
 __all__ = ["Runtime"]
 
@@ -35,6 +36,9 @@ class Runtime(Protocol):
     def has_left(self) -> bool:
         """Whether ``leave`` was called."""
 
+    def explain(self, error: RuntimeError) -> None:
+        """Raises a ``CollectiveError`` that says what every rank was doing if ``error`` comes from waiting for them."""
+
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         """What gives the device's used and total bytes, ``None`` if it has no memory of its own."""
 
@@ -59,7 +63,7 @@ class Runtime(Protocol):
     def broadcast_object(self, value: Any, source: int) -> Any:
         """The object of rank ``source``. It is pickled."""
 
-    def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+    def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         """A module that averages ``model``'s gradients over the ranks in each backward pass.
 
         It begins with rank 0's weights on every rank. If it has a method ``no_sync``, gradients stay local in there.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
 
 __all__ = ["SingleProcess"]
@@ -28,6 +29,9 @@ class SingleProcess:
         self.place = place
         self.device = device
         self.has_left = False
+
+    def explain(self, error: RuntimeError) -> None:
+        pass
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         return memory_of(self.device)
@@ -53,7 +57,7 @@ class SingleProcess:
     def broadcast_object(self, value: Any, source: int) -> Any:  # noqa: ARG002  # the seam's signature
         return value
 
-    def data_parallel(self, model: torch.nn.Module) -> torch.nn.Module:
+    def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model
 
     def leave(self) -> None:

@@ -1,0 +1,202 @@
+"""torch's default process group: who made it, who uses it, and what is known when it fails.
+
+torch has one in a process. It is made by whoever comes first: if the user's code has made it, it is used as it is and
+left alone at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import datetime
+import itertools
+import os
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
+from torch.distributed.rendezvous import rendezvous
+
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.reporting import reporter
+from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.runtimes.gloo_sockets import GlooSockets
+from notebook_accel.training.runtimes.watch import Watch
+
+__all__ = ["JOIN_DEADLINE_S", "Group", "current_place", "enter"]
+
+# Ranks come here at different times when one of them downloads or unpacks something first.
+JOIN_DEADLINE_S = 600.0
+# For a collective, by the kind of device; torch's own for its backends.
+_COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
+
+# Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
+# prefix of its own. Ranks run the same program and count alike.
+_group_numbers = itertools.count()
+
+
+class Group:
+    """The default group of this process.
+
+    Args:
+        place: This rank's place in it.
+        sockets: Its connections, as far as they were opened here.
+        store: Where its ranks meet.
+        deadline: How long a collective may take, if it was made here.
+    """
+
+    def __init__(
+        self, place: RankPlace, sockets: GlooSockets, store: Store, deadline: datetime.timedelta | None = None
+    ) -> None:
+        self.process_group = dist.group.WORLD
+        self._sockets = sockets
+        self._deadline = deadline
+        self._members: weakref.WeakSet[object] = weakref.WeakSet()
+        self._watch: Watch | None = None
+        if place.world_size > 1:
+            deadline_s = None if deadline is None else deadline.total_seconds()
+            ends_processes = "nccl" in dist.get_backend_config()
+            self._watch = Watch(
+                PrefixStore("notebook_accel", store), place, sockets.shut_down, deadline_s, warns=ends_processes
+            )
+            reporter().at_close(self._watch.close)
+            atexit.register(self._watch.close)
+
+    def has_gloo_for(self, device: torch.device) -> bool:
+        """Whether what lies on ``device`` travels by gloo."""
+        return f"{device.type}:gloo" in dist.get_backend_config()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is still torch's default group."""
+        return dist.group.WORLD is self.process_group
+
+    def add(self, member: object) -> None:
+        """Counts who uses it."""
+        self._members.add(member)
+
+    def remove(self, member: object) -> None:
+        """Takes the group down with its last user, if it was made here."""
+        self._members.discard(member)
+        if self._members:
+            return
+        self.stop_watching()
+        if self._deadline is not None and self.is_current:
+            dist.destroy_process_group()
+
+    def stop_watching(self) -> None:
+        """Tells the other ranks that this one has left."""
+        if self._watch is not None:
+            atexit.unregister(self._watch.close)
+            self._watch.close()
+
+    def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
+        """A group that only one model's gradients go through, ``None`` for the default group; on all ranks at once.
+
+        With gloo, a collective that meets another of a different size ends the process. In a group of their own,
+        gradients can only meet the same model's: a rank that does something else is waited for, and can be named.
+        """
+        if not self.has_gloo_for(device):
+            return None
+        with self._sockets.opened_inside():
+            made = dist.new_group(timeout=self._deadline, backend="gloo")
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raises a better error if this one comes from waiting for other ranks.
+
+        Raises:
+            CollectiveError: It does; says what every rank was doing.
+        """
+        text = str(error)
+        if self._watch is not None and (
+            isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
+        ):
+            raise self._watch.explanation(timed_out="Timed out" in text or "timeout" in text) from error
+
+
+_current: Group | None = None
+
+
+def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
+    """The group of this process, which is made if there is none.
+
+    Raises:
+        ConfigError: The environment doesn't say where ranks meet.
+        TrainingError: The other ranks, or the store where ranks meet, weren't there in time.
+    """
+    global _current
+    if _current is not None and not _current.is_current:  # the user's code has ended it
+        _current.stop_watching()
+        _current = None
+    if not dist.is_initialized():
+        _current = _make(place, device, options)
+    elif _current is None:
+        store = dist.distributed_c10d._get_default_store()
+        _current = Group(place, GlooSockets(place.master_port), store)
+    elif options != InitProcessGroupKwargs():
+        warnings.warn(
+            f"{options} has no effect: this process has joined its group already, with what was said then. "
+            "Fix: give it to the first Accelerator or PartialState, or call end_training() before",
+            stacklevel=2,
+        )
+    return _current
+
+
+def current_place() -> RankPlace | None:
+    """This rank's place in the group that already exists in this process, ``None`` if there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    place = RankPlace.from_environment()
+    rank = dist.get_rank()
+    local_rank = place.local_rank if "LOCAL_RANK" in os.environ else rank
+    return dataclasses.replace(place, rank=rank, world_size=dist.get_world_size(), local_rank=local_rank)
+
+
+def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
+    if not place.master_port:
+        raise ConfigError(
+            f"WORLD_SIZE is {place.world_size}, but MASTER_PORT isn't set.",
+            why="Ranks find each other through a store at MASTER_ADDR:MASTER_PORT.",
+            fix="unset RANK and WORLD_SIZE, or set MASTER_ADDR and MASTER_PORT to the same values on every rank",
+        )
+    timeout = options.timeout or datetime.timedelta(seconds=JOIN_DEADLINE_S)
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        raise TrainingError(
+            f"Rank {place.rank} of {place.world_size} could not meet the others at "
+            f"{place.master_addr}:{place.master_port} within {timeout.total_seconds():g} s.",
+            why=str(error),
+            fix="see that every rank is running and that all have the same MASTER_ADDR and MASTER_PORT",
+        ) from error
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own_store = PrefixStore(f"notebook_accel/{restarts}/{next(_group_numbers)}", store)
+    _wait_for_all(own_store, place, timeout)
+    backend = options.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    deadline = options.timeout or datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S[device.type])
+    sockets = GlooSockets(place.master_port)
+    with sockets.opened_inside():
+        dist.init_process_group(
+            backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
+        )
+    return Group(place, sockets, own_store, deadline)
+
+
+def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
+    """Waits until every rank has come to the store, so that those who don't come can be named."""
+    keys = [f"rank {rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], "here")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [key for key in keys if not store.check([key])]
+        raise TrainingError(
+            f"Rank {place.rank} waited {timeout.total_seconds():g} s for the others; missing: {', '.join(missing)}.",
+            why="They have ended, or haven't come to their Accelerator yet.",
+            fix="make the Accelerator on every rank, before work that takes some ranks longer than others",
+        ) from None

@@ -1,0 +1,177 @@
+"""Ranks that don't do the same: a clear error on every rank, in time, that says where each of them was."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator
+from notebook_accel.errors import CollectiveError
+from notebook_accel.reporting import reporter
+from notebook_accel.training.handlers import InitProcessGroupKwargs
+from tests.training import ranks
+
+# Long enough that a busy machine doesn't pass it by itself, short enough to wait for.
+DEADLINE_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[ranks.Ranks]:
+    with ranks.running(2) as running:
+        yield running
+
+
+def accelerator() -> Accelerator:
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    return Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+
+
+@contextlib.contextmanager
+def told(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+    """What a rank is told, how long that took, and whether a new group of the same ranks works."""
+    found: dict[str, Any] = {"message": None}
+    began = time.monotonic()
+    try:
+        yield found
+    except CollectiveError as error:
+        found["message"] = str(error)
+    found["took_s"] = time.monotonic() - began
+    accelerator.end_training()
+    again = Accelerator(cpu=True)
+    found["sum"] = again.reduce(torch.ones(1)).item()
+    again.end_training()
+
+
+def leave_the_loop(steps: int) -> Any:
+    own = accelerator()
+    data = TensorDataset(torch.randn(40, 2))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    net, optimizer, loader = own.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data, batch_size=2))
+    with told(own) as found:
+        for step, (x,) in enumerate(loader):
+            if own.process_index == 1 and step == steps:
+                break
+            own.backward(net(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        own.wait_for_everyone()
+    return found
+
+
+def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
+    for found in pair.run(leave_the_loop, 3):
+        first, second = [line for line in found["message"].splitlines() if line.startswith("  rank")]
+        assert first.startswith("  rank 0: the model's forward pass at ")
+        assert "test_misuse.py, line " in first
+        assert first.endswith("step 4 of 10, epoch 1")
+        assert second.startswith("  rank 1: wait_for_everyone at ")
+        assert second.endswith("step 4 of 10, epoch 1")
+        assert found["took_s"] < DEADLINE_S + 8
+        assert found["sum"] == 2
+
+
+def backward_against_gather() -> Any:
+    own = accelerator()
+    net = own.prepare(torch.nn.Linear(2, 2))
+    with told(own) as found:
+        if own.process_index == 0:
+            own.backward(net(torch.ones(1, 2)).sum())
+        else:
+            own.gather(torch.ones(1))
+    return found
+
+
+def test_gradients_never_meet_another_collective(pair: ranks.Ranks) -> None:
+    for found in pair.run(backward_against_gather):
+        assert "rank 0: backward at " in found["message"]
+        assert "rank 1: gather at " in found["message"]
+        assert "end_training()" in found["message"]
+        assert found["sum"] == 2
+
+
+def ended_early() -> None:
+    own = Accelerator(cpu=True)  # whose deadline is half an hour
+    if own.process_index == 1:
+        reporter().close()  # as a launched rank does when its code has ended
+        return
+    own.gather(torch.ones(1))
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    with ranks.running(2) as fresh:
+        first, second = fresh.replies(ended_early, deadline_s=40)
+    assert isinstance(first, CollectiveError)
+    assert "rank 0: gather at " in str(first)
+    assert "rank 1: has ended" in str(first)
+    assert first.lost_peer
+    assert second is None
+
+
+def busy(path: str) -> Any:
+    own = accelerator()
+    message = ""
+    if own.process_index == 0:
+        try:
+            own.reduce(torch.ones(1))
+        except CollectiveError as error:
+            message = str(error)
+        with open(path, "w") as file:
+            file.write("done")
+    else:
+        wait_for(path)
+    own.end_training()
+    return message
+
+
+def wait_for(path: str) -> None:
+    while True:
+        with contextlib.suppress(FileNotFoundError), open(path):
+            return
+        time.sleep(0.05)
+
+
+def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> None:
+    message, _ = pair.run(busy, str(tmp_path / "done"))
+    assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
+    assert "rank 0: reduce at " in message
+    assert "rank 1: wait_for at " in message or "rank 1: " in message and "test_misuse.py, line " in message
+
+
+def prepare_on_one_rank() -> Any:
+    own = accelerator()
+    try:
+        if own.process_index == 0:
+            own.prepare(torch.nn.Linear(2, 3))
+        else:
+            own.gather(torch.ones(1))
+    except CollectiveError as error:
+        return str(error), own.gather(torch.ones(1)).tolist()
+
+
+def prepare_another_model() -> Any:
+    own = accelerator()
+    try:
+        own.prepare(torch.nn.Linear(2, 3 + own.process_index))
+    except CollectiveError as error:
+        return str(error), own.gather(torch.ones(1)).tolist()
+
+
+def test_a_model_prepared_on_one_rank_only(pair: ranks.Ranks) -> None:
+    for message, gathered in pair.run(prepare_on_one_rank):
+        assert "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at " in message
+        assert "rank 1: gather float32 (1,) at " in message
+        assert gathered == [1, 1]
+
+
+def test_a_different_model_on_each_rank(pair: ranks.Ranks) -> None:
+    for message, gathered in pair.run(prepare_another_model):
+        assert "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at " in message
+        assert "with weight float32 (4, 2), bias float32 (4,)" in message
+        assert gathered == [1, 1]
