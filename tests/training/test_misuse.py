@@ -19,7 +19,7 @@ from notebook_accel.training.handlers import InitProcessGroupKwargs
 from tests.training import ranks
 
 # Long enough that a busy machine doesn't pass it by itself, short enough to wait for.
-DEADLINE_S = 6.0
+DEADLINE_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> Non
     message, _ = pair.run(busy, str(tmp_path / "done"))
     assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
     assert "rank 0: reduce at " in message
-    assert "rank 1: wait_for at " in message or "rank 1: " in message and "test_misuse.py, line " in message
+    assert "rank 1: wait_for at " in message or "rank 1: sleep at" in message
 
 
 def prepare_on_one_rank() -> Any:
