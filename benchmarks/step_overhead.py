@@ -229,7 +229,10 @@ def ratios(runs: dict[str, Callable[[], Any]], blocks: int) -> dict[str, tuple[f
     baseline = taken[names[0]]
     return {
         name: (
-            *(statistics.median(pair[i] / base[i] for pair, base in zip(of_one, baseline, strict=True)) for i in (0, 1)),
+            *(
+                statistics.median(pair[i] / base[i] for pair, base in zip(of_one, baseline, strict=True))
+                for i in (0, 1)
+            ),
             statistics.median(cpu for cpu, _ in of_one) / BATCHES * 1e6,
         )
         for name, of_one in taken.items()
@@ -272,7 +275,11 @@ def per_call(calls: int = 2000, repeats: int = 9) -> list[tuple[str, float, floa
         return [
             ("accumulate", added(accumulate), 10.0),
             ("gather, over all_gather", added(lambda: accelerator.gather(tensor), beside), 15.0),
-            ("gather_for_metrics, over all_gather", added(lambda: accelerator.gather_for_metrics(tensor), beside), 15.0),
+            (
+                "gather_for_metrics, over all_gather",
+                added(lambda: accelerator.gather_for_metrics(tensor), beside),
+                15.0,
+            ),
         ]
 
 

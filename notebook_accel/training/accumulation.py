@@ -145,17 +145,12 @@ class GradientState:
             if self._passes:
                 reporter().show(self._passes[-1].counter)
 
-    @contextlib.contextmanager
-    def accumulate(self, models: Iterable[Any]) -> Iterator[None]:
+    def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """One micro-batch: gradients stay local in here unless it ends a window."""
-        self._begin_micro_batch()
-        with contextlib.ExitStack() as stack:
-            if not self.sync_gradients and not self.plugin.sync_each_batch:
-                for model in models:
-                    stack.enter_context(no_sync(model))
-            yield
+        return _MicroBatch(self, models)
 
-    def _begin_micro_batch(self) -> None:
+    def begin_micro_batch(self) -> None:
+        """Counts a micro-batch, and decides whether gradients sync in it."""
         current = self._passes[-1] if self._passes and self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
@@ -187,6 +182,30 @@ class GradientState:
                     parameter.grad.mul_(self._divisor / length)
             self._divisor = length
         return loss if self._divisor == 1 else loss / self._divisor
+
+
+class _MicroBatch:
+    """A class, because a generator costs several microseconds more in each micro-batch."""
+
+    __slots__ = ("_local", "_models", "_state")
+
+    def __init__(self, state: GradientState, models: Iterable[Any]) -> None:
+        self._state = state
+        self._models = models
+        self._local: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        state = self._state
+        state.begin_micro_batch()
+        if state.sync_gradients or state.plugin.sync_each_batch:
+            return
+        self._local = contextlib.ExitStack()
+        for model in self._models:
+            self._local.enter_context(no_sync(model))
+
+    def __exit__(self, *error: Any) -> None:  # noqa: PYI036  # as ExitStack takes it
+        if self._local is not None:
+            self._local.__exit__(*error)
 
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:

@@ -133,9 +133,10 @@ class DistributedDataParallelKwargs:
             raise ConfigError(f"comm_wrapper is {self.comm_wrapper}.", fix="DDPCommunicationHookType.FP16, BF16 or NO")
 
     def options(self) -> dict[str, Any]:
-        """The arguments of ``DistributedDataParallel``."""
+        """The arguments of ``DistributedDataParallel`` that differ from its defaults; torch warns of some of them."""
         ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ours}
+        told = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in told.items() if name not in ours and value != default}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -109,7 +110,9 @@ class TorchDistributed:
             )
         parallel.explain = self.explain
         _register_hook(parallel, options)
-        if group is not None:
+        # A hook's group stays to the end: gloo's threads may still be giving up the hook's Python objects, and would wait
+        # for this thread, which waits for them.
+        if group is not None and options.comm_hook is DDPCommunicationHookType.NO:
             weakref.finalize(parallel, _destroy, group).atexit = False
         return parallel
 
@@ -146,7 +149,6 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
     # Not at the top: importing it takes a while, and few ask for it.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    state: object = None
     hooks: dict[DDPCommunicationHookType, Any] = {
         kinds.FP16: default_hooks.fp16_compress_hook,
         kinds.BF16: default_hooks.bf16_compress_hook,
@@ -159,10 +161,15 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
         kinds.BF16: default_hooks.bf16_compress_wrapper,
     }
     if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(parallel.process_group, **options.comm_state_option)
+        state: object = powerSGD_hook.PowerSGDState(parallel.process_group, **options.comm_state_option)
     else:
         state = parallel.process_group
-    parallel.register_comm_hook(state, wrappers[options.comm_wrapper](hooks[options.comm_hook]))
+    try:
+        parallel.register_comm_hook(state, wrappers[options.comm_wrapper](hooks[options.comm_hook]))
+    except TypeError as error:
+        raise ConfigError(
+            f"Gradients can't travel here by {options.comm_hook}.", why=str(error), fix="DDPCommunicationHookType.FP16"
+        ) from None
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accel import Accelerator
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    Handlers,
+    InitProcessGroupKwargs,
+)
+from tests.training.ranks import Ranks
+
+
+def test_each_kind_finds_its_place() -> None:
+    given = (GradScalerKwargs(init_scale=2.0), AutocastKwargs(enabled=False))
+    sorted_out = Handlers.of(given)
+    assert (sorted_out.scaler, sorted_out.autocast) == given
+    assert (sorted_out.ddp, sorted_out.group) == (DistributedDataParallelKwargs(), InitProcessGroupKwargs())
+    assert Handlers.of(None) == Handlers()
+
+
+@pytest.mark.parametrize(("given", "complaint"), [
+    ([GradScalerKwargs(), GradScalerKwargs()], "two GradScalerKwargs"),
+    ([{"init_scale": 2}], "has a dict"),
+])  # fmt: skip
+def test_handlers_that_can_not_be(given: list[Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Accelerator(kwargs_handlers=given)
+
+
+@pytest.mark.parametrize(("make", "complaint"), [
+    (lambda: InitProcessGroupKwargs(backend="mpi"), "backend='mpi'"),
+    (lambda: InitProcessGroupKwargs(init_method="tcp://host"), "init_method='tcp://host'"),
+    (lambda: InitProcessGroupKwargs(timeout=datetime.timedelta()), "timeout"),
+    (lambda: DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD), "comm_wrapper"),
+])  # fmt: skip
+def test_settings_that_can_not_be(make: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        make()
+    assert raised.value.fix
+
+
+class Skips(torch.nn.Module):
+    """Doesn't use one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def gradients(settings: DistributedDataParallelKwargs) -> Any:
+    own = Accelerator(cpu=True, kwargs_handlers=[settings])
+    net = own.prepare(Skips())
+    for _ in range(2):  # the second finds out whether the first waited for what isn't used
+        net.zero_grad()
+        own.backward(net(torch.full((3, 4), 0.1 + own.process_index)).square().sum())
+    model = own.unwrap_model(net)
+    assert model.unused.weight.grad is None or not model.unused.weight.grad.any()
+    return model.used.weight.grad.clone()
+
+
+def all_gradients(hooks: list[DDPCommunicationHookType]) -> list[Any]:
+    return [gradients(DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook=hook)) for hook in hooks]
+
+
+def test_gradients_travel_as_told(two_ranks: Ranks) -> None:
+    kinds = DDPCommunicationHookType
+    first, second = two_ranks.run(all_gradients, [kinds.NO, kinds.FP16, kinds.POWER_SGD])
+    for ours, theirs in zip(first, second, strict=True):
+        assert torch.equal(ours, theirs)
+    exact, fp16, power_sgd = first
+    assert not torch.equal(fp16, exact)
+    torch.testing.assert_close(fp16, exact, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(power_sgd, exact)  # which begins to compress later
+
+
+def test_a_hook_that_the_backend_lacks(two_ranks: Ranks) -> None:
+    for error in two_ranks.replies(all_gradients, [DDPCommunicationHookType.BF16]):
+        assert isinstance(error, ConfigError)
+        assert "BF16" in error.what
+        assert "FP16" in error.fix
+
+
+def second_deadline() -> list[str]:
+    import warnings
+
+    first = Accelerator(cpu=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))])
+    first.wait_for_everyone()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_deadline_that_comes_too_late_is_warned_of(two_ranks: Ranks) -> None:
+    for messages in two_ranks.run(second_deadline):
+        assert len(messages) == 1
+        assert "has no effect" in messages[0]
+        assert "end_training()" in messages[0]
