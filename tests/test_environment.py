@@ -70,3 +70,9 @@ def test_patched_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> No
         assert [os.environ.get(name) for name in names] == ["inside", None, "inside"]
         raise KeyError
     assert [os.environ.get(name) for name in names] == ["before", "before", None]
+
+
+@pytest.mark.parametrize("name", ["NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"])
+@pytest.mark.parametrize(("text", "is_on"), [("yes", True), ("1", True), ("on", True), ("no", False), ("", False)])
+def test_debug_mode(name: str, text: str, is_on: bool) -> None:
+    assert environment.is_debugging({name: text}) == is_on

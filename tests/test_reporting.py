@@ -206,3 +206,17 @@ def test_outside_a_rank_nothing_happens() -> None:
     notebook_accel.report(loss=tensor)
     del tensor
     assert kept() is None
+
+
+def test_position_and_what_is_called_at_the_end() -> None:
+    reporter = reporting.Reporter()
+    called: list[str] = []
+    reporter.at_close(lambda: called.append(reporter.position()))
+    assert reporter.position() == ""
+    counter = reporting.Counter()
+    reporter.begin(counter, epoch=2, total=40)
+    counter.step = 12
+    assert reporter.position() == "step 12 of 40, epoch 2"
+    counter.total = counter.epoch = None
+    reporter.close()
+    assert called == ["step 12"]

@@ -63,7 +63,8 @@ class Precision:
             )
         self.name = name
         self.dtype = _DTYPES[name]
-        self.scaler = LossScaler(device, scaler) if name == "fp16" else None
+        scaler = scaler or GradScalerKwargs()
+        self.scaler = LossScaler(device, scaler) if name == "fp16" and scaler.enabled else None
         self._device_type = device.type
         self._autocast = autocast or AutocastKwargs()
         if downcast_bf16 and device.type != "xla":
@@ -116,7 +117,7 @@ class LossScaler:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the optimizer's gradients back to their real size, unless they are already."""
-        if self._scaler.is_enabled() and id(optimizer) not in self._unscaled:
+        if id(optimizer) not in self._unscaled:
             self._scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
+from notebook_accel.training.sharding import Tail
 from tests.training.ranks import Ranks
 
 
@@ -141,7 +143,7 @@ def disagree(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "told"), [
-    ("shapes", ["rank 0: gather float32 (2, 3)", "rank 1: gather float32 (5, 3)"]),
+    ("shapes", ["rank 0: gather float32 (2, 3) at ", "rank 1: gather float32 (5, 3) at ", "test_collectives.py, line"]),
     ("types", ["rank 0: reduce mean float32 (2,)", "rank 1: reduce mean int64 (2,)"]),
     ("paddings", ["rank 0: pad_across_processes along dimension 0 [(1, 3)]", "[(2, 4)]"]),
     ("calls", ["rank 0: wait for everyone", "rank 1: gather objects"]),
@@ -211,3 +213,24 @@ def test_first_ranks_come_first(three_ranks: Ranks, tmp_path: Any) -> None:
     order = (tmp_path / "order").read_text()
     assert (order[0], order[3]) == ("2", "0")
     assert sorted(order) == sorted("012012")
+
+
+def gather_rows_of_a_tail(rows: int) -> list[str]:
+    collectives._has_warned = False
+    runtime = process_group.join()
+    tail = Tail(real=5, total=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            collectives.gather(runtime, {"loss": torch.tensor(1.0), "rows": torch.ones(rows)}, tail)
+            collectives.gather_for_metrics(runtime, torch.ones(rows), tail)
+    return [str(warning.message) for warning in caught]
+
+
+def test_gather_warns_once_of_repeated_rows(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(gather_rows_of_a_tail, 4)
+    assert len(first) == 1
+    assert "3 of 8 rows are repeated" in first[0]
+    assert "gather_for_metrics" in first[0]
+    assert second == []
+    assert two_ranks.run(gather_rows_of_a_tail, 1) == [[], []]  # not about samples: one a rank

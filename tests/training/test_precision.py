@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 from notebook_accel.training.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
@@ -37,6 +39,45 @@ def test_autocast_computes_in_the_precision() -> None:
         assert (x @ x).dtype is torch.bfloat16
     with Precision("no", CPU, {}).autocast():
         assert (x @ x).dtype is torch.float32
+
+
+def test_autocast_as_told() -> None:
+    x = torch.ones(2, 2)
+    told = Precision("bf16", CPU, {}, autocast=AutocastKwargs(enabled=False))
+    with told.autocast():
+        assert (x @ x).dtype is torch.float32
+        with told.autocast(AutocastKwargs()):
+            assert (x @ x).dtype is torch.bfloat16
+    with Precision("bf16", CPU, {}).autocast(AutocastKwargs(cache_enabled=False)):
+        assert not torch.is_autocast_cache_enabled()
+
+
+def test_downcasting_is_for_tpus_only() -> None:
+    with pytest.warns(UserWarning, match="downcast_bf16=True has no effect on this device"):
+        Precision("bf16", CPU, {}, downcast_bf16=True)
+
+
+def test_scale_grows_and_backs_off_as_told() -> None:
+    settings = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
+    ours, torchs = LossScaler(CPU, settings), torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))
+    (parameter, optimizer), (reference, step) = parameter_and_optimizer(), parameter_and_optimizer()
+    factors = []
+    for factor in (1.0, 1.0, 1.0, math.inf, 1.0):
+        ours.scale(parameter.sum() * factor).backward()
+        factors.append(ours.factor)
+        assert torchs.get_scale() == ours.factor
+        torchs.scale(reference.sum() * factor).backward()
+        assert ours.step(optimizer) == (factor == math.inf)
+        torchs.step(step)
+        torchs.update()
+        optimizer.zero_grad()
+        step.zero_grad()
+    assert factors == [8, 8, 32, 32, 16]
+    assert torch.equal(parameter, reference)
+
+
+def test_scaling_can_be_left_out() -> None:
+    assert Precision("fp16", torch.device("cuda"), {}, scaler=GradScalerKwargs(enabled=False)).scaler is None
 
 
 def parameter_and_optimizer() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

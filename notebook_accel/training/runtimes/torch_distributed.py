@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,19 +100,14 @@ class TorchDistributed:
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         device = next(model.parameters()).device
         with self._explained():
-            group = self._group.for_gradients(device)
             parallel = _DataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
-                process_group=group,
+                process_group=self._group.for_gradients(device),
                 **options.options(),
             )
         parallel.explain = self.explain
         _register_hook(parallel, options)
-        # A hook's group stays to the end: gloo's threads may still be giving up the hook's Python objects, and would wait
-        # for this thread, which waits for them.
-        if group is not None and options.comm_hook is DDPCommunicationHookType.NO:
-            weakref.finalize(parallel, _destroy, group).atexit = False
         return parallel
 
     def leave(self) -> None:
@@ -170,12 +164,6 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
         raise ConfigError(
             f"Gradients can't travel here by {options.comm_hook}.", why=str(error), fix="DDPCommunicationHookType.FP16"
         ) from None
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    """Frees a group's threads and connections, if all groups weren't taken down before."""
-    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

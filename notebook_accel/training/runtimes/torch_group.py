@@ -55,6 +55,7 @@ class Group:
         self._sockets = sockets
         self._deadline = deadline
         self._members: weakref.WeakSet[object] = weakref.WeakSet()
+        self._for_gradients: dist.ProcessGroup | None = None
         self._watch: Watch | None = None
         if place.world_size > 1:
             deadline_s = None if deadline is None else deadline.total_seconds()
@@ -94,17 +95,22 @@ class Group:
             self._watch.close()
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
-        """A group that only one model's gradients go through, ``None`` for the default group; on all ranks at once.
+        """A group that only gradients go through, ``None`` for the default group; on all ranks at once.
 
         With gloo, a collective that meets another of a different size ends the process. In a group of their own,
-        gradients can only meet the same model's: a rank that does something else is waited for, and can be named.
+        gradients can't meet what a rank does that has left its loop: that rank is waited for, and can be named.
+
+        It lives as long as this object: gloo's thread may still have to give up Python objects after a backward pass,
+        and a group that is destroyed at that moment waits for its thread for ever, because it holds Python's lock.
         """
         if not self.has_gloo_for(device):
             return None
-        with self._sockets.opened_inside():
-            made = dist.new_group(timeout=self._deadline, backend="gloo")
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+        if self._for_gradients is None:
+            with self._sockets.opened_inside():
+                made = dist.new_group(timeout=self._deadline, backend="gloo")
+            assert isinstance(made, dist.ProcessGroup)
+            self._for_gradients = made
+        return self._for_gradients
 
     def explain(self, error: RuntimeError) -> None:
         """Raises a better error if this one comes from waiting for other ranks.

@@ -1,0 +1,141 @@
+"""Training on a GPU: precision, ranks that share one, what a step costs."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator, environment
+from notebook_accel.training.handlers import GradScalerKwargs, InitProcessGroupKwargs
+from tests.gpu.test_gpu import gpus
+from tests.training import ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(gpus() == 0, reason="NOT TESTED: no NVIDIA GPU on this machine"),
+]
+BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "step_overhead.py"
+
+
+def train(precision: str, handlers: tuple[object, ...] = ()) -> tuple[list[float], torch.nn.Module]:
+    """Sixty steps of a small network on a rule that it can learn; the losses, and the model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    x = torch.randn(640, 16)
+    data = TensorDataset(x, (x[:, 0] > x[:, 1]).long())
+    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+    net, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=32))
+    losses = []
+    for _ in range(3):
+        for inputs, labels in loader:
+            outputs = net(inputs)
+            assert outputs.dtype is torch.float32
+            loss = F.cross_entropy(outputs, labels)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    accelerator.end_training()
+    return losses, model
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.01), ("bf16", 0.05)])
+def test_half_precision_learns_what_float32_does(precision: str, tolerance: float) -> None:
+    exact, _ = train("no")
+    half, model = train(precision)
+    assert half != exact
+    assert half == pytest.approx(exact, abs=tolerance)
+    assert half[-1] < half[0] / 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_overflow_skips_the_step_and_the_schedule() -> None:
+    scale = GradScalerKwargs(init_scale=2.0**10, growth_interval=1000)
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scale])
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    net, optimizer, scheduler = accelerator.prepare(model, optimizer, StepLR(optimizer, 1, gamma=0.5))
+    for factor in (1.0, float("inf"), 1.0):
+        before = model.weight.detach().clone()
+        rate = scheduler.get_last_lr()
+        accelerator.backward(net(torch.ones(2, 4, device=accelerator.device)).sum() * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        overflowed = factor != 1.0
+        assert accelerator.optimizer_step_was_skipped == overflowed
+        assert torch.equal(model.weight, before) == overflowed
+        assert (scheduler.get_last_lr() == rate) == overflowed
+
+
+def test_unscaled_gradients_are_those_of_float32() -> None:
+    gradients = []
+    for precision in ("no", "fp16"):
+        torch.manual_seed(0)
+        accelerator = Accelerator(mixed_precision=precision)
+        model = torch.nn.Linear(8, 8)
+        net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.backward(net(torch.ones(2, 8, device=accelerator.device)).square().mean())
+        accelerator.unscale_gradients()
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.clone())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-3)
+
+
+@pytest.fixture
+def sharing() -> Iterator[ranks.Ranks]:
+    with ranks.running(2) as running:
+        yield running
+
+
+def train_on_a_shared_gpu() -> Any:
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    net = accelerator.prepare(model)
+    own = torch.full((3, 4), float(1 + accelerator.process_index), device=accelerator.device)
+    accelerator.backward(net(own).sum())
+    assert model.weight.grad is not None
+    gathered = accelerator.gather(own[:1, 0])
+    return str(accelerator.device), model.weight.grad[0].tolist(), gathered.tolist()
+
+
+@pytest.mark.skipif(gpus() != 1, reason="NOT TESTED: there is a GPU for each rank")
+def test_two_ranks_share_a_gpu(sharing: ranks.Ranks) -> None:
+    assert sharing.run(train_on_a_shared_gpu, deadline_s=120) == [("cuda:0", [4.5] * 4, [1.0, 2.0])] * 2
+
+
+def shapes_in_debug_mode() -> str:
+    with environment.patched({environment.DEBUG[0]: "1"}):
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    try:
+        accelerator.gather(torch.ones(1 + accelerator.process_index, device=accelerator.device))
+    except Exception as error:  # noqa: BLE001  # the test looks at it
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(gpus() != 1, reason="NOT TESTED: there is a GPU for each rank")
+def test_debug_mode_compares_shapes(sharing: ranks.Ranks) -> None:
+    for message in sharing.run(shapes_in_debug_mode, deadline_s=120):
+        assert "rank 0: gather float32 (1,)" in message
+        assert "rank 1: gather float32 (2,)" in message
+
+
+def test_the_benchmark_runs_on_the_gpu() -> None:
+    command = [sys.executable, str(BENCHMARK), "--device", "cuda", "--blocks", "7"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "fp16, full loop" in run.stdout
