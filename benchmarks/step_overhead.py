@@ -1,8 +1,8 @@
 """What a training step costs through each library, as a ratio to plain PyTorch.
 
-    python benchmarks/step_overhead.py
+    python benchmarks/step_overhead.py                 # --device cuda on a GPU machine
 
-One process on the CPU with one thread, a tiny network, so that the libraries' own work shows. Blocks of all contenders
+One process with one thread, a tiny network, so that the libraries' own work shows. Blocks of all contenders
 are interleaved, and each is compared with plain PyTorch's block beside it: a busy machine slows down both. The table
 shows the median of these ratios, in CPU time and in wall time. Lightning Fabric takes part if it can be imported.
 """
@@ -55,20 +55,29 @@ class Parts(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A row of the table.
+    """Some rows of the table.
 
     Attributes:
-        name: What it is called.
+        name: What they are called.
+        device: ``"cpu"`` or ``"cuda"``.
+        precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
         steps: Micro-batches of an accumulation window.
-        bf16: Whether the forward pass is in bf16.
     """
 
     name: str
+    device: str
+    precision: str = "no"
     steps: int = 1
-    bf16: bool = False
 
 
-SETTINGS = (Setting("float32"), Setting(f"accumulation of {WINDOW}", steps=WINDOW), Setting("bf16", bf16=True))
+def settings(device: str) -> list[Setting]:
+    """What is measured on this device."""
+    rows = [
+        Setting("float32", device),
+        Setting(f"accumulation of {WINDOW}", device, steps=WINDOW),
+        Setting("bf16", device, "bf16"),
+    ]
+    return rows if device == "cpu" else [*rows, Setting("fp16", device, "fp16")]
 
 
 def materials() -> tuple[Any, Any, Any, Any]:
@@ -85,21 +94,47 @@ def materials() -> tuple[Any, Any, Any, Any]:
 class _Autocast(torch.nn.Module):
     """How one writes mixed precision without a library."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, setting: Setting) -> None:
         super().__init__()
         self.model = model
+        self._device = setting.device
+        self._dtype = torch.bfloat16 if setting.precision == "bf16" else torch.float16
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self._device, self._dtype):
             outputs: torch.Tensor = self.model(x)
         return outputs.float()
 
 
-class _PlainWindow:
-    """Accumulation without a library: a step and ``zero_grad`` only where a window ends."""
+class _Moved:
+    """A loader's batches on the device."""
 
-    def __init__(self, optimizer: Any, scheduler: Any, steps: int) -> None:
-        self._parts = (optimizer, scheduler)
+    def __init__(self, loader: Any, device: str) -> None:
+        self._loader = loader
+        self._device = device
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in self._loader:
+            yield x.to(self._device), y.to(self._device)
+
+
+class _Scaled:
+    """An optimizer under a loss scaler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+
+class _PlainWindow:
+    """Accumulation without a library: optimizer and scheduler move only where a window ends."""
+
+    def __init__(self, steps: int) -> None:
         self._steps = steps
         self.is_end = True
 
@@ -127,20 +162,27 @@ class _Gated:
 def _gated(optimizer: Any, scheduler: Any, steps: int) -> tuple[Any, Any, Callable[[int], Any]]:
     if steps == 1:
         return optimizer, scheduler, lambda _: contextlib.nullcontext()
-    window = _PlainWindow(optimizer, scheduler, steps)
+    window = _PlainWindow(steps)
     return _Gated(optimizer, window), _Gated(scheduler, window), window.begin
 
 
 def plain(setting: Setting) -> Parts:
     """PyTorch and nothing else."""
     model, optimizer, loader, scheduler = materials()
-    if setting.bf16:
-        model = _Autocast(model)
+    model.to(setting.device)
+    if setting.device != "cpu":
+        loader = _Moved(loader, setting.device)
+    if setting.precision != "no":
+        model = _Autocast(model, setting)
+    scaler = torch.amp.GradScaler(setting.device) if setting.precision == "fp16" else None
+    if scaler is not None:
+        optimizer = _Scaled(optimizer, scaler)
     steps = setting.steps
     optimizer, scheduler, window = _gated(optimizer, scheduler, steps)
 
     def backward(loss: torch.Tensor) -> None:
-        (loss if steps == 1 else loss / steps).backward()
+        loss = loss if steps == 1 else loss / steps
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
     return Parts(model, optimizer, loader, scheduler, backward, window)
 
@@ -161,7 +203,9 @@ def theirs(setting: Setting) -> Parts:
 
 def _by_accelerator(kind: Any, setting: Setting) -> Parts:
     accelerator = kind(
-        cpu=True, mixed_precision="bf16" if setting.bf16 else "no", gradient_accumulation_steps=setting.steps
+        cpu=setting.device == "cpu",
+        mixed_precision=setting.precision,
+        gradient_accumulation_steps=setting.steps,
     )
     model, optimizer, loader, scheduler = accelerator.prepare(*materials())
     single = setting.steps == 1
@@ -172,7 +216,9 @@ def _by_accelerator(kind: Any, setting: Setting) -> Parts:
 def fabric(setting: Setting) -> Parts:
     """Lightning Fabric."""
     made = importlib.import_module("lightning.fabric").Fabric(
-        accelerator="cpu", devices=1, precision="bf16-mixed" if setting.bf16 else "32-true"
+        accelerator=setting.device,
+        devices=1,
+        precision={"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[setting.precision],
     )
     made.launch()
     model, optimizer, loader, scheduler = materials()
@@ -225,6 +271,8 @@ def ratios(runs: dict[str, Callable[[], Any]], blocks: int) -> dict[str, tuple[f
         for name in order:
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             runs[name]()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             taken[name].append((time.thread_time() - cpu_s, time.perf_counter() - wall_s))
     baseline = taken[names[0]]
     return {
@@ -300,21 +348,26 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=31, help="paired blocks of each row; at least 7")
-    blocks = max(7, parser.parse_args().blocks)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    told = parser.parse_args()
+    blocks = max(7, told.blocks)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Fabric's advice about workers
     makers = contenders()
-    x, y = torch.randn(BATCH_SIZE, 64), torch.randint(0, 10, (BATCH_SIZE,))
+    x = torch.randn(BATCH_SIZE, 64, device=told.device)
+    y = torch.randint(0, 10, (BATCH_SIZE,), device=told.device)
     width = max(map(len, makers)) + 2
-    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, one thread, {blocks} paired blocks")
+    print(
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, {told.device}, one thread, {blocks} paired blocks"
+    )
     print(f"{'ratio of CPU time (of wall time)':44}" + "".join(f"{name:>{width}}" for name in makers))
-    for setting in SETTINGS:
+    for setting in settings(told.device):
         made = {name: make(setting) for name, make in makers.items()}
         kinds: list[tuple[str, Callable[[Parts], None]]] = [
             ("full loop", full_loop),
             ("step only", lambda parts: step_only(parts, x, y)),
         ]
-        if setting is SETTINGS[0]:
+        if setting.name == "float32":
             kinds.append(("loader only", loader_only))
         for kind, run in kinds:
             runs = {name: (lambda run=run, parts=parts: run(parts)) for name, parts in made.items()}

@@ -36,6 +36,17 @@ def test_first_notebook_trains_two_ranks_to_a_good_accuracy(kernel: kernels.Kern
     assert float(accuracy[1]) >= 95
 
 
+def test_second_notebook_accumulates_and_computes_in_bf16(kernel: kernels.Kernel) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "02_accumulation_and_precision.ipynb")
+    shown = _run(path, kernel)[-1].stdout
+    lines = re.findall(r"^(.+?) +accuracy (\S+) % of (\d+), weights (\S+) % from the first$", shown, re.MULTILINE)
+    assert [name for name, *_ in lines] == ["batches of 32", "4 x 8, accumulated", "batches of 32 in bf16"], shown
+    for _, accuracy, tested, apart in lines:
+        assert float(accuracy) >= 95
+        assert tested == "450"  # each test image once
+        assert float(apart) < 20
+
+
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.name)
 def test_is_committed_without_outputs(path: pathlib.Path) -> None:
     notebook = nbformat.read(path, as_version=4)
