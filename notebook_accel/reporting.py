@@ -135,9 +135,13 @@ class Reporter:
         """Has ``function`` called when the rank's code has ended, while its process still lives."""
         self._at_close.append(function)
 
+    def not_at_close(self, function: Callable[[], None]) -> None:
+        """Takes ``at_close`` back."""
+        self._at_close.remove(function)
+
     def close(self) -> None:
         """Stops sampling and sends what was not said yet."""
-        for function in self._at_close:
+        for function in list(self._at_close):
             function()
         self._stop.set()
         if self._thread is not None and self.is_connected:

@@ -212,6 +212,8 @@ def test_position_and_what_is_called_at_the_end() -> None:
     reporter = reporting.Reporter()
     called: list[str] = []
     reporter.at_close(lambda: called.append(reporter.position()))
+    reporter.at_close(called.clear)
+    reporter.not_at_close(called.clear)
     assert reporter.position() == ""
     counter = reporting.Counter()
     reporter.begin(counter, epoch=2, total=40)

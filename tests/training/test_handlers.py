@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import datetime
+import pickle
 from typing import Any
 
 import pytest
@@ -109,3 +111,29 @@ def test_a_deadline_that_comes_too_late_is_warned_of(two_ranks: Ranks) -> None:
         assert len(messages) == 1
         assert "has no effect" in messages[0]
         assert "end_training()" in messages[0]
+
+
+def change_precision() -> list[Any]:
+    found = []
+    for precision in ("bf16", "no"):
+        own = Accelerator(cpu=True, mixed_precision=precision)
+        torch.manual_seed(0)
+        net = own.prepare(torch.nn.Linear(3, 2))
+        outputs = net(torch.full((2, 3), 0.1))
+        own.backward(outputs.sum())
+        own.unscale_gradients()  # nothing is scaled, and that is no error
+        copies = [pickle.loads(pickle.dumps(net)), copy.deepcopy(net)]
+        assert all(torch.equal(next(one.parameters()), next(net.parameters())) for one in copies)
+        assert {type(one) for one in copies} == {torch.nn.Linear}
+        found.append((outputs.dtype, outputs.tolist()))
+        own.end_training()
+    return found
+
+
+def test_a_second_accelerator_with_another_precision(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(change_precision)
+    assert first == second
+    (half_type, half), (full_type, full) = first
+    assert half_type is full_type is torch.float32
+    assert half != full
+    assert half[0] == pytest.approx(full[0], abs=0.02)

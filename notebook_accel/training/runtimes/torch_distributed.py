@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,7 +125,10 @@ class TorchDistributed:
 
 
 class _DataParallel(DistributedDataParallel):
-    """Says what the ranks were doing when its forward pass, which can broadcast buffers, waits for them in vain."""
+    """Says what the ranks were doing when its forward pass, which can broadcast buffers, waits for them in vain.
+
+    Pickles and copies as the model in it, since it means nothing outside its group.
+    """
 
     explain: Callable[[RuntimeError], None]
 
@@ -134,6 +138,9 @@ class _DataParallel(DistributedDataParallel):
         except RuntimeError as error:
             self.explain(error)
             raise
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.module,),)
 
 
 def _register_hook(parallel: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

@@ -92,7 +92,9 @@ class Group:
         """Tells the other ranks that this one has left."""
         if self._watch is not None:
             atexit.unregister(self._watch.close)
+            reporter().not_at_close(self._watch.close)
             self._watch.close()
+            self._watch = None
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
         """A group that only gradients go through, ``None`` for the default group; on all ranks at once.
