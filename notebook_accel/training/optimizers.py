@@ -135,6 +135,9 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
+        # Decided here and not in each step.
+        self._counts_itself = isinstance(scheduler, ReduceLROnPlateau)
+        self._has_end = getattr(scheduler, "total_steps", None) is not None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advances the schedule if the optimizer has stepped."""
@@ -146,20 +149,21 @@ class AcceleratedScheduler:
             return
         calls = self._calls_waiting if self._gradients.plugin.adjust_scheduler else 1
         self._calls_waiting = 0
-        if any(optimizer.step_was_skipped for optimizer in self._optimizers):
-            return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(*args, **kwargs)  # it counts its own calls, not batches
+        for optimizer in self._optimizers:
+            if optimizer.step_was_skipped:
+                return
+        if self._counts_itself:
+            self.scheduler.step(*args, **kwargs)  # not batches, but calls
             return
         for _ in range(calls * self._steps_per_call):
-            if self._is_finished():
+            if self._has_end and self._is_finished():
                 return
             self.scheduler.step(*args, **kwargs)
 
     def _is_finished(self) -> bool:
         """Whether a schedule of fixed length has ended, after which ``OneCycleLR`` raises."""
-        total = getattr(self.scheduler, "total_steps", None)
-        return total is not None and self.scheduler.last_epoch >= total
+        scheduler: Any = self.scheduler
+        return bool(scheduler.last_epoch >= scheduler.total_steps)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet: the object is being made
