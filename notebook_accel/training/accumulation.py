@@ -199,13 +199,19 @@ class _MicroBatch:
         state.begin_micro_batch()
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
-        self._local = contextlib.ExitStack()
         for model in self._models:
-            self._local.enter_context(no_sync(model))
+            if _may_sync(type(model)):
+                self._local = self._local or contextlib.ExitStack()
+                self._local.enter_context(no_sync(model))
 
     def __exit__(self, *error: Any) -> None:  # noqa: PYI036  # as ExitStack takes it
         if self._local is not None:
             self._local.__exit__(*error)
+
+
+def _may_sync(kind: type) -> bool:
+    """Whether objects of this class can have a ``no_sync``; asking a module that hasn't costs more than the rest."""
+    return hasattr(kind, "no_sync") or getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__
 
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
