@@ -79,7 +79,9 @@ def _ask_option(draft: Draft, option: Option) -> None:
             if reason:
                 _print(f"{name} {reason}.")
         choices = tuple(name for name in choices if not draft.precisions()[name])
-    offered = f" ({', '.join(choices)})" if choices else " (yes, no)" if option.kind is bool else ""
+    if option.kind is bool:
+        choices = ("yes", "no")
+    offered = f" ({', '.join(choices)})" if choices else " (or none)" if option.optional else ""
     while True:
         now = draft.values[option.name]
         shown = ("yes" if now else "no") if option.kind is bool else config.to_text(now)

@@ -20,7 +20,10 @@ from notebook_accel.launching.preflight import Devices
 
 __all__ = ["Gpu", "Machine", "host", "tpu_chips"]
 
-_BF16_SINCE = (8, 0)  # compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
+_BF16_SINCE = (
+    8,
+    0,
+)  # compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
 _GIB = 1 << 30
 # Of three signs of a service one may be left over from something else, such as a package of that name that somebody
 # has installed, or a variable in an image; two are not.
@@ -164,7 +167,9 @@ def tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> tuple[str, ...]:
     chips = tuple(filter(None, found))
     # The driver's files are accel0, accel1, …; in the folder accel, where other vendors' are, they would have another
     # name.
-    return chips or ("of some kind",) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
+    return chips or ("of some kind",) * sum(
+        bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*")
+    )
 
 
 def _count(number: int, noun: str) -> str:
