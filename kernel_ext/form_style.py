@@ -17,11 +17,12 @@ _RULES = """
 .nba-panel.nba-form .nba-fields > .nba-field:first-child > .widget-dropdown { flex: 1 1 390px; }
 .nba-panel.nba-form .widget-label { width: 170px; color: var(--nba-text); font: inherit; text-align: left; }
 .nba-panel.nba-form .widget-checkbox { color: var(--nba-text); font: inherit; }
-.nba-panel.nba-form :is(.widget-text input, .widget-dropdown select) { height: 28px; padding: 0 8px; border: 1px solid var(--nba-line);
-  border-radius: 6px; background-color: var(--nba-page); color: var(--nba-text); font: inherit; }
+.nba-panel.nba-form :is(.widget-text input, .widget-dropdown select) { height: 28px;
+  padding: 0 8px; border: 1px solid var(--nba-line); border-radius: 6px;
+  background-color: var(--nba-page); color: var(--nba-text); font: inherit; }
 .nba-panel.nba-form :is(input, select, button):focus-visible { outline: 2px solid var(--nba-bar); outline-offset: 1px; }
-.nba-panel.nba-form .widget-dropdown select { padding-right: 26px; text-overflow: ellipsis; background-repeat: no-repeat;
-  background-image: linear-gradient(45deg, transparent 50%, var(--nba-faint) 50%),
+.nba-panel.nba-form .widget-dropdown select { padding-right: 26px; text-overflow: ellipsis;
+  background-repeat: no-repeat; background-image: linear-gradient(45deg, transparent 50%, var(--nba-faint) 50%),
     linear-gradient(135deg, var(--nba-faint) 50%, transparent 50%);
   background-position: right 14px center, right 9px center; background-size: 5px 5px; }
 .nba-panel.nba-form .nba-rare { gap: 6px; }

@@ -154,7 +154,7 @@ class Draft:
         for key in sorted({*before, *after}, key=str):
             old = config_file.dump({key: before[key]}).splitlines() if key in before else []
             new = config_file.dump({key: after[key]}).splitlines() if key in after else []
-            if old == new:
+            if old and new and _is_same(before[key], after[key]):
                 lines += [Line(" ", text) for text in new]
             else:
                 lines += [Line("-", text) for text in old] + [Line("+", text) for text in new]
@@ -207,6 +207,11 @@ class Draft:
         config_file.write(self.path, content)
         self._look()
         return self.path
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether two values mean the same in a file: 7 and 7.0 do, 1 and true don't."""
+    return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
 def _file_source(label: str, path: pathlib.Path) -> Source:

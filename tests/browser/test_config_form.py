@@ -85,7 +85,9 @@ def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, s
     form = _open_form(page, lab, "theirs.ipynb")
     count = form.get_by_label("num_processes")
     assert count.input_value() != "4"
-    form.get_by_label("start from").select_option(label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml")
+    form.get_by_label("start from").select_option(
+        label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml"
+    )
     form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't done here").wait_for()
     assert count.input_value() == "4"
     form.get_by_role("button", name="Show 7 more options").press("Enter")
