@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,19 +12,19 @@ from notebook_accel import config
 __all__ = ["register", "unregister"]
 
 
-def register(shell: InteractiveShell, magic: str, parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
+def register(shell: InteractiveShell, magic: str, *, flags: Iterable[str] = (), commands: Iterable[str] = ()) -> None:
     """Completes a magic's line.
 
     Args:
         shell: Where.
         magic: The magic, with its percent signs.
-        parser: What its line is parsed with.
-        words: What may stand first in its line.
+        flags: Its flags.
+        commands: What may stand first in its line.
     """
 
     # IPython binds it to the shell, as it would a method.
     def complete(_: InteractiveShell, event: SimpleNamespace) -> list[str]:
-        return _completions(event.text_until_cursor, event.symbol, parser, words)
+        return _completions(event.text_until_cursor, event.symbol, sorted(flags), list(commands))
 
     unregister(shell, magic)
     shell.set_hook("complete_command", complete, str_key=magic)
@@ -38,7 +37,7 @@ def unregister(shell: InteractiveShell, magic: str) -> None:
         dispatcher.strs.pop(magic, None)
 
 
-def _completions(line: str, symbol: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+def _completions(line: str, symbol: str, flags: list[str], commands: list[str]) -> list[str]:
     """What could stand where ``symbol`` does, the last word of a line up to the cursor.
 
     IPython splits words at ``=`` too, and leaves out what doesn't begin as the symbol does.
@@ -47,5 +46,5 @@ def _completions(line: str, symbol: str, parser: argparse.ArgumentParser, words:
     choices = {f"--{option.name}": list(option.choices) for option in config.fields()}
     if before and choices.get(before[-1]):
         return choices[before[-1]]
-    first = [] if before else list(words)
-    return [*first, *sorted(parser._option_string_actions)] if not symbol or symbol.startswith("-") else first
+    first = [] if before else commands
+    return [*first, *flags] if not symbol or symbol.startswith("-") else first

@@ -198,7 +198,7 @@ def register(shell: InteractiveShell) -> None:
     magics = Magics(shell)
     Magics.distributed.__doc__ = magics._parser.format_help()
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
-    completion.register(shell, f"%%{_NAME}", magics._parser)
+    completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
     local.engine().warm()
 
 

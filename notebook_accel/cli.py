@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from notebook_accel import __version__, config, options, questions
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import configuring, preflight
+from notebook_accel.launching.machine import Machine
 
 __all__ = ["main"]
 
@@ -69,7 +70,7 @@ def _env(_: argparse.Namespace) -> int:
     lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
     devices = preflight.Devices.find(config.LaunchConfig())
-    lines["devices"] = devices.describe(devices.available)
+    lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
     width = max(map(len, lines))
     for name, value in lines.items():
         sys.stdout.write(f"{name:<{width}}  {value}\n")

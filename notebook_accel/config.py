@@ -214,6 +214,8 @@ def from_text(option: Option, text: str) -> Any:
 
 def to_text(value: Any) -> str:
     """What a person would type for a value: ``from_text`` makes it the value again."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value)
     return "" if value is None else str(value)
 
 

@@ -28,6 +28,7 @@ def test_env_has_the_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["torch-xla"] in {"not installed", "2.9.0"}
     assert lines["devices"] == "1 CPU"
+    assert lines["machine"].endswith(" GiB of memory")
 
 
 def test_doctor_finds_nothing_against_a_launch_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:

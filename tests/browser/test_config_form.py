@@ -38,7 +38,6 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     button = form.get_by_role("button", name="Write basic config")
     assert button.is_enabled()
     assert "the CPU" in form.locator(".nba-header").inner_text()
-    screenshot(form, "config_light")
 
     count = form.get_by_label("num_processes")
     count.fill("two")
@@ -51,6 +50,8 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     precision.select_option("bf16")
     form.get_by_text("+ mixed_precision: bf16").wait_for()
     assert not file.exists()
+    page.mouse.move(0, 0)
+    screenshot(form, "config")
     button.click()
     form.get_by_text("Written.").wait_for()
     assert "mixed_precision: bf16\nnum_processes: 2\n" in file.read_text()
