@@ -156,20 +156,16 @@ class _Widgets:
         self._filling = False
         draft = self._draft
         self._problems.value = _list(draft.source.problems, "Not taken over")
+        lines = () if wrong else draft.lines()
+        is_replacing = draft.file_exists and any(line.mark != " " for line in lines)
         if wrong:
-            self._file.value = _file_html(draft, "is written when every field is right", ())
-            reason = f"Mend {', '.join(wrong)} first."
-            is_replacing = False
+            state, reason = "is written when every field is right", f"Mend {', '.join(wrong)} first."
+            self._more.value = self._more.value or not set(wrong) <= set(BASIC)
+        elif is_replacing:
+            state, reason = "would change", "" if self._overwrite.value else "Tick the box to replace it."
         else:
-            lines = draft.lines()
-            changes = any(line.mark != " " for line in lines)
-            is_replacing = draft.file_exists and changes
-            state = "a new file" if not draft.file_exists else "would change" if changes else "as it is"
-            self._file.value = _file_html(draft, state, [str(line) for line in lines])
-            must_tick = is_replacing and not self._overwrite.value
-            reason = (
-                "" if changes and not must_tick else "Tick the box to replace it." if changes else "Nothing to write."
-            )
+            state, reason = ("as it is", "Nothing to write.") if draft.file_exists else ("a new file", "")
+        self._file.value = _file_html(draft, state, map(str, lines))
         self._overwrite.layout.display = "" if is_replacing else "none"
         self._button.disabled = bool(reason)
         self._status.value = said or (f'<span class="nba-faint">{html.escape(reason)}</span>' if reason else "")
@@ -225,14 +221,14 @@ class _Field:
         if error is not None:
             self.note.value = _error(error)
             return False
-        if name == "mixed_precision":
-            against = {choice: reason for choice, reason in self._draft.precisions().items() if reason}
-            fitting = [choice for choice in self._option.choices if choice not in against or choice == self.input.value]
-            if list(self.input.options) != fitting:
-                chosen = self.input.value
+        unfit = self._draft.unfit(name)
+        if self._option.choices:
+            chosen = self.input.value
+            fitting = tuple(choice for choice in self._option.choices if choice not in unfit or choice == chosen)
+            if self.input.options != fitting:
                 self.input.options = fitting
                 self.input.value = chosen
-            note += "".join(f" {html.escape(f'{choice} {reason}.')}" for choice, reason in against.items())
+        note += "".join(f" {html.escape(f'{choice} {reason}.')}" for choice, reason in unfit.items())
         self.note.value = f'<span class="nba-faint">{note}</span>'
         return True
 

@@ -130,7 +130,7 @@ def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:
 
 def dump(values: Mapping[str, Any]) -> str:
     """The text of a YAML file with these values."""
-    return str(yaml.safe_dump(dict(values), sort_keys=True, allow_unicode=True))
+    return str(yaml.safe_dump(dict(values), sort_keys=True))
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
@@ -140,6 +140,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
         ConfigError: The folder can't be written to.
     """
     text = json.dumps(dict(values), indent=2, sort_keys=True) + "\n" if path.suffix == ".json" else dump(values)
+    path = path.resolve()  # a link stays one
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -73,14 +73,12 @@ def _choose_source(draft: Draft, given: Collection[str]) -> None:
 
 def _ask_option(draft: Draft, option: Option) -> None:
     _print(f"\n{option.help}")
-    choices = option.choices
-    if option.name == "mixed_precision":
-        for name, reason in draft.precisions().items():
-            if reason:
-                _print(f"{name} {reason}.")
-        choices = tuple(name for name in choices if not draft.precisions()[name])
+    unfit = draft.unfit(option.name)
+    for choice, reason in unfit.items():
+        _print(f"{choice} {reason}.")
+    choices = [choice for choice in option.choices if choice not in unfit]
     if option.kind is bool:
-        choices = ("yes", "no")
+        choices = ["yes", "no"]
     offered = f" ({', '.join(choices)})" if choices else " (or none)" if option.optional else ""
     while True:
         now = draft.values[option.name]

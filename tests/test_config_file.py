@@ -60,6 +60,16 @@ def test_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: path
     assert os.listdir(tmp_path / "folder") == ["config.yaml"]
 
 
+def test_a_link_stays_one(tmp_path: pathlib.Path) -> None:
+    link, file = tmp_path / "config.yaml", tmp_path / "dotfiles" / "mine.yaml"
+    file.parent.mkdir()
+    file.touch()
+    link.symlink_to(file)
+    config_file.write(link, {"use_cpu": True})
+    assert link.is_symlink()
+    assert file.read_text() == "use_cpu: true\n"
+
+
 def test_where_accelerate_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")

@@ -139,9 +139,12 @@ class Draft:
         names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
         return tuple(name for name in names if environ.get(name))
 
-    def precisions(self) -> dict[str, str]:
-        """Each precision, and why it doesn't fit what the ranks would run on; empty if it does."""
-        return self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
+    def unfit(self, name: str) -> dict[str, str]:
+        """The choices of one option that don't fit what the ranks would run on, and why; not offered, but allowed."""
+        if name != "mixed_precision":
+            return {}
+        reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
+        return {choice: reason for choice, reason in reasons.items() if reason}
 
     def lines(self) -> tuple[Line, ...]:
         """The file as it would be, against what it says now.
@@ -193,16 +196,16 @@ class Draft:
                 the draft was made against; or it can't be written.
         """
         content = self._after()
-        if self.file_exists and not overwrite:
-            raise ConfigError(
-                f"There is a configuration file already: {self.path}",
-                fix="say that it may be replaced (in the form, the box above the button; --overwrite), or delete it",
-            )
         if _bytes_of(self.path) != self._seen:
             self._look()
             raise ConfigError(
                 f"The configuration file {self.path} was changed by somebody else in the meantime.",
                 fix="look at what would change now, and write again",
+            )
+        if self.file_exists and not overwrite:
+            raise ConfigError(
+                f"There is a configuration file already: {self.path}",
+                fix="say that it may be replaced (the box in the form; --overwrite), or delete it",
             )
         config_file.write(self.path, content)
         self._look()
@@ -251,6 +254,6 @@ def write_basic_config(
     draft = Draft(path)
     draft.values["mixed_precision"] = mixed_precision.lower()
     draft.write()
-    if reason := draft.precisions()[draft.values["mixed_precision"]]:
+    if reason := draft.unfit("mixed_precision").get(draft.values["mixed_precision"]):
         warnings.warn(f"mixed_precision={mixed_precision!r} {reason}.", stacklevel=2)
     return path

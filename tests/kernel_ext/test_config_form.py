@@ -123,6 +123,16 @@ def test_typing_is_checked_and_a_click_writes_what_was_shown(kernel: kernels.Ker
     assert disabled is True  # there is nothing more to write
 
 
+def test_an_error_in_an_option_that_is_folded_away_unfolds_it(kernel: kernels.Kernel) -> None:
+    folded, unfolded, words = _values(
+        kernel,
+        "open_form('g/config.yaml'); before = parts._rare.layout.display; send(field('grace_s'), value='-1')",
+        "before", "parts._rare.layout.display", "parts._more.description",
+    )  # fmt: skip
+    assert (folded, unfolded) == ("none", "")
+    assert words == f"Hide {len(config.fields()) - 3} more options"
+
+
 def test_a_file_that_is_there_is_read_and_replaced_only_when_the_box_is_ticked(kernel: kernels.Kernel) -> None:
     value, more, disabled, display = _values(
         kernel,

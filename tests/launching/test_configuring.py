@@ -97,10 +97,10 @@ def test_a_file_is_read_shown_against_what_would_be_and_replaced_only_when_told_
 def test_a_file_that_another_wrote_in_the_meantime_is_not_lost(file: pathlib.Path) -> None:
     draft = Draft(file, _CPU)
     _write(file, "num_processes: 3\n")
-    with pytest.raises(ConfigError, match="already"):
-        draft.write()
     with pytest.raises(ConfigError, match="changed by somebody else"):
         draft.write(overwrite=True)
+    with pytest.raises(ConfigError, match="already"):
+        draft.write()
     assert file.read_text() == "num_processes: 3\n"
     assert "- num_processes: 3" in [str(line) for line in draft.lines()]
     draft.write(overwrite=True)
@@ -158,7 +158,8 @@ def test_what_speaks_against_a_launch_is_found_for_the_machine_of_the_draft(file
     assert "3 processes were asked for, and there are 2 GPUs." in draft.findings()[0].what
     draft.values["use_cpu"] = True
     assert draft.findings() == ()
-    assert draft.precisions()["fp16"] == "needs a GPU"
+    assert draft.unfit("mixed_precision") == {"fp16": "needs a GPU"}
+    assert draft.unfit("view") == {}
 
 
 def test_variables_that_win_over_the_file(file: pathlib.Path) -> None:
@@ -177,6 +178,7 @@ def test_basic_config_is_accelerates(
     content = yaml.safe_load(ours.read_text())
     assert content.items() <= json.loads(theirs.read_text()).items()
     assert load_config_from_file(str(ours)).to_dict() == load_config_from_file(str(theirs)).to_dict()
+    assert config.load(ours) == config.load(theirs)
     before = ours.read_text()
     assert write_basic_config("no", ours) is write_theirs("no", str(theirs)) is False
     assert ours.read_text() == before
