@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from kernel_ext import completion
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
@@ -29,6 +30,14 @@ last expression is that rank's result; the cell's own value is all of them. If i
 also defined in the notebook, and is what is run, with --args. Names that the cell assigns stay in the ranks, unless
 they are pulled.
 """
+_EXAMPLES = """\
+examples:
+  %%distributed                                       one rank for each device
+  %%distributed -n 2 --pull model,losses              two ranks; rank 0's model and losses come back
+  %%distributed --mixed_precision bf16 --out results  results[1] is rank 1's value
+  %%distributed --args (5,)                           the cell ends with a function: it is called with 5
+  %%distributed --background --name long              goes on while other cells run
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,8 +48,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser() -> _Parser:
-    parser = _Parser(prog=f"%%{_NAME}", description=_DESCRIPTION, add_help=False, allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = _Parser(prog=f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES, add_help=False,
+                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     options.add_flags(parser)
     parser.add_argument(
         "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
@@ -189,10 +198,12 @@ def register(shell: InteractiveShell) -> None:
     magics = Magics(shell)
     Magics.distributed.__doc__ = magics._parser.format_help()
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
+    completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
     local.engine().warm()
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Takes the magics away, stops every run and ends the processes that were kept ready."""
     shell.magics_manager.magics["cell"].pop(_NAME, None)
+    completion.unregister(shell, f"%%{_NAME}")
     local.engine().close()

@@ -8,12 +8,11 @@ meantime can't be told to replace it; for such a page the outermost widget stays
 from __future__ import annotations
 
 import contextvars
-import sys
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from kernel_ext import render
+from kernel_ext import front_end, render
 from kernel_ext.chart import chart_html
 from kernel_ext.run_state import RunState
 from notebook_accel import events
@@ -24,30 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PanelView", "open_view"]
 
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-
 
 def open_view(job: Job) -> PanelView | None:
     """Opens the panel of a run, or returns ``None`` where nobody would see it.
 
-    Front ends with a person before them allow a cell to ask for input; nbclient, nbconvert and papermill don't, and
-    that is the one difference that a kernel can see. The option ``view="panel"`` overrides it.
+    The option ``view="panel"`` overrides that.
     """
-    kernel = _kernel()
-    # _allow_stdin is what the running cell's execute request said. In a kernel without it, somebody may be looking.
-    if kernel is None or (job.config.view != "panel" and not getattr(kernel, "_allow_stdin", True)):
+    running = front_end.kernel()
+    if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
         return None
     try:
         return PanelView(job)
     except ImportError:  # no ipywidgets
         return None
-
-
-def _kernel() -> Any:
-    """The ipykernel that this process is, or ``None``. Imports nothing, since plain scripts come through here too."""
-    ipython = sys.modules.get("IPython") if "ipykernel" in sys.modules else None
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None)
 
 
 class PanelView:
@@ -66,9 +54,8 @@ class PanelView:
         self._cell_context = contextvars.copy_context()
         self._display_id = uuid.uuid4().hex
         self._widgets = _Widgets(job)
-        view = {"model_id": self._widgets.root.model_id, "version_major": 2, "version_minor": 0}
         self._draw(time.monotonic(), set())
-        self._publish({_WIDGET_VIEW: view, "text/plain": f"{job.name}: running on {job.devices}"})
+        self._publish(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
         """Draws what is new. Without events, only the clock moves, once a second."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RunTimeoutError,
         TrainingError,
     )
+    from notebook_accel.launching.configuring import write_basic_config
     from notebook_accel.launching.job import Job, Results
     from notebook_accel.launching.launcher import notebook_launcher
     from notebook_accel.reporting import report
@@ -53,6 +54,7 @@ _HOME = {
     "TrainingError": "errors",
     "notebook_launcher": "launching.launcher",
     "report": "reporting",
+    "write_basic_config": "launching.configuring",
 }
 
 __all__ = [
@@ -72,8 +74,10 @@ __all__ = [
     "RunStoppedError",
     "RunTimeoutError",
     "TrainingError",
+    "config_widget",
     "notebook_launcher",
     "report",
+    "write_basic_config",
 ]
 
 
@@ -89,6 +93,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def config_widget() -> Any:
+    """The form that writes a configuration file, as the last value of a cell; text where no notebook shows widgets."""
+    return importlib.import_module("kernel_ext.config_form").ConfigForm()
 
 
 def load_ipython_extension(shell: Any) -> None:

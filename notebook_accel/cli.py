@@ -1,19 +1,22 @@
 """The command line: parses and calls, no logic of its own.
 
-``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here.
+``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here;
+``notebook-accel config`` asks what the configuration file shall say, and writes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import pathlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from notebook_accel import __version__, config, options
+from notebook_accel import __version__, config, options, questions
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import preflight
+from notebook_accel.launching import configuring, preflight
+from notebook_accel.launching.machine import Machine
 
 __all__ = ["main"]
 
@@ -54,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_flags(doctor)
     doctor.set_defaults(run=_doctor)
+    asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
+    options.add_flags(asking)
+    asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Where to. Default: where it is read.")
+    asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
+    asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
+    asking.set_defaults(run=_config)
     return parser
 
 
@@ -61,7 +70,7 @@ def _env(_: argparse.Namespace) -> int:
     lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
     devices = preflight.Devices.find(config.LaunchConfig())
-    lines["devices"] = devices.describe(devices.available)
+    lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
     width = max(map(len, lines))
     for name, value in lines.items():
         sys.stdout.write(f"{name:<{width}}  {value}\n")
@@ -73,6 +82,21 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _config(parsed: argparse.Namespace) -> int:
+    draft = configuring.Draft(parsed.config_file)
+    given = options.given(parsed)
+    draft.values.update(given)
+    questions.tell(draft)
+    if parsed.default:
+        questions.show(draft)
+    elif not questions.ask(draft, given):
+        sys.stdout.write("Nothing was written.\n")
+        return 1
+    path = draft.write(overwrite=parsed.overwrite or not parsed.default)
+    sys.stdout.write(f"Written: {path}\n")
+    return 0
 
 
 def _doctor(parsed: argparse.Namespace) -> int:

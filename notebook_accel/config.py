@@ -1,8 +1,7 @@
 """The options of a launch, each stated once: name, type, bounds, default, help.
 
 Flags, form fields, validation and reference tables derive from ``LaunchConfig``. The file format is YAML with the key
-names of Accelerate's ``default_config.yaml``, so that either tool reads the other's file; keys that mean nothing here
-are kept when a file is read and written again.
+names of Accelerate's ``default_config.yaml``, so that either tool reads the other's file.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
+from notebook_accel import config_file
 from notebook_accel.environment import is_false, is_true
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "save"]
+__all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "to_text", "usable"]
 
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -145,56 +144,38 @@ def default_path() -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The options that a file sets. Keys that only Accelerate knows are left out.
+    """The options that a file sets. Keys of Accelerate's that change nothing here are passed over.
 
     Raises:
-        ConfigError: The file isn't YAML, or isn't a table of options, or has a value that isn't allowed.
+        ConfigError: The file can't be read, or has a value that isn't allowed, or a key that can't be honoured; all
+            such keys are named, with their lines.
     """
-    known = {option.name: option for option in fields()}
-    options = {name: value for name, value in _content(path).items() if name in known}
-    for name, value in options.items():
-        if value is False and "no" in known[name].choices:
-            options[name] = "no"  # YAML 1.1 reads a bare `no` as false
-    try:
-        _checked(options)
-    except ConfigError as error:
-        raise ConfigError(f"In the configuration file {path}: {error.what}", why=error.why, fix=error.fix) from None
+    options, problems = usable(config_file.read(path))
+    if problems:
+        raise ConfigError(
+            f"The configuration file {path} can't be used:\n" + "\n".join(f"  {problem}" for problem in problems),
+            fix="mend or delete what is named, write another with `%distributed config`, or delete the file",
+        )
     return options
 
 
-def save(config: LaunchConfig, path: pathlib.Path) -> None:
-    """Writes the options that differ from the defaults, and keeps what the file has besides options.
-
-    Written beside the file and renamed, so that there is never half a file.
-
-    Raises:
-        ConfigError: There is a file already, and it can't be read.
-    """
-    known = {option.name for option in fields()}
-    content = {name: value for name, value in _content(path).items() if name not in known} if path.exists() else {}
-    content.update(
-        {option.name: value for option in fields() if (value := getattr(config, option.name)) != option.default}
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(yaml.safe_dump(content, sort_keys=True), encoding="utf-8")
-    os.replace(draft, path)
-
-
-def _content(path: pathlib.Path) -> dict[Any, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"The configuration file {path} can't be read: {error}", fix=f"mend it or delete it: rm {path}"
-        ) from error
-    if content is not None and not isinstance(content, dict):
-        raise ConfigError(
-            f"The configuration file {path} holds {type(content).__name__} instead of options.",
-            why="It has one `option: value` a line.",
-            fix=f"mend it or delete it: rm {path}",
-        )
-    return content or {}
+def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The options of a file that can be used, and a line about everything in it that can't."""
+    known = {option.name: option for option in fields()}
+    found = config_file.problems(file, known)
+    options: dict[str, Any] = {}
+    for name in file.values.keys() & known.keys():
+        value = file.values[name]
+        if value is False and "no" in known[name].choices:
+            value = "no"  # YAML 1.1 reads a bare `no` as false
+        try:
+            _checked({name: value})
+        except ConfigError as error:
+            found.append((name, f"{error.what.rstrip('.')} ({error.fix})"))
+        else:
+            options[name] = value
+    by_line = sorted((file.lines.get(key, 0), text) for key, text in found)
+    return options, tuple(f"line {line}: {text}" if line else text for line, text in by_line)
 
 
 def resolve(
@@ -229,6 +210,13 @@ def from_text(option: Option, text: str) -> Any:
         return option.kind(text)
     except ValueError:
         return text
+
+
+def to_text(value: Any) -> str:
+    """What a person would type for a value: ``from_text`` makes it the value again."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(value)
+    return "" if value is None else str(value)
 
 
 def _checked(values: Mapping[str, Any]) -> LaunchConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import pathlib
 import subprocess
 import sys
@@ -10,13 +11,14 @@ import sys
 import pytest
 
 import notebook_accel
-from notebook_accel import cli
+from notebook_accel import cli, config
 
 
 @pytest.fixture(autouse=True)
 def _no_configuration_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
 
 
 def test_env_has_the_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +28,7 @@ def test_env_has_the_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["torch-xla"] in {"not installed", "2.9.0"}
     assert lines["devices"] == "1 CPU"
+    assert lines["machine"].endswith(" GiB of memory")
 
 
 def test_doctor_finds_nothing_against_a_launch_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +71,69 @@ def test_unknown_command_line_is_refused(arguments: list[str], capsys: pytest.Ca
 def test_installed_program(program: list[str]) -> None:
     run = subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == f"notebook-accel {notebook_accel.__version__}\n"
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+
+
+def test_config_asks_writes_and_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    others = "\n" * (len(config.fields()) - 3)  # Enter keeps what is there
+    _answer(monkeypatch, f"two\n2\nint8\nbf16\n\n{others}\n")
+    assert cli.main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert "no GPU: ranks run on the CPU" in shown
+    assert "num_processes='two' is not a whole number." in shown
+    assert "mixed_precision='int8' is not known." in shown
+    assert "fp16 needs a GPU.\nmixed_precision (no, bf16) [no]: " in shown
+    for option in config.fields():
+        assert option.help in shown
+    assert "  + num_processes: 2\n" in shown
+    assert shown.endswith(f"Written: {file}\n")
+    assert config.load(file) == {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": True}
+
+
+def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_processes: 1\n")
+    theirs = tmp_path / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.write_text("num_processes: 4\nfsdp_config:\n  offload: true\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    keep = "\n" * len(config.fields())
+    for source, answer, status in (("n\ny\n", "\n", 1), ("n\ny\n", "y\n", 0)):
+        _answer(monkeypatch, source + keep + answer)
+        assert cli.main(["config"]) == status
+        shown = capsys.readouterr().out
+        assert f"Start from Accelerate's file instead: {theirs}?" in shown
+        assert "not taken over: line 2: fsdp_config asks for FSDP" in shown
+        assert "- num_processes: 1\n  + num_processes: 4\n" in shown
+        assert config.load(file)["num_processes"] == (1 if status else 4)
+
+
+def test_config_without_questions_replaces_nothing_unless_told_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    file = tmp_path / "other" / "config.yaml"
+    line = ["config", "--default", "--config_file", str(file)]
+    assert cli.main([*line, "--mixed_precision", "bf16"]) == 0
+    assert config.load(file)["mixed_precision"] == "bf16"
+    assert cli.main([*line, "--mixed_precision", "no"]) == 1
+    assert config.load(file)["mixed_precision"] == "bf16"
+    assert "There is a configuration file already" in capsys.readouterr().err
+    assert cli.main([*line, "--mixed_precision", "no", "--overwrite"]) == 0
+    assert config.load(file)["mixed_precision"] == "no"
+
+
+def test_config_where_nobody_answers_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    _answer(monkeypatch, "2\n")
+    assert cli.main(["config"]) == 1
+    assert "Nobody answers here, so nothing was written." in capsys.readouterr().err
+    assert not (tmp_path / "config.yaml").exists()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from notebook_accel import config
+from notebook_accel import config, config_file
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 
@@ -81,28 +79,6 @@ def test_file_that_is_not_there_is_no_file(file: pathlib.Path) -> None:
     assert config.resolve({}, file=file, environ={}) == LaunchConfig()
 
 
-@given(st.builds(
-    LaunchConfig,
-    num_processes=st.none() | st.integers(1, 4096),
-    mixed_precision=st.sampled_from(["no", "fp16", "bf16"]),
-    use_cpu=st.booleans(),
-    grace_s=st.floats(0, 3600),
-    timeout_s=st.none() | st.floats(min_value=0.001, allow_infinity=False),
-    name=st.text(st.characters(codec="utf-8"), max_size=80),
-))  # fmt: skip
-def test_saved_configuration_loads_as_it_was(tmp_path_factory: pytest.TempPathFactory, launch: LaunchConfig) -> None:
-    file = tmp_path_factory.mktemp("config") / "config.yaml"
-    config.save(launch, file)
-    assert config.resolve({}, file=file, environ={}) == launch
-
-
-def test_save_keeps_what_another_tool_wrote_and_leaves_nothing_beside(file: pathlib.Path) -> None:
-    _write(file, "compute_environment: LOCAL_MACHINE\nnum_processes: 4\nuse_cpu: true\n")
-    config.save(LaunchConfig(num_processes=2), file)
-    assert file.read_text() == "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
-    assert list(file.parent.iterdir()) == [file]
-
-
 def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
     _write(
         file,
@@ -117,9 +93,19 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize(("content", "complaint"), [
-    ("num_processes: [", "can't be read"),
+    ("num_processes: [", "can't be read: line 1: "),
+    ("mixed_precision: no\nnum_proc", "can't be read: line 2: "),  # truncated
+    ("num_proc", "holds str instead of options"),
+    ("started: 2024-99-99\n", "can't be read: month must be in 1..12"),
+    ("\x00", "can't be read: unacceptable character"),
     ("- a list\n", "holds list instead of options"),
-    ("num_processes: 0\n", "num_processes=0 can't be used"),
+    ("use_cpu: true\nnum_processes: 0\n", "line 2: num_processes=0 can't be used: it has to be >= 1"),
+    ("mixed_precision: int8\n", r"line 1: mixed_precision='int8' is not known \(use one of no, bf16, fp16\)"),
+    ("\nnum_proceses: 2\n", "line 2: there is no option 'num_proceses'; is it num_processes"),
+    ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu is there for the second time"),
+    ("distributed_type: FSDP\n", "line 1: distributed_type: FSDP asks for another way of training"),
+    ("num_machines: 2\n", "line 1: num_machines: 2 asks for several machines"),
+    ("gpu_ids: 0,1\n", "line 1: gpu_ids: 0,1 asks for certain GPUs, .*; set the variable CUDA_VISIBLE_DEVICES"),
 ])  # fmt: skip
 def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> None:
     _write(file, content)
@@ -128,11 +114,22 @@ def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> 
     assert str(file) in str(caught.value)
 
 
-def test_unreadable_file_is_not_overwritten(file: pathlib.Path) -> None:
-    _write(file, "- a list\n")
-    with pytest.raises(ConfigError):
-        config.save(LaunchConfig(), file)
-    assert file.read_text() == "- a list\n"
+def test_everything_that_is_wrong_with_a_file_is_said_at_once(file: pathlib.Path) -> None:
+    _write(file, "deepspeed_config:\n  zero_stage: 3\nnum_processes: two\nfsdp: 1\nfsdp_config: {}\nuse_cpu: true\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(file)
+    assert [line.split(" (")[0].strip() for line in caught.value.what.splitlines()[1:]] == [
+        "line 1: deepspeed_config asks for DeepSpeed, which isn't done here",
+        "line 3: num_processes='two' is not a whole number",
+        "line 4: there is no option 'fsdp'",
+    ]
+    assert config.usable(config_file.read(file))[0] == {"use_cpu": True}
+
+
+def test_value_as_text_is_that_value_again() -> None:
+    for option in config.fields():
+        for value in (option.default, *option.choices):
+            assert config.from_text(option, config.to_text(value)) == value
 
 
 def test_empty_file_sets_nothing(file: pathlib.Path) -> None:

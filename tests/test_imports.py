@@ -25,6 +25,7 @@ def _modules_after(code: str) -> set[str]:
     "import notebook_accel; dir(notebook_accel); notebook_accel.report(loss=1)",
     "import notebook_accel; notebook_accel.LaunchConfig, notebook_accel.RankFailedError",
     "from notebook_accel import notebook_launcher, Job, Results",
+    "from notebook_accel import config_widget; config_widget()",
     "import notebook_accel.cli",
     "import notebook_accel.launching.agent",
 ])  # fmt: skip
@@ -43,9 +44,9 @@ def test_extension_imports_no_torch(name: str) -> None:
 
 def test_every_public_name_is_there() -> None:
     assert sorted(notebook_accel.__all__) == notebook_accel.__all__
-    assert set(notebook_accel.__all__) == set(notebook_accel._HOME)
+    assert set(notebook_accel.__all__) == {*notebook_accel._HOME, "config_widget"}
     for name in notebook_accel.__all__:
-        assert getattr(notebook_accel, name).__module__.startswith("notebook_accel.")
+        assert getattr(notebook_accel, name).__module__.startswith("notebook_accel")
     assert set(notebook_accel.__all__) <= set(dir(notebook_accel))
 
 

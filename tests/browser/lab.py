@@ -63,12 +63,12 @@ class Lab:
             "JUPYTER_RUNTIME_DIR": "runtime",
             "JUPYTERLAB_SETTINGS_DIR": "settings",
             "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-            "XDG_CACHE_HOME": "cache",
+            "XDG_CACHE_HOME": "home/.cache",
             "XDG_CONFIG_HOME": "config",
             "XDG_DATA_HOME": "data",
         }
         for name in places.values():
-            (self._folder / name).mkdir(exist_ok=True)
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
         return {**os.environ, **{name: str(self._folder / place) for name, place in places.items()}}
 
     def _set(self, plugin: str, settings: dict[str, Any]) -> None:
@@ -90,6 +90,11 @@ class Lab:
             "nbformat_minor": 5,
         }
         (self._notebooks / name).write_text(json.dumps(notebook))
+
+    @property
+    def cache(self) -> pathlib.Path:
+        """The user's cache directory, as kernels see it."""
+        return self._folder / "home" / ".cache"
 
     def put_file(self, name: str) -> None:
         """Puts an empty file beside the notebooks, which is the working directory of their kernels."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests import processes
 from tests.browser.lab import Lab
+from tests.browser.notebook import open_notebook, run_cell, save, wait_until_done
 
 if TYPE_CHECKING:
     from playwright.sync_api import Dialog, Locator, Page
@@ -74,34 +75,9 @@ print("awake")
 """
 
 
-def _open(page: Page, lab: Lab, name: str) -> None:
-    page.goto(lab.url(f"lab/tree/{name}") + "&reset")  # without the notebooks of earlier tests
-    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
-    page.get_by_text("| Idle").wait_for()  # a cell that is run before the kernel is there is not run
-
-
-def _run_cell(page: Page, index: int) -> Locator:
-    """Runs a cell by hand; returns the place where its output appears."""
-    cell = page.locator(".jp-Notebook .jp-CodeCell").nth(index)
-    cell.locator(".cm-content").click()
-    page.keyboard.press("Control+Enter")
-    return cell.locator(".jp-OutputArea")
-
-
-def _wait_until_done(page: Page, index: int) -> None:
-    prompt = page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".jp-InputPrompt")
-    processes.wait_until(lambda: re.fullmatch(r"\[\d+\]:", prompt.inner_text()), f"cell {index} is done", 60)
-
-
 def _steps(panel: Locator) -> list[int]:
     bars = panel.get_by_role("progressbar").all()
     return [int(bar.get_attribute("aria-valuenow") or 0) for bar in bars]
-
-
-def _save(page: Page, lab: Lab, name: str, expected: str) -> None:
-    page.keyboard.press("Escape")
-    page.keyboard.press("Control+s")
-    processes.wait_until(lambda: expected in lab.saved_text(name), "the notebook is saved")
 
 
 def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: Lab, screenshot: Screenshot) -> None:
@@ -115,12 +91,12 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     page.on("dialog", note_dialog)
     cells = ["%load_ext notebook_accel", _DATA.strip(), _TRAINING.strip(), _ATTACK.strip()]
     lab.write_notebook("training.ipynb", cells)
-    _open(page, lab, "training.ipynb")
+    open_notebook(page, lab, "training.ipynb")
     for index in (0, 1):
-        _run_cell(page, index)
-        _wait_until_done(page, index)
+        run_cell(page, index)
+        wait_until_done(page, index)
 
-    output = _run_cell(page, 2)
+    output = run_cell(page, 2)
     panel = output.locator(".nba-panel")
     panel.get_by_role("progressbar").nth(1).wait_for()
     seen = [_steps(panel)]
@@ -136,7 +112,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
 
-    _wait_until_done(page, 2)
+    wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()
     assert _steps(panel) == [_STEPS, _STEPS]
     assert panel.count() == 1
@@ -148,13 +124,13 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert f"epoch {_EPOCHS}: loss" in panel.inner_text()
     screenshot(panel, "panel_finished")
 
-    attacked = _run_cell(page, 3).locator(".nba-panel")
+    attacked = run_cell(page, 3).locator(".nba-panel")
     attacked.locator(".nba-header").get_by_text("finished").wait_for()
     assert attacked.inner_text().count("<script>alert(1)</script>") == 4  # in each rank's row, and in the output
 
-    _save(page, lab, "training.ipynb", "&lt;script&gt;")
+    save(page, lab, "training.ipynb", "&lt;script&gt;")
     lab.stop_kernels()
-    _open(page, lab, "training.ipynb")
+    open_notebook(page, lab, "training.ipynb")
     panel.wait_for()
     assert _steps(panel) == [_STEPS, _STEPS]
     assert "finished" in panel.locator(".nba-header").inner_text()
@@ -168,14 +144,14 @@ def test_a_run_in_the_background_is_dark_in_a_dark_theme_and_stopped_by_a_click(
 ) -> None:
     lab.use_theme("JupyterLab Dark")
     lab.write_notebook("background.ipynb", ["%load_ext notebook_accel", _BACKGROUND.strip(), "1 + 1"])
-    _open(page, lab, "background.ipynb")
-    _run_cell(page, 0)
-    _wait_until_done(page, 0)
-    output = _run_cell(page, 1)
+    open_notebook(page, lab, "background.ipynb")
+    run_cell(page, 0)
+    wait_until_done(page, 0)
+    output = run_cell(page, 1)
     panel = output.locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
-    _run_cell(page, 2)  # the kernel is free, and what the panel shows then is still below its own cell
-    _wait_until_done(page, 2)
+    run_cell(page, 2)  # the kernel is free, and what the panel shows then is still below its own cell
+    wait_until_done(page, 2)
     red, green, blue = re.findall(r"\d+", panel.evaluate("panel => getComputedStyle(panel).backgroundColor"))[:3]
     assert max(int(red), int(green), int(blue)) < 80
     screenshot(panel, "panel_background")
@@ -193,12 +169,12 @@ def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
     waiting = _WAITING.format(flag=flag, file=f"{name}.go").strip()
     lab.write_notebook(f"{name}.ipynb", ["%load_ext notebook_accel", waiting])
     page.on("dialog", lambda dialog: dialog.accept())
-    _open(page, lab, f"{name}.ipynb")
-    _run_cell(page, 0)
-    _wait_until_done(page, 0)
-    panel = _run_cell(page, 1).locator(".nba-panel")
+    open_notebook(page, lab, f"{name}.ipynb")
+    run_cell(page, 0)
+    wait_until_done(page, 0)
+    panel = run_cell(page, 1).locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
-    _save(page, lab, f"{name}.ipynb", "widget-view+json")
+    save(page, lab, f"{name}.ipynb", "widget-view+json")
 
     page.reload()
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
@@ -215,10 +191,10 @@ def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
 def test_a_panel_whose_kernel_was_restarted_says_so_once(page: Page, lab: Lab, screenshot: Screenshot) -> None:
     waiting = _WAITING.format(flag="--background", file="never").strip()
     lab.write_notebook("restarted.ipynb", ["%load_ext notebook_accel", waiting])
-    _open(page, lab, "restarted.ipynb")
-    _run_cell(page, 0)
-    _wait_until_done(page, 0)
-    panel = _run_cell(page, 1).locator(".nba-panel")
+    open_notebook(page, lab, "restarted.ipynb")
+    run_cell(page, 0)
+    wait_until_done(page, 0)
+    panel = run_cell(page, 1).locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
     page.get_by_role("menuitem", name="Kernel").click()
     page.get_by_text("Restart Kernel…", exact=True).click()

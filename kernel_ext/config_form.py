@@ -1,0 +1,273 @@
+"""The form that writes a configuration file: a field for each option, and the file as it would be.
+
+Only core ipywidgets, with the interface of 7.7, which Colab has. Where nobody looks at widgets it is text that says
+what to type instead.
+"""
+
+from __future__ import annotations
+
+import html
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from kernel_ext import front_end
+from kernel_ext.form_style import STYLE
+from notebook_accel import config
+from notebook_accel.config import Option
+from notebook_accel.errors import ConfigError
+from notebook_accel.launching.configuring import BASIC, Draft, Source
+
+__all__ = ["ConfigForm"]
+
+_WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; notebook_launcher reads no file.</span>'
+
+
+class ConfigForm:
+    """The form, as the value of a cell: the notebook shows it, other places print it as text.
+
+    Args:
+        draft: What it fills in. Default: one for the file that launches look for, on this machine.
+    """
+
+    def __init__(self, draft: Draft | None = None) -> None:
+        self._draft = draft or Draft()
+        self._widgets: _Widgets | None = None
+
+    def __repr__(self) -> str:
+        facts = [f"{name}: {text}" for name, text in self._draft.machine.facts()]
+        there = "is there" if self._draft.file_exists else "is not there yet"
+        return "\n".join([
+            "Nobody sees a form here. To write the configuration file, type in a terminal",
+            "  notebook-accel config",
+            "or in Python",
+            '  notebook_accel.write_basic_config(mixed_precision="no")',
+            f"The file {there}: {self._draft.path}",
+            *facts,
+        ])  # fmt: skip
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        del include, exclude
+        text = repr(self)
+        if not front_end.is_watched(front_end.kernel()):
+            return {"text/plain": text}
+        try:
+            self._widgets = self._widgets or _Widgets(self._draft)
+        except ImportError:  # no ipywidgets
+            return {"text/plain": text}
+        return front_end.widget_view(self._widgets.root, text)
+
+
+class _Widgets:
+    """The form's widgets. Each change goes into the draft, and what it says then is shown."""
+
+    def __init__(self, draft: Draft) -> None:
+        import ipywidgets  # not above: places without widgets import this module too
+
+        self._draft = draft
+        self._sources: tuple[Source, ...] = ()
+        self._filling = False
+        self._source = ipywidgets.Dropdown(description="start from")
+        self._problems = ipywidgets.HTML()
+        self._fields = {option.name: _Field(option, draft) for option in config.fields()}
+        self._more = ipywidgets.ToggleButton(tooltip="Show or hide the options that are rarely needed")
+        self._file = ipywidgets.HTML()
+        self._overwrite = ipywidgets.Checkbox(description="Replace the file that is there", indent=False)
+        self._button = ipywidgets.Button(description="Write basic config", tooltip="Write the file as shown above")
+        self._status = ipywidgets.HTML()
+        self.root = self._laid_out()
+        self._offer_sources()
+        self._fill()
+        self._source.observe(lambda _: self._on_source(), "value")
+        self._more.observe(lambda _: self._show_more(), "value")
+        self._overwrite.observe(lambda _: self._show(), "value")
+        self._button.on_click(lambda _: self._on_write())
+        for field in self._fields.values():
+            field.input.observe(lambda _, field=field: self._on_change(field), "value")
+
+    def _laid_out(self) -> Any:
+        import ipywidgets
+
+        def box(kind: Any, name: str, *children: Any) -> Any:
+            made = kind(children)
+            made.add_class(name)
+            return made
+
+        self._button.add_class("nba-write")
+        self._more.add_class("nba-more")
+        rows = {
+            name: box(ipywidgets.HBox, "nba-field", field.input, field.note) for name, field in self._fields.items()
+        }
+        self._source_row = box(ipywidgets.HBox, "nba-field", self._source, self._problems)
+        self._rare = box(ipywidgets.VBox, "nba-rare", *(row for name, row in rows.items() if name not in BASIC))
+        style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{STYLE}</style>"))
+        top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(_header(self._draft)))
+        basic = (rows[name] for name in BASIC)
+        fields = box(ipywidgets.VBox, "nba-fields", self._source_row, *basic, self._more, self._rare)
+        write = box(ipywidgets.HBox, "nba-writing", self._overwrite, self._button, self._status)
+        root = box(ipywidgets.VBox, "nba-panel", style, top, fields, self._file, write)
+        root.add_class("nba-form")
+        return root
+
+    def _offer_sources(self) -> None:
+        """Lists what there is to start from. What the fields show stays as it is."""
+        self._filling = True
+        self._sources = self._draft.sources()
+        self._source.options = [(_label(source, self._draft), index) for index, source in enumerate(self._sources)]
+        current = (index for index, source in enumerate(self._sources) if source.path == self._draft.source.path)
+        self._source.value = next(current, 0)
+        self._source_row.layout.display = "" if len(self._sources) > 1 else "none"
+        self._filling = False
+
+    def _on_source(self) -> None:
+        if not self._filling:
+            self._draft.fill(self._sources[self._source.value])
+            self._fill()
+
+    def _fill(self) -> None:
+        """Brings the fields to what the draft says."""
+        self._filling = True
+        for field in self._fields.values():
+            field.fill()
+        self._filling = False
+        defaults = {option.name: option.default for option in config.fields() if option.name not in BASIC}
+        self._more.value = any(self._draft.values[name] != default for name, default in defaults.items())
+        self._show_more()
+        self._show()
+
+    def _on_change(self, field: _Field) -> None:
+        if not self._filling:
+            field.read()
+            self._show()
+
+    def _show_more(self) -> None:
+        verb = "Hide" if self._more.value else "Show"
+        self._more.description = f"{verb} {len(self._fields) - len(BASIC)} more options"
+        self._rare.layout.display = "" if self._more.value else "none"
+
+    def _show(self, said: str = "") -> None:
+        """Shows what the draft says now.
+
+        Args:
+            said: How the last write ended; empty if nothing was written.
+        """
+        self._filling = True  # what fits changes the choices, which is no choice of the person's
+        wrong = [name for name, field in self._fields.items() if not field.show()]
+        self._filling = False
+        draft = self._draft
+        self._problems.value = _list(draft.source.problems, "Not taken over")
+        lines = () if wrong else draft.lines()
+        is_replacing = draft.file_exists and any(line.mark != " " for line in lines)
+        if wrong:
+            state, reason = "is written when every field is right", f"Mend {', '.join(wrong)} first."
+            self._more.value = self._more.value or not set(wrong) <= set(BASIC)
+        elif is_replacing:
+            state, reason = "would change", "" if self._overwrite.value else "Tick the box to replace it."
+        else:
+            state, reason = ("as it is", "Nothing to write.") if draft.file_exists else ("a new file", "")
+        self._file.value = _file_html(draft, state, map(str, lines))
+        self._overwrite.layout.display = "" if is_replacing else "none"
+        self._button.disabled = bool(reason)
+        self._status.value = said or (f'<span class="nba-faint">{html.escape(reason)}</span>' if reason else "")
+
+    def _on_write(self) -> None:
+        try:
+            path = self._draft.write(overwrite=bool(self._overwrite.value))
+        except ConfigError as error:
+            self._show(_error(error))
+            return
+        self._draft.fill(next(source for source in self._draft.sources() if source.path == path))
+        self._overwrite.value = False
+        self._offer_sources()
+        self._show(_WRITTEN)
+
+
+class _Field:
+    """One option: its input, and a note that says what it does, or what is wrong with it."""
+
+    def __init__(self, option: Option, draft: Draft) -> None:
+        import ipywidgets
+
+        self._option = option
+        self._draft = draft
+        self.note = ipywidgets.HTML()
+        self.note.add_class("nba-note")
+        if option.kind is bool:
+            self.input = ipywidgets.Checkbox(description=option.name)
+        elif option.choices:
+            self.input = ipywidgets.Dropdown(description=option.name, options=option.choices)
+        else:
+            placeholder = "not set" if option.optional else ""
+            self.input = ipywidgets.Text(description=option.name, placeholder=placeholder)
+
+    def fill(self) -> None:
+        """Brings the input to what the draft says."""
+        value = self._draft.values[self._option.name]
+        if self._option.choices:
+            self.input.options = self._option.choices
+        self.input.value = value if self._option.kind is bool else config.to_text(value)
+
+    def read(self) -> None:
+        """Brings the draft to what the input says."""
+        value = self.input.value
+        self._draft.values[self._option.name] = (
+            value if self._option.kind is bool else config.from_text(self._option, value)
+        )
+
+    def show(self) -> bool:
+        """Shows the note and the choices that fit; returns whether the value is allowed."""
+        name, note = self._option.name, html.escape(self._option.help)
+        error = self._draft.error(name)
+        if error is not None:
+            self.note.value = _error(error)
+            return False
+        unfit = self._draft.unfit(name)
+        if self._option.choices:
+            chosen = self.input.value
+            fitting = tuple(choice for choice in self._option.choices if choice not in unfit or choice == chosen)
+            if self.input.options != fitting:
+                self.input.options = fitting
+                self.input.value = chosen
+        note += "".join(f" {html.escape(f'{choice} {reason}.')}" for choice, reason in unfit.items())
+        self.note.value = f'<span class="nba-faint">{note}</span>'
+        return True
+
+
+def _label(source: Source, draft: Draft) -> str:
+    return source.label if source.path in (None, draft.path) else f"{source.label}, {_short(source.path)}"
+
+
+def _short(path: pathlib.Path) -> str:
+    """The path as a shell would take it, from the user's home if it is in there."""
+    home = pathlib.Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def _header(draft: Draft) -> str:
+    facts = " · ".join(text for _, text in draft.machine.facts())
+    return (
+        '<div class="nba-header"><span class="nba-name" role="heading" aria-level="3">Configuration</span> '
+        f'<span class="nba-faint">{html.escape(facts)}</span></div>'
+    )
+
+
+def _file_html(draft: Draft, state: str, lines: Iterable[str]) -> str:
+    marks = {"+": "nba-comes", "-": "nba-goes", " ": "nba-faint"}
+    shown = "\n".join(f'<span class="{marks[line[0]]}">{html.escape(line)}</span>' for line in lines)
+    body = f'<pre class="nba-output" aria-label="The file as it would be">{shown}</pre>' if shown else ""
+    variables = [f"The variable {name} is set, and wins over the file." for name in draft.overriding()]
+    findings = [f"{finding.what} {finding.why} Fix: {finding.fix}" for finding in draft.findings()]
+    return (
+        f'<div class="nba-file"><div class="nba-file-head"><code>{html.escape(_short(draft.path))}</code> '
+        f'<span class="nba-faint">{html.escape(state)}</span></div>{body}'
+        f"{_list(findings, 'A launch with this would be told')}{_list(variables, 'Note')}</div>"
+    )
+
+
+def _list(lines: Iterable[str], title: str) -> str:
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<div class="nba-told" role="status"><b>{html.escape(title)}:</b><ul>{items}</ul></div>' if items else ""
+
+
+def _error(error: ConfigError) -> str:
+    return f'<span class="nba-error" role="alert"><b>Error:</b> {html.escape(f"{error.what} {error.fix}")}</span>'

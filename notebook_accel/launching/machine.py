@@ -1,0 +1,180 @@
+"""What this machine is: its devices and their memory, and who lends it, told by what is there.
+
+A form shows it, and the precisions that are worth offering follow from it. Nothing here wakes a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching.preflight import Devices
+
+__all__ = ["Gpu", "Machine", "host", "tpu_chips"]
+
+_BF16_SINCE = (
+    8,
+    0,
+)  # compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
+_GIB = 1 << 30
+# Of three signs of a service one may be left over from something else, such as a package of that name that somebody
+# has installed, or a variable in an image; two are not.
+_SIGNS = {
+    "Colab": ("content", "google.colab", "COLAB_RELEASE_TAG"),
+    "Kaggle": ("kaggle/working", "kaggle_secrets", "KAGGLE_KERNEL_RUN_TYPE"),
+}
+_GOOGLE = "0x1ae0"
+# From v2 and v3, which share a number, to v7x. The vendor has other devices too, such as network cards.
+_TPUS = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU that ranks would see.
+
+    Attributes:
+        name: Such as ``NVIDIA A100-SXM4-80GB``.
+        memory_bytes: All of its memory.
+        capability: CUDA's compute capability, such as ``(8, 0)``.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """This machine.
+
+    Attributes:
+        devices: What ranks run on unless they are told otherwise.
+        gpus: The GPUs that ranks would see. Empty also where they could not be asked.
+        cores: CPU cores that this process may use.
+        memory_bytes: Memory that this process may use.
+        host: ``Colab`` or ``Kaggle``, empty elsewhere.
+        tpus: The TPU chips, by their generation, such as ``("v5e", "v5e")``.
+    """
+
+    devices: Devices
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 1
+    memory_bytes: int = 0
+    host: str = ""
+    tpus: tuple[str, ...] = ()
+
+    @classmethod
+    def find(cls) -> Machine:
+        """What is there."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(Devices.find(LaunchConfig()), tuple(_gpus(os.environ)), cores, _memory_bytes(), host(), tpu_chips())
+
+    def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
+        """Each precision, and why it doesn't fit the devices; empty if it does."""
+        reasons = {"no": "", "bf16": "", "fp16": ""}
+        if use_cpu or self.devices.kind == "CPU":
+            reasons["fp16"] = "needs a GPU"
+        elif old := [gpu.name for gpu in self.gpus if gpu.capability < _BF16_SINCE]:
+            reasons["bf16"] = f"is slow on {old[0]}, which has to imitate it"
+        return reasons
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What to tell a person: pairs of a word and what there is."""
+        facts = [("devices", self._devices())]
+        facts.append(("machine", f"{_count(self.cores, 'CPU core')}, {_size(self.memory_bytes)} of memory"))
+        if self.tpus:
+            kinds = " and ".join(sorted(set(self.tpus)))
+            facts.append(("TPU", f"{_count(len(self.tpus), 'chip')} {kinds}: training on TPUs isn't there yet"))
+        if self.host:
+            facts.append(("notebook", self.host))
+        return tuple(facts)
+
+    def _devices(self) -> str:
+        text = self.devices.describe(self.devices.available)
+        if self.devices.kind == "CPU":
+            return "no GPU: ranks run on the CPU"
+        kinds = dict.fromkeys(f"{gpu.name}, {_size(gpu.memory_bytes)}" for gpu in self.gpus)
+        return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
+
+
+def _gpus(environ: Mapping[str, str]) -> Iterator[Gpu]:
+    """Those that a new process would see, asked of the driver's management library, which leaves CUDA asleep."""
+    with contextlib.suppress(Exception):  # no library, no driver, no permission, a part of a GPU: nothing to tell
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        try:
+            for handle in _handles(nvml, environ.get("CUDA_VISIBLE_DEVICES")):
+                name = nvml.nvmlDeviceGetName(handle)
+                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+                memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+                yield Gpu(name if isinstance(name, str) else name.decode(), memory_bytes, (major, minor))
+        finally:
+            nvml.nvmlShutdown()
+
+
+def _handles(nvml: Any, listed: str | None) -> Iterator[Any]:
+    count = nvml.nvmlDeviceGetCount()
+    for entry in range(count) if listed is None else listed.split(","):
+        name = str(entry).strip()
+        if name.isdigit() and int(name) < count:
+            yield nvml.nvmlDeviceGetHandleByIndex(int(name))
+        elif name.startswith(("GPU-", "MIG-")):
+            yield nvml.nvmlDeviceGetHandleByUUID(name)
+        else:
+            return  # as the driver does
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or less where the container has a limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not that version of cgroups, or no limit, which reads `max`
+            total = min(total, int(pathlib.Path(path).read_text()))
+    return total
+
+
+def host(root: pathlib.Path = pathlib.Path("/"), environ: Mapping[str, str] = os.environ) -> str:
+    """Whose notebook service this is: ``Colab``, ``Kaggle``, or empty. Two of three signs have to be there."""
+    for name, (folder, module, variable) in _SIGNS.items():
+        signs = ((root / folder).is_dir(), _is_installed(module), variable in environ)
+        if sum(signs) >= 2:
+            return name
+    return ""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent isn't there, or is something odd
+        return False
+
+
+def tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> tuple[str, ...]:
+    """The generation of each TPU chip on the PCI bus; where the bus is hidden, of each that the driver shows."""
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        with contextlib.suppress(OSError):  # a device that may not be looked at
+            if (device / "vendor").read_text().strip() == _GOOGLE:
+                found.append(_TPUS.get((device / "device").read_text().strip(), ""))
+    chips = tuple(filter(None, found))
+    # The driver's files are accel0, accel1, …; in the folder accel, where other vendors' are, they would have another
+    # name.
+    return chips or ("of some kind",) * sum(
+        bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*")
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.0f} GiB"

@@ -1,0 +1,99 @@
+"""A person's way through the configuration form: a real JupyterLab, a real browser, a real file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.browser.lab import Lab
+from tests.browser.notebook import open_notebook, run_cell, wait_until_done
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from playwright.sync_api import Locator, Page
+
+    Screenshot = Callable[[Page | Locator, str], None]
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+_FORM = "import notebook_accel\nnotebook_accel.config_widget()"
+_PRECISION = "%%distributed\nimport os\nos.environ['ACCELERATE_MIXED_PRECISION']"
+
+
+def _open_form(page: Page, lab: Lab, name: str) -> Locator:
+    lab.write_notebook(name, ["%load_ext notebook_accel", _FORM, _PRECISION])
+    open_notebook(page, lab, name)
+    run_cell(page, 0)
+    wait_until_done(page, 0)
+    form = run_cell(page, 1).locator(".nba-form")
+    form.get_by_role("button", name="Write basic config").wait_for()
+    return form
+
+
+def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    file = lab.cache / "notebook_accel" / "default_config.yaml"
+    form = _open_form(page, lab, "config.ipynb")
+    button = form.get_by_role("button", name="Write basic config")
+    assert button.is_enabled()
+    assert "the CPU" in form.locator(".nba-header").inner_text()
+
+    count = form.get_by_label("num_processes")
+    count.fill("two")
+    form.get_by_role("alert").get_by_text("num_processes='two' is not a whole number.").wait_for()
+    assert button.is_disabled()
+    screenshot(form, "config_error")
+    count.fill("2")
+    precision = form.get_by_label("mixed_precision")
+    assert precision.locator("option").all_inner_texts() == ["no", "bf16"]  # fp16 needs a GPU
+    precision.select_option("bf16")
+    form.get_by_text("+ mixed_precision: bf16").wait_for()
+    assert not file.exists()
+    page.mouse.move(0, 0)
+    screenshot(form, "config")
+    button.click()
+    form.get_by_text("Written.").wait_for()
+    assert "mixed_precision: bf16\nnum_processes: 2\n" in file.read_text()
+    screenshot(form, "config_written")
+
+    assert "['bf16', 'bf16']" in _result(page, 2)
+
+    precision.select_option("no")
+    form.get_by_text("- mixed_precision: bf16").wait_for()
+    assert button.is_disabled()
+    form.get_by_label("Replace the file that is there").check()
+    screenshot(form, "config_replace")
+    button.click()
+    form.get_by_text("Written.").wait_for()
+    assert "mixed_precision: 'no'\n" in file.read_text()
+
+
+def _result(page: Page, index: int) -> str:
+    output = run_cell(page, index)
+    wait_until_done(page, index)
+    return output.locator(".jp-OutputArea-executeResult").inner_text()
+
+
+def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    lab.use_theme("JupyterLab Dark")
+    theirs = lab.cache / "huggingface" / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text(
+        "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\n"
+        "mixed_precision: bf16\nnum_processes: 4\nuse_cpu: true\n"
+    )
+    form = _open_form(page, lab, "theirs.ipynb")
+    count = form.get_by_label("num_processes")
+    assert count.input_value() != "4"
+    form.get_by_label("start from").select_option(
+        label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml"
+    )
+    form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't done here").wait_for()
+    assert count.input_value() == "4"
+    form.get_by_role("button", name="Show 7 more options").press("Enter")
+    form.get_by_label("grace_s").wait_for()
+    screenshot(form, "config_dark")
+    page.set_viewport_size({"width": 760, "height": 1000})
+    screenshot(form, "config_dark_narrow")
+    assert form.get_by_label("name", exact=True).is_visible()

@@ -1,0 +1,192 @@
+"""The form in a real kernel: what its widgets hold, and what a front end's messages to them do."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accel import config
+from tests import kernels
+
+pytestmark = pytest.mark.front_end
+
+_VIEW = "application/vnd.jupyter.widget-view+json"
+_SETUP = """
+import html, os, pathlib, re
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HOME"] = "none"
+from kernel_ext.config_form import ConfigForm
+from notebook_accel.launching.configuring import Draft
+
+def send(widget, **state):
+    # What a front end sends when somebody types, through the kernel's own handler.
+    data = {"method": "update", "state": state, "buffer_paths": []}
+    widget.comm.handle_msg({"content": {"data": data}, "buffers": []})
+
+def click():
+    button = parts._button
+    data = {"method": "custom", "content": {"event": "click"}}
+    button.comm.handle_msg({"content": {"data": data}, "buffers": []})
+
+def show(widget):
+    return html.unescape(re.sub("<[^>]*>", "", widget.value)).strip()
+
+def field(name):
+    return parts._fields[name].input
+
+def open_form(file):
+    global form, parts, path
+    path = pathlib.Path(file)
+    form = ConfigForm(Draft(path))
+    bundle = form._repr_mimebundle_()
+    parts = form._widgets
+    return bundle
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
+        outcome = running.run(_SETUP, allow_stdin=True)
+        assert outcome.status == "ok", outcome.traceback
+        yield running
+
+
+def _values(kernel: kernels.Kernel, code: str, *expressions: str) -> list[object]:
+    """Runs code as a front end with a person would, and evaluates expressions after it."""
+    outcome = kernel.run(f"{code}\n({', '.join(expressions)},)", allow_stdin=True)
+    assert outcome.status == "ok", outcome.traceback
+    return list(eval(outcome.result))
+
+
+def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kernel) -> None:
+    cell = kernel.start("import notebook_accel; notebook_accel.config_widget()", allow_stdin=True)
+    assert cell.finish().status == "ok"
+    (shown,) = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "execute_result"]
+    assert shown[_VIEW]["model_id"]
+    cell = kernel.start("notebook_accel.config_widget()")
+    assert cell.finish().status == "ok"
+    (shown,) = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "execute_result"]
+    assert set(shown) == {"text/plain"}
+    assert "notebook-accel config\n" in shown["text/plain"]
+    assert 'write_basic_config(mixed_precision="no")' in shown["text/plain"]
+
+
+def test_outside_a_kernel_it_is_text() -> None:
+    code = "import sys, notebook_accel; print(notebook_accel.config_widget(), 'ipywidgets' in sys.modules)"
+    root = pathlib.Path(__file__).parents[2]
+    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert "notebook-accel config\n" in shown.stdout
+    assert shown.stdout.endswith("False\n")
+
+
+def test_every_option_is_a_field_with_its_help(kernel: kernels.Kernel) -> None:
+    labels, notes = _values(
+        kernel,
+        "open_form('a/config.yaml')",
+        "[field.input.description for field in parts._fields.values()]",
+        "[show(field.note) for field in parts._fields.values()]",
+    )
+    assert labels == [option.name for option in config.fields()]
+    for note, option in zip(notes, config.fields(), strict=True):  # type: ignore[call-overload]
+        assert note.startswith(option.help)
+
+
+def test_typing_is_checked_and_a_click_writes_what_was_shown(kernel: kernels.Kernel) -> None:
+    name, note, disabled, status = _values(
+        kernel,
+        "open_form('b/config.yaml'); send(field('num_processes'), value='0')",
+        "field('num_processes').value", "show(parts._fields['num_processes'].note)", "parts._button.disabled",
+        "show(parts._status)",
+    )  # fmt: skip
+    assert (name, disabled, status) == ("0", True, "Mend num_processes first.")
+    assert str(note).startswith("Error: num_processes=0 can't be used: it has to be >= 1.")
+    assert _values(kernel, "click()", "path.exists()") == [False]
+
+    shown, options, disabled = _values(
+        kernel,
+        "send(field('num_processes'), value='2'); send(field('mixed_precision'), index=1)",
+        "show(parts._file)", "field('mixed_precision').options", "parts._button.disabled",
+    )  # fmt: skip
+    assert "b/config.yaml a new file" in str(shown)
+    assert "+ mixed_precision: bf16\n+ num_processes: 2\n" in str(shown)
+    assert (options, disabled) == (("no", "bf16"), False)
+    content, status, disabled = _values(
+        kernel, "click()", "path.read_text()", "show(parts._status)", "parts._button.disabled"
+    )
+    assert "mixed_precision: bf16\nnum_processes: 2\n" in str(content)
+    assert "Written." in str(status)
+    assert disabled is True  # there is nothing more to write
+
+
+def test_an_error_in_an_option_that_is_folded_away_unfolds_it(kernel: kernels.Kernel) -> None:
+    folded, unfolded, words = _values(
+        kernel,
+        "open_form('g/config.yaml'); before = parts._rare.layout.display; send(field('grace_s'), value='-1')",
+        "before", "parts._rare.layout.display", "parts._more.description",
+    )  # fmt: skip
+    assert (folded, unfolded) == ("none", "")
+    assert words == f"Hide {len(config.fields()) - 3} more options"
+
+
+def test_a_file_that_is_there_is_read_and_replaced_only_when_the_box_is_ticked(kernel: kernels.Kernel) -> None:
+    value, more, disabled, display = _values(
+        kernel,
+        "pathlib.Path('c').mkdir(); pathlib.Path('c/config.yaml').write_text('grace_s: 7\\nnum_procs: 2\\n')\n"
+        "open_form('c/config.yaml')",
+        "field('grace_s').value", "parts._rare.layout.display", "parts._button.disabled",
+        "parts._overwrite.layout.display",
+    )  # fmt: skip
+    assert (value, more, disabled, display) == ("7", "", True, "")
+    problems, shown = _values(kernel, "click()", "show(parts._problems)", "path.read_text()")
+    assert problems == "Not taken over:line 2: there is no option 'num_procs'; is it num_processes"
+    assert shown == "grace_s: 7\nnum_procs: 2\n"
+    (shown,) = _values(kernel, "send(parts._overwrite, value=True); click()", "path.read_text()")
+    assert "grace_s: 7.0\n" in str(shown) and "num_procs:" not in str(shown)
+    assert _values(kernel, "", "parts._overwrite.value", "parts._overwrite.layout.display") == [False, "none"]
+
+
+def test_a_file_that_changed_in_the_meantime_is_not_lost(kernel: kernels.Kernel) -> None:
+    status, shown, content = _values(
+        kernel,
+        "open_form('d/config.yaml'); pathlib.Path('d').mkdir(); path.write_text('num_processes: 3\\n')\n"
+        "send(parts._overwrite, value=True); click()",
+        "show(parts._status)", "show(parts._file)", "path.read_text()",
+    )  # fmt: skip
+    assert "was changed by somebody else in the meantime" in str(status)
+    assert "- num_processes: 3" in str(shown)
+    assert content == "num_processes: 3\n"
+
+
+def test_another_source_fills_the_fields(kernel: kernels.Kernel) -> None:
+    labels, values = _values(
+        kernel,
+        "theirs = pathlib.Path('none/accelerate/default_config.yaml'); theirs.parent.mkdir(parents=True)\n"
+        "theirs.write_text('num_processes: 4\\nmixed_precision: fp16\\n<b>: 1\\n')\n"
+        "open_form('e/config.yaml'); send(parts._source, index=1)",
+        "[label for label, _ in parts._source.options]",
+        "[field(name).value for name in ('num_processes', 'mixed_precision', 'use_cpu')]",
+    )
+    assert labels == ["this machine", "Accelerate's file, none/accelerate/default_config.yaml"]
+    assert values == ["4", "fp16", False]
+    problems, told = _values(kernel, "", "parts._problems.value", "show(parts._file)")
+    assert "&lt;b&gt;" in str(problems) and "<b>'" not in str(problems)
+    assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in str(told)
+    assert kernel.value("theirs.unlink()") == ""
+
+
+def test_the_box_that_is_hidden_does_not_count(kernel: kernels.Kernel) -> None:
+    """A tick that was made for one change is not one for the next."""
+    disabled, ticked = _values(
+        kernel,
+        "open_form('f/config.yaml'); click()\n"
+        "send(field('num_processes'), value='5'); send(parts._overwrite, value=True); click()\n"
+        "send(field('num_processes'), value='6'); click()",
+        "parts._button.disabled", "parts._overwrite.value",
+    )  # fmt: skip
+    assert (disabled, ticked) == (True, False)
+    assert "num_processes: 5" in kernel.value("path.read_text()")

@@ -1,0 +1,78 @@
+"""Configuration files as such: Accelerate's own, and writing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+from notebook_accel import config, config_file
+from notebook_accel.errors import ConfigError
+
+
+def test_every_key_that_accelerate_writes_is_known(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "default_config.yaml"
+    theirs = ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="NO",
+        mixed_precision="no",
+        use_cpu=False,
+        debug=False,
+        num_processes=1,
+    )
+    theirs.to_yaml_file(str(file))
+    written = config_file.read(file)
+    assert len(written.values) > 10
+    assert config.usable(written) == ({"mixed_precision": "no", "num_processes": 1, "use_cpu": False}, ())
+    assert {"deepspeed_config", "fsdp_config", "tpu_name"} <= set(ClusterConfig.__dataclass_fields__)
+    for key in ClusterConfig.__dataclass_fields__.keys() - {option.name for option in config.fields()}:
+        assert config_file.is_harmless(key, None), key
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_what_is_written_is_read_by_accelerate_too(tmp_path: pathlib.Path, suffix: str) -> None:
+    file = tmp_path / "folder" / f"config.{suffix}"
+    config_file.write(file, {"distributed_type": "MULTI_CPU", "mixed_precision": "bf16", "num_processes": 2})
+    theirs = load_config_from_file(str(file))
+    assert (theirs.distributed_type.value, theirs.mixed_precision, theirs.num_processes) == ("MULTI_CPU", "bf16", 2)
+    assert config.load(file) == {"mixed_precision": "bf16", "num_processes": 2}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_lines_are_those_of_the_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("# first\n\nuse_cpu: true\ntpu_env:\n  - a\n  - b\nname: x\n")
+    read = config_file.read(file)
+    assert read.lines == {"use_cpu": 3, "tpu_env": 4, "name": 7}
+    assert yaml.safe_load(config_file.dump(read.values)) == read.values
+
+
+def test_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(ConfigError, match=r"a_file/config.yaml can't be written: File exists"):
+        config_file.write(tmp_path / "a_file" / "config.yaml", {})
+    (tmp_path / "folder" / "config.yaml").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="can't be written: Is a directory"):
+        config_file.write(tmp_path / "folder" / "config.yaml", {})
+    assert os.listdir(tmp_path / "folder") == ["config.yaml"]
+
+
+def test_a_link_stays_one(tmp_path: pathlib.Path) -> None:
+    link, file = tmp_path / "config.yaml", tmp_path / "dotfiles" / "mine.yaml"
+    file.parent.mkdir()
+    file.touch()
+    link.symlink_to(file)
+    config_file.write(link, {"use_cpu": True})
+    assert link.is_symlink()
+    assert file.read_text() == "use_cpu: true\n"
+
+
+def test_where_accelerate_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert config_file.accelerate_path() == pathlib.Path("/cache/huggingface/accelerate/default_config.yaml")
+    monkeypatch.setenv("HF_HOME", "~/hf")
+    assert config_file.accelerate_path() == pathlib.Path.home() / "hf/accelerate/default_config.yaml"
