@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         RunTimeoutError,
         TrainingError,
     )
-    from notebook_accel.launching.job import Job, Results
+    from notebook_accel.launching.job import Job
     from notebook_accel.launching.launcher import notebook_launcher
+    from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
@@ -46,7 +47,7 @@ _HOME = {
     "PayloadError": "errors",
     "PreflightError": "errors",
     "RankFailedError": "errors",
-    "Results": "launching.job",
+    "Results": "launching.results",
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",

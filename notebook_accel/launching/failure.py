@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from notebook_accel import events, serialization
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up"]
 

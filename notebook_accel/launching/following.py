@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from notebook_accel.launching import local
-from notebook_accel.launching.job import Job, Results
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.view import NoView, View, open_view
 
 __all__ = ["draw_in_background", "follow"]

@@ -1,4 +1,4 @@
-"""A run, as both of its ends see it: what is sealed and sent to the ranks, and the handle that the notebook holds."""
+"""The handle of a run: what the notebook holds, a view draws and an engine feeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, overload
-
-import msgspec
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
@@ -26,86 +24,14 @@ from notebook_accel.errors import (
 from notebook_accel.events import Event
 from notebook_accel.launching.messages import Reason
 from notebook_accel.launching.record import Record
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec
 
-__all__ = ["Control", "Job", "JobSpec", "Results", "Source"]
+__all__ = ["Control", "Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Source text that is in no file: a cell's. ``label`` is what a traceback calls it, such as ``In[7]``."""
-
-    label: str
-    text: str
-
-
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know before it opens the payload, whose head this is.
-
-    Attributes:
-        name: The run's name.
-        world_size: Number of ranks.
-        environment: The kernel's environment variables at the launch, with the run's own.
-        working_directory: The kernel's at the launch.
-        sys_path: The kernel's at the launch.
-        sources: Sources of the notebook's functions, by the file name in their code.
-        cell: The cell's source, for a target that is a cell; ``None`` for a function.
-        cell_filename: The file name that the cell's code gets; a key of ``sources``.
-        calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
-        pull: Names whose values rank 0 sends back beside its result.
-    """
-
-    name: str
-    world_size: int
-    environment: dict[str, str]
-    working_directory: str
-    sys_path: list[str]
-    sources: dict[str, Source] = {}
-    cell: str | None = None
-    cell_filename: str = ""
-    calls: str = ""
-    pull: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """As bytes, for the head of the payload."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> JobSpec:
-        """From the bytes of ``encode``."""
-        return msgspec.msgpack.decode(data, type=cls)
-
-
-class Results(Sequence[Any]):
-    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = list(values)
-
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        return self._values[rank]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Results):
-            return self._values == other._values
-        return self._values == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it holds whatever ranks return, like a list
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 class Control(Protocol):

@@ -14,7 +14,9 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
 from notebook_accel.launching import following, local, preflight, sources
 from notebook_accel.launching.cell import Cell
-from notebook_accel.launching.job import Job, JobSpec, Results, Source
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
 __all__ = ["launch_cell", "launch_function", "notebook_launcher"]

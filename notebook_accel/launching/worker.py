@@ -24,7 +24,7 @@ from notebook_accel import events, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import failure, messages, stand_ins, store
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["Target", "open_namespace", "run"]
 

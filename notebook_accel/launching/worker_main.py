@@ -9,7 +9,7 @@ import os
 
 from notebook_accel import serialization
 from notebook_accel.launching import cell, worker
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching.spec import JobSpec
 
 
 def _fill(namespace: dict[str, object]) -> None:

@@ -22,7 +22,8 @@ import time
 from kernel_ext.panel import open_view
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.job import Job, JobSpec
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.spec import JobSpec
 
 class Stops:
     calls = 0

@@ -10,7 +10,9 @@ import pytest
 from notebook_accel import events, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RankFailedError, RunStoppedError, RunTimeoutError
-from notebook_accel.launching.job import Job, JobSpec, Results, Source
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec, Source
 
 BOUND: dict[str, object] = {}
 

@@ -8,8 +8,14 @@ import pytest
 
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
+<<<<<<< HEAD
 from notebook_accel.launching import following, view
 from notebook_accel.launching.job import Job, JobSpec
+=======
+from notebook_accel.launching import launcher, view
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.spec import JobSpec
+>>>>>>> bce881c (A run's spec and its results in modules of their own)
 
 
 @pytest.fixture
