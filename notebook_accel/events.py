@@ -69,14 +69,16 @@ class Metrics(_Event, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-Stream = Literal["stdout", "stderr"]
-
-
 class Output(_Event, frozen=True, kw_only=True):
-    """Whole lines that the rank wrote, without the last newline."""
+    """Whole lines that the rank wrote, to whichever stream, without the last newline.
 
-    stream: Stream
+    Attributes:
+        text: The lines.
+        left_out: How many lines before them are in the rank's log only, since they were too many for a notebook.
+    """
+
     text: str
+    left_out: int = 0
 
 
 class Display(_Event, frozen=True, kw_only=True):

@@ -46,13 +46,14 @@ class Prepare(_Message, frozen=True, kw_only=True):
 
 
 class Launch(_Message, frozen=True, kw_only=True):
-    """Start a run. Descriptors: the payload, then one result file a rank."""
+    """Start a run. Descriptors: the payload, then one result file a rank. ``log_folder`` may be empty."""
 
     job_id: str
     world_size: int
     port: int
     grace_s: float
     timeout_s: float | None
+    log_folder: str
 
 
 class End(_Message, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ class Broken(_Message, frozen=True, kw_only=True):
 class Fork(_Message, frozen=True, kw_only=True):
     """Fork one rank.
 
-    Descriptors: payload, result file, connection, stdout, stderr, and the store's listening socket if it ``listens``.
+    Descriptors: payload, result file, connection, log, and the store's listening socket if it ``listens``.
     """
 
     job_id: str

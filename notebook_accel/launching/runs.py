@@ -10,7 +10,8 @@ import time
 
 from notebook_accel.channel import Connection
 from notebook_accel.launching import messages
-from notebook_accel.launching.output import LineReader
+from notebook_accel.launching.logs import hold
+from notebook_accel.launching.output import LogTail
 from notebook_accel.launching.processes import kill_group
 
 __all__ = ["Rank", "Run"]
@@ -32,23 +33,21 @@ class Rank:
     Attributes:
         number: Its rank.
         connection: Over which it says its events.
-        readers: Of its standard output and error.
+        log: What it writes to its standard output and error.
         pid: ``None`` until it was forked.
         status: How it exited, ``None`` while it lives.
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
-        left_out_lines: Lines that it printed and that the kernel was too slow to take.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
     """
 
     number: int
     connection: Connection
-    readers: list[LineReader] = dataclasses.field(default_factory=list)
+    log: LogTail
     pid: int | None = None
     status: int | None = None
     said_finished: bool = False
     said_failed: bool = False
-    left_out_lines: int = 0
     was_told_to_end: bool = False
 
     def forked(self, pid: int) -> None:
