@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from kernel_ext import commands
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
@@ -189,10 +190,12 @@ def register(shell: InteractiveShell) -> None:
     magics = Magics(shell)
     Magics.distributed.__doc__ = magics._parser.format_help()
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
+    shell.magics_manager.register_function(commands.run, "line", _NAME)
     local.engine().warm()
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Takes the magics away, stops every run and ends the processes that were kept ready."""
-    shell.magics_manager.magics["cell"].pop(_NAME, None)
+    for kind in ("cell", "line"):
+        shell.magics_manager.magics[kind].pop(_NAME, None)
     local.engine().close()

@@ -24,6 +24,7 @@ __all__ = [
     "Metrics",
     "Output",
     "Progress",
+    "Silent",
     "Started",
     "decode",
     "encode",
@@ -137,7 +138,21 @@ class Ended(_Event, frozen=True, kw_only=True):
     stopped: bool = False
 
 
-Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended
+class Silent(_Event, frozen=True, kw_only=True):
+    """The rank has done no step for long, and ranks wait for each other. Said by the job, which asks where they stand.
+
+    Attributes:
+        since_s: When it did its last step.
+        at: Where it stands, such as ``In[7], line 12 in evaluate``; empty if that isn't known.
+        waits_in: The collective that it waits in for the others; empty if it is one that others wait for.
+    """
+
+    since_s: float
+    at: str = ""
+    waits_in: str = ""
+
+
+Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -61,6 +62,7 @@ def _open(job: Job) -> View:
 
 def _draw_until_done(job: Job, view: View) -> None:
     while not job.wait(_REFRESH_PERIOD_S):
+        job.notice_silence(time.monotonic())
         _guarded(job, view.refresh, None)
     _guarded(job, view.close, None)
 

@@ -41,7 +41,7 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
             return os.open(log_file(folder, rank), flags, 0o600), ""
         why = "no folder for it could be made"
     except OSError as error:
-        why = error.strerror
+        why = str(error.strerror)
     in_memory = os.memfd_create(f"notebook-accel-log-{rank}")
     # Opened a second time, since that is the way to have it written at its end only.
     descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
@@ -114,10 +114,9 @@ class LogTail:
             return
         if size < self._position:  # somebody has emptied the file
             self._position = 0
-        new = size - self._position
-        if new > self._allowance.left_bytes:
-            if not self._allowance.is_worth_a_gap or not self._pass_over(size - self._allowance.left_bytes):
-                return
+        start = size - self._allowance.left_bytes
+        if start > self._position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
+            return
         self._seen_size = size
         self._say_lines(size)
 
@@ -129,8 +128,8 @@ class LogTail:
             pass
         self._say_lines(size)
         rest = os.pread(self.descriptor, size - self._position, self._position)
-        if rest or self._left_out:
-            self._say_text([rest] if rest else [])
+        if rest:
+            self._say_text([rest])
 
     def _pass_over(self, start: int) -> bool:
         """Leaves out the lines before ``start``; returns whether that was done, or is to be gone on with."""

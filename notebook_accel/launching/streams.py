@@ -39,7 +39,7 @@ def adopt() -> None:
     sys.stdout, sys.stderr = _by_line(1, open_line), _by_line(2, open_line)
     with contextlib.suppress(OSError, ValueError):  # a C library that calls it something else
         libc = ctypes.CDLL(None)
-        # By itself C keeps what isn't for a terminal until there is a page of it: late, and never if the rank is killed.
+        # By itself C keeps what isn't for a terminal until there is a page of it, and loses it if the rank is killed.
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
 
 

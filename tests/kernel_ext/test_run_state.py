@@ -120,8 +120,8 @@ def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
 
 def test_output_is_kept_by_rank_in_order_of_arrival() -> None:
     state = RunState(2)
-    state.apply(1, events.Output(stream="stdout", text="a\nb"))
-    state.apply(0, events.Output(stream="stderr", text="c"))
+    state.apply(1, events.Output(text="a\nb"))
+    state.apply(0, events.Output(text="c"))
     assert state.output.last(10) == [OutputLine(1, "a"), OutputLine(1, "b"), OutputLine(0, "c")]
     assert [rank.last_line for rank in state.ranks] == ["c", "b"]
 
@@ -147,7 +147,7 @@ def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_
 
 
 def test_a_line_of_a_megabyte_is_clipped() -> None:
-    state = _reduced(events.Output(stream="stdout", text="x" * 1_000_000))
+    state = _reduced(events.Output(text="x" * 1_000_000))
     (line,) = state.output.last(1)
     assert line.text.startswith("xxxx")
     assert line.text.endswith("… and 998,000 more characters")

@@ -104,9 +104,9 @@ def test_a_rank_that_was_stopped_is_not_to_blame(job: Job) -> None:
 
 
 def test_last_lines_belong_to_the_rank_that_failed(job: Job) -> None:
-    job.deliver(0, events.Output(stream="stdout", text="of rank 0"))
+    job.deliver(0, events.Output(text="of rank 0"))
     for number in range(30):
-        job.deliver(1, events.Output(stream="stdout", text=f"a {number}\nb {number}"))
+        job.deliver(1, events.Output(text=f"a {number}\nb {number}"))
     job.deliver(1, failed("x", 1.0))
     error = reported(job)
     assert error.last_output == tuple(f"{letter} {number}" for number in range(25, 30) for letter in "ab")
@@ -147,7 +147,7 @@ def test_failed_run_holds_no_descriptors() -> None:
 
 
 def test_events_are_given_out_once_in_order(job: Job) -> None:
-    said = [(0, events.Started(pid=1)), (1, events.Started(pid=2)), (0, events.Output(stream="stdout", text="x"))]
+    said = [(0, events.Started(pid=1)), (1, events.Started(pid=2)), (0, events.Output(text="x"))]
     for rank, event in said:
         job.deliver(rank, event)
     assert job.status == "running"

@@ -8,14 +8,9 @@ import pytest
 
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-<<<<<<< HEAD
 from notebook_accel.launching import following, view
-from notebook_accel.launching.job import Job, JobSpec
-=======
-from notebook_accel.launching import launcher, view
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.spec import JobSpec
->>>>>>> bce881c (A run's spec and its results in modules of their own)
 
 
 @pytest.fixture
@@ -27,7 +22,7 @@ def job() -> Job:
 def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out, period_s=0.0)
-    job.deliver(1, events.Output(stream="stdout", text="hello\nworld"))
+    job.deliver(1, events.Output(text="hello\nworld"))
     job.deliver(0, events.Progress(time_s=10.0, step=10, total=50, epoch=2, epochs=5, steps=60))
     lines.refresh()
     job.deliver(0, events.Progress(time_s=12.0, step=30, total=50, epoch=2, epochs=5, steps=80))
@@ -44,7 +39,7 @@ def test_too_many_lines_keep_the_first_and_the_last(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out)
     for thousand in range(15):
-        job.deliver(0, events.Output(stream="stdout", text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
+        job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
     lines.refresh()
     lines.close()
     printed = out.getvalue().splitlines()
