@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import linecache
 import os
 import re
@@ -85,14 +86,13 @@ class RankStack:
 
         A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients.
         """
-        for frame in self.frames:
-            if frame.is_user:
-                return ""
+        found = ""
+        for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
             if "/torch/distributed/" in frame.file and frame.function not in _AROUND_COLLECTIVES:
-                return frame.function
-            if frame.function == "_engine_run_backward":
-                return "backward"
-        return ""
+                found = frame.function  # the outermost is the one that people call
+            elif frame.function == "_engine_run_backward":
+                found = found or "backward"
+        return found
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" + ("" if self.pid is None else f" (pid {self.pid})")
