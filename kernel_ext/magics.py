@@ -158,7 +158,7 @@ def _split(line: str) -> list[str]:
     Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
     """
     words, word, depth, quote = [""], "", 0, ""
-    for character in line:
+    for character in line.rstrip():
         if quote:
             quote = "" if character == quote else quote
             word += character if quote or depth else ""
@@ -175,7 +175,7 @@ def _split(line: str) -> list[str]:
             word += character
     if quote or depth:
         raise UsageError(f"%%{_NAME}: a quote or a bracket is not closed in: {line}")
-    return [word for word in [*words, word.rstrip()] if word]
+    return [word for word in [*words, word] if word]
 
 
 def register(shell: InteractiveShell) -> None:

@@ -12,7 +12,7 @@ import html
 from collections.abc import Callable, Iterable
 
 from kernel_ext.chart import chart_html
-from kernel_ext.run_state import OutputLine, RankState, RunState, plain_lines
+from kernel_ext.run_state import OutputLine, RankState, RunState, plain_lines, plain_text
 from kernel_ext.style import STYLE
 
 __all__ = [
@@ -219,7 +219,7 @@ def _note(rank: RankState, now_s: float) -> str:
     """What happened to it; of a rank that the others wait for, where it stands."""
     if rank.note or rank.silent is None or rank.silent.waits_in:
         return rank.note
-    at = f", at {rank.silent.at}" if rank.silent.at else ""
+    at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
     return f"no step for {_time(now_s - rank.silent.since_s)}{at}; others wait for it"
 
 

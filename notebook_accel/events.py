@@ -83,9 +83,15 @@ class Output(_Event, frozen=True, kw_only=True):
 
 
 class Display(_Event, frozen=True, kw_only=True):
-    """Something the rank displayed: a mime bundle. Binary data is base64 text, as Jupyter has it."""
+    """Something the rank displayed.
+
+    Attributes:
+        data: A mime bundle. Binary data is base64 text, as Jupyter has it.
+        log_bytes: How long the rank's log was then: what stands in it before comes before.
+    """
 
     data: dict[str, str]
+    log_bytes: int = 0
 
 
 class Memory(_Event, frozen=True, kw_only=True):

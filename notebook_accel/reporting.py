@@ -112,9 +112,12 @@ class Reporter:
         self._values.update(values)
         self._values_changed = True
 
-    def display(self, data: dict[str, str]) -> None:
-        """Shows a mime bundle in the notebook, in its turn."""
-        self.post(events.Display(data=data))
+    def display(self, data: dict[str, str], log_bytes: int = 0) -> None:
+        """Shows a mime bundle in the notebook, after the first ``log_bytes`` of this rank's output.
+
+        It is sent before this returns, and so before anything that is printed later.
+        """
+        self.send(events.Display(data=data, log_bytes=log_bytes))
 
     def post(self, event: events.Event) -> None:
         """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""

@@ -74,7 +74,7 @@ class Agent:
     def _tick(self, now_s: float) -> None:
         for run in list(self._runs.values()):
             run.tick(now_s)
-            run.read_logs(now_s, is_kernel_slow=self._kernel.queued_bytes > _MOST_QUEUED_BYTES)
+            self._read_logs(run, now_s)
         for job_id, inspection in list(self._inspections.items()):
             if (dumps := inspection.look(now_s)) is not None:
                 del self._inspections[job_id]
@@ -225,6 +225,14 @@ class Agent:
 
     # What ranks say ------------------------------------------------------------------------------------------------
 
+    def _read_logs(self, run: Run, now_s: float) -> None:
+        if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
+            return
+        for rank in run.with_new_output(now_s):
+            size = rank.log.size_bytes
+            self._read_rank(run, rank)  # what it has said before it had written so much
+            rank.log.read(now_s, size)
+
     def _read_rank(self, run: Run, rank: Rank) -> None:
         try:
             while frames := rank.connection.receive():
@@ -246,6 +254,8 @@ class Agent:
             rank.said_failed = True
             if not run.reason:  # not only when it exits: its threads and children may take their time
                 run.end("stop", "failed")
+        elif isinstance(event, events.Display):
+            rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:

@@ -106,14 +106,29 @@ class LogTail:
         """Closes the log."""
         os.close(self.descriptor)
 
-    def read(self, now_s: float, *, is_kernel_slow: bool = False) -> None:
-        """Says what is new, or leaves it in the file for a later call if that is too much at the moment."""
+    @property
+    def size_bytes(self) -> int:
+        """How long the log is now."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is something that was not looked at."""
+        return self.size_bytes != self._seen_size
+
+    def read(self, now_s: float, size: int) -> None:
+        """Says what is new, or leaves it in the file for a later call if that is too much at the moment.
+
+        Args:
+            now_s: The time, in seconds of ``time.monotonic()``.
+            size: Where in the log to stop.
+        """
         self._allowance.fill(now_s)
-        size = os.fstat(self.descriptor).st_size
-        if size == self._seen_size or is_kernel_slow:
-            return
-        if size < self._position:  # somebody has emptied the file
+        if self.size_bytes < self._position:  # somebody has emptied the file
             self._position = 0
+        size = min(size, self.size_bytes)
+        if size <= self._position:
+            return
         start = size - self._allowance.left_bytes
         if start > self._position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
             return
@@ -122,7 +137,7 @@ class LogTail:
 
     def finish(self) -> None:
         """Says the last lines, one without its end too. For when the rank is gone."""
-        size = os.fstat(self.descriptor).st_size
+        size = self.size_bytes
         start = size - max(self._allowance.left_bytes, _LAST_BYTES)
         while not self._pass_over(start):
             pass

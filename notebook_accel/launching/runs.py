@@ -138,12 +138,12 @@ class Run:
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
 
-    def read_logs(self, now_s: float, *, is_kernel_slow: bool) -> None:
-        """Says what the ranks have written since the last time."""
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + _LOOK_PERIOD_S
-            for rank in self.alive:
-                rank.log.read(now_s, is_kernel_slow=is_kernel_slow)
+    def with_new_output(self, now_s: float) -> list[Rank]:
+        """The ranks that have written something; none if it is too soon to look again."""
+        if now_s < self._next_look_s:
+            return []
+        self._next_look_s = now_s + _LOOK_PERIOD_S
+        return [rank for rank in self.alive if rank.log.has_grown]
 
     def ended(self) -> None:
         """It is over: its logs are for the user, and older ones may go."""

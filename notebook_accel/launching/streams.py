@@ -19,7 +19,7 @@ from notebook_accel import events, reporting
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LogWriter", "adopt", "flush", "take_over"]
+__all__ = ["LogWriter", "adopt", "flush", "log_bytes", "take_over"]
 
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
@@ -50,6 +50,14 @@ def flush() -> None:
         sys.stderr.flush()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
+
+
+def log_bytes() -> int:
+    """How much is in this process's log by now, with what Python still has."""
+    with contextlib.suppress(ValueError, OSError):
+        sys.stdout.flush()
+        return os.fstat(1).st_size
+    return 0
 
 
 def _by_line(descriptor: int, open_line: _OpenLine) -> TextIO:

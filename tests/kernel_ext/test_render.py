@@ -355,3 +355,34 @@ def test_ticks_are_round_and_few(low: float, high: float, marks: list[float]) ->
 @given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
 def test_ticks_of_any_range_are_few(one: float, other: float) -> None:
     assert 1 <= len(ticks(min(one, other), max(one, other))) <= 5
+
+
+def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
+    state = _training(world_size=3)
+    state.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
+    state.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
+    table = _Document(table_html(state, 47.0))
+    note = "no step for 00:42, at In[7], line 12 in <lambda>; others wait for it"
+    assert table.having(**{"class": "nba-note nba-silent"})
+    assert note in table.text
+    assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
+    assert table.having(title="waits in all_reduce")
+    text = summary_text(_facts(), state, 47.0)
+    assert f"rank 1: {note}" in text
+    assert "rank 0:" not in text
+
+
+def test_output_that_was_left_out_names_the_logs() -> None:
+    state = RunState(2)
+    state.apply(0, events.Output(text="first"))
+    state.apply(0, events.Output(text="last", left_out=1234))
+    facts = _facts(status="succeeded", log_folder="/tmp/logs")
+    gap = "… 1,234 lines left out; the whole output is in /tmp/logs …"
+    assert gap in summary_text(facts, state, 5.0)
+    assert gap in _Document(summary_html(facts, state, 5.0)).text
+
+
+def test_template_stands_before_lines_of_output() -> None:
+    state = RunState(2, ["[a] ", "[b] "])
+    state.apply(1, events.Output(text="hello"))
+    assert "[b] hello" in _Document(output_html(state)).text

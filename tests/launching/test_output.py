@@ -25,7 +25,7 @@ class Log:
     def write(self, data: bytes, after_s: float = 0.05) -> None:
         os.write(self.descriptor, data)
         self.now_s += after_s
-        self.tail.read(self.now_s)
+        self.tail.read(self.now_s, self.tail.size_bytes)
 
     def finish(self) -> list[str]:
         """Every line that was said."""
@@ -133,13 +133,15 @@ def test_calm_after_a_flood_lets_everything_through_again() -> None:
     log.tail.close()
 
 
-def test_a_slow_kernel_is_told_later_and_nothing_is_lost() -> None:
+def test_log_is_read_as_far_as_is_asked_for() -> None:
     log = Log()
-    os.write(log.descriptor, b"a\nb\n")
-    log.tail.read(1.0, is_kernel_slow=True)
-    assert log.said == []
-    log.tail.read(2.0)
-    assert log.lines == ["a", "b"]
+    os.write(log.descriptor, b"before\nafter\n")
+    assert log.tail.has_grown
+    log.tail.read(1.0, len(b"before\n"))
+    assert (log.lines, log.tail.has_grown) == (["before"], True)
+    log.tail.read(1.0, 3)  # which was said already
+    log.tail.read(2.0, log.tail.size_bytes)
+    assert (log.lines, log.tail.has_grown) == (["before", "after"], False)
     log.tail.close()
 
 
