@@ -24,7 +24,7 @@ _MIB = 1 << 20
 def run(line: str) -> None:
     """``%distributed``: what goes on, and the few things that one does with it.
 
-    %distributed                   the runs that go on, and the last one that has ended
+    %distributed status [RUN]      the runs that go on, and the last one that has ended
     %distributed stop [RUN]        ends a run
     %distributed logs [RUN] [R]    the last lines of all ranks, or of rank R, and where all of them are
     %distributed stacks [RUN]      where every rank stands, also if it hangs

@@ -78,6 +78,6 @@ def find(which: str = "", *, running: bool = False) -> Entry:
     what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
     listed = ", ".join(f"{entry.number} ({entry.name})" for entry in known)
     raise NotebookAccelError(
-        f"{what}{' that goes on' if running and not going_on else ''}.",
+        f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
         fix=f"name one of: {listed}" if listed else "start one, with %%distributed or notebook_launcher",
     )
