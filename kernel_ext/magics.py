@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import completion
+from kernel_ext import commands, completion
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
@@ -166,7 +166,7 @@ def _split(line: str) -> list[str]:
     Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
     """
     words, word, depth, quote = [""], "", 0, ""
-    for character in line:
+    for character in line.rstrip():
         if quote:
             quote = "" if character == quote else quote
             word += character if quote or depth else ""
@@ -183,7 +183,7 @@ def _split(line: str) -> list[str]:
             word += character
     if quote or depth:
         raise UsageError(f"%%{_NAME}: a quote or a bracket is not closed in: {line}")
-    return [word for word in [*words, word.rstrip()] if word]
+    return [word for word in [*words, word] if word]
 
 
 def register(shell: InteractiveShell) -> None:
@@ -199,11 +199,15 @@ def register(shell: InteractiveShell) -> None:
     Magics.distributed.__doc__ = magics._parser.format_help()
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
     completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
+    shell.magics_manager.register_function(commands.run, "line", _NAME)
+    completion.register(shell, f"%{_NAME}", commands=commands.COMMANDS)
     local.engine().warm()
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Takes the magics away, stops every run and ends the processes that were kept ready."""
-    shell.magics_manager.magics["cell"].pop(_NAME, None)
-    completion.unregister(shell, f"%%{_NAME}")
+    for magic in (f"%%{_NAME}", f"%{_NAME}"):
+        completion.unregister(shell, magic)
+    for kind in ("cell", "line"):
+        shell.magics_manager.magics[kind].pop(_NAME, None)
     local.engine().close()

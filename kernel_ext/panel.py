@@ -17,6 +17,7 @@ from kernel_ext.chart import chart_html
 from kernel_ext.run_state import RunState
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
+from notebook_accel.launching.view import line_prefix
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job
@@ -47,7 +48,10 @@ class PanelView:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._state = RunState(job.world_size)
+        # Numbers need no help, and the panel draws them in another colour.
+        has_prefixes = bool(job.config.log_line_prefix_template)
+        prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
+        self._state = RunState(job.world_size, prefixes)
         self._drawn_second = -1
         # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
         # ipykernel keeps in a context variable (since version 7).
@@ -113,6 +117,7 @@ class PanelView:
             failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
             traceback=traceback,
             is_background=job.is_background,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
         )
 
     def _publish(self, data: dict[str, Any], **options: Any) -> None:

@@ -12,7 +12,7 @@ import html
 from collections.abc import Callable, Iterable
 
 from kernel_ext.chart import chart_html
-from kernel_ext.run_state import OutputLine, RankState, RunState, plain_lines
+from kernel_ext.run_state import OutputLine, RankState, RunState, plain_lines, plain_text
 from kernel_ext.style import STYLE
 
 __all__ = [
@@ -50,6 +50,7 @@ class RunFacts:
         failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
         traceback: That traceback.
         is_background: Whether nobody waits for the run, so that only the panel says why it failed.
+        log_folder: Where the ranks' whole output is, empty if it is nowhere.
     """
 
     name: str
@@ -61,6 +62,7 @@ class RunFacts:
     failed_rank: int | None = None
     traceback: str = ""
     is_background: bool = False
+    log_folder: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -100,10 +102,13 @@ def table_html(state: RunState, now_s: float) -> str:
     rows = []
     for rank in state.ranks:
         cells = "".join(f'<td class="{column.kind}">{column.cell(rank)}</td>' for column in columns)
-        about = html.escape(", ".join(filter(None, (rank.device, rank.label))))
+        waits = f"waits in {rank.silent.waits_in}" if rank.silent is not None and rank.silent.waits_in else ""
+        about = html.escape(", ".join(filter(None, (rank.device, rank.label, waits))))
         rows.append(f'<tr title="{about}"><th scope="row">{rank.rank}</th>{cells}</tr>')
-        if rank.note:
-            note = f'<td class="nba-note nba-{rank.state}" colspan="{len(columns)}">{html.escape(rank.note)}</td>'
+        note_text = _note(rank, now_s)
+        if note_text:
+            kind = rank.state if rank.note else "silent"
+            note = f'<td class="nba-note nba-{kind}" colspan="{len(columns)}">{html.escape(note_text)}</td>'
             rows.append(f"<tr><td></td>{note}</tr>")
     return (
         '<div class="nba-scroll"><table class="nba-ranks"><caption>Ranks</caption>'
@@ -131,7 +136,8 @@ def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
     bottom = ""
     if state.output.count or beside:  # the chart stays where the live panel had it
-        bottom = f'<div class="nba-bottom"><div class="nba-output-pane">{_whole_output_html(state)}</div>{beside}</div>'
+        output = f'<div class="nba-output-pane">{_whole_output_html(facts, state)}</div>'
+        bottom = f'<div class="nba-bottom">{output}{beside}</div>'
     return (
         f'{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
         f"{table_html(state, now_s)}{_traceback_html(facts)}{bottom}"
@@ -145,9 +151,9 @@ def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
     rows += [[str(rank.rank), *(column.text(rank) for column in columns)] for rank in state.ranks]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    notes = [f"rank {rank.rank}: {rank.note}" for rank in state.ranks if rank.note]
+    notes = [f"rank {rank.rank}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
     first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts.elapsed_s)])}"
-    return "\n".join([first, *table, *notes, *_output_lines(state)])
+    return "\n".join([first, *table, *notes, *_output_lines(facts, state)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +178,7 @@ class _Column:
 
 def _columns(state: RunState, now_s: float) -> list[_Column]:
     """The columns that some rank has something for."""
-    columns = [_Column("state", lambda rank: rank.state, html=lambda rank: _badge(rank.state))]
+    columns = [_Column("state", _state_word, html=lambda rank: _badge(_state_word(rank)))]
     if any(rank.step is not None for rank in state.ranks):
         columns.append(_Column("step", _step_text, html=_step_html))
         columns.append(_Column("steps/s", lambda rank: _rate(rank.steps_per_s(now_s)), "nba-number"))
@@ -201,6 +207,20 @@ def _step_text(rank: RankState) -> str:
     if rank.step is None:
         return _UNKNOWN
     return f"{rank.step:,} / {rank.total:,}" if rank.total is not None else f"{rank.step:,}"
+
+
+def _state_word(rank: RankState) -> str:
+    if rank.silent is None:
+        return rank.state
+    return "waiting" if rank.silent.waits_in else "silent"
+
+
+def _note(rank: RankState, now_s: float) -> str:
+    """What happened to it; of a rank that the others wait for, where it stands."""
+    if rank.note or rank.silent is None or rank.silent.waits_in:
+        return rank.note
+    at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
+    return f"no step for {_time(now_s - rank.silent.since_s)}{at}; others wait for it"
 
 
 def _step_html(rank: RankState) -> str:
@@ -256,7 +276,7 @@ def _traceback_html(facts: RunFacts) -> str:
     )
 
 
-def _whole_output_html(state: RunState) -> str:
+def _whole_output_html(facts: RunFacts, state: RunState) -> str:
     """The kept output. Of much, the last lines are in view, and the ones before them folded away."""
     if not state.output.count:
         return f'<pre class="nba-output" aria-label="Output">{_faint("no output")}</pre>'
@@ -265,15 +285,16 @@ def _whole_output_html(state: RunState) -> str:
     earlier = state.output.count - len(last)
     if not earlier:
         return shown
-    folded = html.escape("\n".join(_output_lines(state)[: -len(last)]))
+    folded = html.escape("\n".join(_output_lines(facts, state)[: -len(last)]))
     scrolled = _scrolled(f'<pre class="nba-output">{folded}</pre>')
     left_out = f", {state.output.left_out:,} of them left out" if state.output.left_out else ""
     return f"<details><summary>{_count(earlier, 'earlier line')}{left_out}</summary>{scrolled}</details>{shown}"
 
 
-def _output_lines(state: RunState) -> list[str]:
+def _output_lines(facts: RunFacts, state: RunState) -> list[str]:
     output = state.output
-    gap = [f"… {_count(output.left_out, 'line')} left out …"] if output.left_out else []
+    whole = f"; the whole output is in {facts.log_folder}" if facts.log_folder else ""
+    gap = [f"… {_count(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
     return [_line_text(line, state) for line in output.head] + gap + [_line_text(line, state) for line in output.tail]
 
 
@@ -286,6 +307,8 @@ def _lines_html(lines: Iterable[OutputLine], state: RunState) -> str:
 
 
 def _margin(line: OutputLine, state: RunState) -> str:
+    if state.prefixes:
+        return state.prefixes[line.rank]
     return f"{line.rank:>{len(str(len(state.ranks) - 1))}} │ "
 
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from notebook_accel import events
@@ -54,6 +54,7 @@ class RankState:
         memory_kind: Which memory that is.
         last_line: The last line that it wrote.
         note: Why it failed or ended early, in one line; else empty.
+        silent: What was found out when it had done no step for long; ``None`` again after its next one.
         last_event_s: When it last gave a sign of life.
     """
 
@@ -71,6 +72,7 @@ class RankState:
     memory_kind: Literal["host", "device"] = "host"
     last_line: str = ""
     note: str = ""
+    silent: events.Silent | None = None
     last_event_s: float | None = None
     _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
 
@@ -107,6 +109,9 @@ class RankState:
 
     def apply(self, event: events.Event) -> None:
         """Takes in one event of this rank."""
+        if isinstance(event, events.Silent):  # which is said about it, and not by it
+            self.silent = None if self.has_ended else event
+            return
         self.last_event_s = event.time_s
         if isinstance(event, events.Failed):
             self._fail(event)
@@ -118,6 +123,8 @@ class RankState:
             if self.state == "starting":
                 self.state = "running"
             self._take_report(event)
+        if self.has_ended:
+            self.silent = None
 
     def _take_report(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):
@@ -132,6 +139,8 @@ class RankState:
             self.memory_kind = event.kind
 
     def _count(self, event: events.Progress) -> None:
+        if not self._samples or event.steps != self._samples[-1][1]:
+            self.silent = None
         # Another loader or bar has counts of its own. Labels are no sign of it: many change with every step.
         if self._samples and (event.total != self.total or event.steps < self._samples[-1][1]):
             self._samples.clear()
@@ -202,10 +211,15 @@ class OutputLog:
         """How many lines between ``head`` and ``tail`` were not kept."""
         return self.count - len(self._head) - len(self._tail)
 
+    def pass_over(self, count: int) -> None:
+        """Lines that are in a log only came here. There is one gap: what is before it and not in ``head`` goes too."""
+        self.count += count
+        self._tail.clear()
+
     def add(self, line: OutputLine) -> None:
         """Appends a line."""
         self.count += 1
-        if len(self._head) < _HEAD_LINES:
+        if len(self._head) < _HEAD_LINES and self.count == len(self._head) + 1:
             self._head.append(line)
         else:
             self._tail.append(line)
@@ -259,6 +273,7 @@ class RunState:
 
     Args:
         world_size: Number of ranks.
+        prefixes: What stands before the ranks' lines; empty for their numbers.
 
     Attributes:
         ranks: One state a rank.
@@ -267,7 +282,8 @@ class RunState:
             counts steps.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, prefixes: Sequence[str] = ()) -> None:
+        self.prefixes = prefixes
         self.ranks = [RankState(rank) for rank in range(world_size)]
         self.output = OutputLog()
         self.history: dict[str, Series] = {}
@@ -284,6 +300,8 @@ class RunState:
         """Takes in one event of one rank."""
         self.ranks[rank].apply(event)
         if isinstance(event, events.Output):
+            if event.left_out:
+                self.output.pass_over(event.left_out)
             for text in plain_lines(event.text):
                 self.output.add(OutputLine(rank, text))
                 self.ranks[rank].last_line = text or self.ranks[rank].last_line

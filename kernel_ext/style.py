@@ -68,7 +68,7 @@ _RULES = """
 .nba-panel .nba-running { color: var(--nba-busy); }
 .nba-panel .nba-finished { color: var(--nba-good); }
 .nba-panel .nba-failed, .nba-panel .nba-killed { color: var(--nba-bad); }
-.nba-panel .nba-stopped { color: var(--nba-warn); }
+.nba-panel :is(.nba-stopped, .nba-silent) { color: var(--nba-warn); }
 
 .nba-panel .nba-scroll { overflow-x: auto; padding: 5px 0; }
 .nba-panel table.nba-ranks { width: 100%; margin: 0; border: 0; border-collapse: collapse; table-layout: auto;

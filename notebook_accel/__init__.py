@@ -24,8 +24,9 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from notebook_accel.launching.configuring import write_basic_config
-    from notebook_accel.launching.job import Job, Results
+    from notebook_accel.launching.job import Job
     from notebook_accel.launching.launcher import notebook_launcher
+    from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
@@ -47,7 +48,7 @@ _HOME = {
     "PayloadError": "errors",
     "PreflightError": "errors",
     "RankFailedError": "errors",
-    "Results": "launching.job",
+    "Results": "launching.results",
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",

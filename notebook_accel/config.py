@@ -23,6 +23,9 @@ __all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "loa
 _IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
+_PREFIX = r"^([^$\n]|\$\$|\$(role_name|rank|local_rank)\b|\$\{(role_name|rank|local_rank)\})*$"
+
+
 def _help(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
@@ -68,6 +71,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: Annotated[
         Annotated[str, msgspec.Meta(max_length=80)],
         _help("Name of the run in the panel. Default: the function's name, or the cell's number."),
+    ] = ""
+    log_dir: Annotated[
+        str,
+        _help("Folder for the ranks' logs, which then stay. Default: a temporary one, with those of the last 20 runs."),
+    ] = ""
+    log_line_prefix_template: Annotated[
+        Annotated[str, msgspec.Meta(pattern=_PREFIX)],
+        _help("What stands before a rank's lines in the notebook: text, ${role_name}, ${rank}, ${local_rank}."),
     ] = ""
     view: Annotated[
         Literal["auto", "panel", "lines", "none"],

@@ -192,6 +192,7 @@ class RankFailedError(RunError):
         signal: The number of the signal that ended it, or ``None``.
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
+        log_file: The file with all that it wrote, empty if there is none.
         others: How the other ranks ended.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
     """
@@ -218,6 +219,7 @@ class RankFailedError(RunError):
         self.remote_traceback = remote_traceback
         self.last_output = last_output
         self.others = others
+        self.log_file = ""
         self.pulled: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -227,6 +229,8 @@ class RankFailedError(RunError):
         if self.last_output:
             lines = "\n".join(f"  {line}" for line in self.last_output)
             parts.append(f"Last output of rank {self.rank}:\n{lines}")
+        if self.log_file:
+            parts.append(f"Its whole output: {self.log_file}")
         if self.others:
             parts.append("The others:\n" + "\n".join(f"  {end}" for end in self.others))
         if self.pulled:

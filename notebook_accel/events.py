@@ -24,6 +24,7 @@ __all__ = [
     "Metrics",
     "Output",
     "Progress",
+    "Silent",
     "Started",
     "decode",
     "encode",
@@ -69,20 +70,28 @@ class Metrics(_Event, frozen=True, kw_only=True):
     values: dict[str, float]
 
 
-Stream = Literal["stdout", "stderr"]
-
-
 class Output(_Event, frozen=True, kw_only=True):
-    """Whole lines that the rank wrote, without the last newline."""
+    """Whole lines that the rank wrote, to whichever stream, without the last newline.
 
-    stream: Stream
+    Attributes:
+        text: The lines.
+        left_out: How many lines before them are in the rank's log only, since they were too many for a notebook.
+    """
+
     text: str
+    left_out: int = 0
 
 
 class Display(_Event, frozen=True, kw_only=True):
-    """Something the rank displayed: a mime bundle. Binary data is base64 text, as Jupyter has it."""
+    """Something the rank displayed.
+
+    Attributes:
+        data: A mime bundle. Binary data is base64 text, as Jupyter has it.
+        log_bytes: How long the rank's log was then: what stands in it before comes before.
+    """
 
     data: dict[str, str]
+    log_bytes: int = 0
 
 
 class Memory(_Event, frozen=True, kw_only=True):
@@ -135,7 +144,21 @@ class Ended(_Event, frozen=True, kw_only=True):
     stopped: bool = False
 
 
-Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended
+class Silent(_Event, frozen=True, kw_only=True):
+    """The rank has done no step for long, and ranks wait for each other. Said by the job, which asks where they stand.
+
+    Attributes:
+        since_s: When it did its last step.
+        at: Where it stands, such as ``In[7], line 12 in evaluate``; empty if that isn't known.
+        waits_in: The collective that it waits in for the others; empty if it is one that others wait for.
+    """
+
+    since_s: float
+    at: str = ""
+    waits_in: str = ""
+
+
+Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

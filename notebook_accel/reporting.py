@@ -65,7 +65,7 @@ class Reporter:
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._last_progress: events.Progress | None = None
-        self._displays: collections.deque[events.Display] = collections.deque(maxlen=1000)
+        self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
         self._pid = os.getpid()
@@ -113,9 +113,16 @@ class Reporter:
         self._values.update(values)
         self._values_changed = True
 
-    def display(self, data: dict[str, str]) -> None:
-        """Shows a mime bundle in the notebook, in its turn."""
-        self._displays.append(events.Display(data=data))
+    def display(self, data: dict[str, str], log_bytes: int = 0) -> None:
+        """Shows a mime bundle in the notebook, after the first ``log_bytes`` of this rank's output.
+
+        It is sent before this returns, and so before anything that is printed later.
+        """
+        self.send(events.Display(data=data, log_bytes=log_bytes))
+
+    def post(self, event: events.Event) -> None:
+        """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""
+        self._posted.append(event)
 
     def send(self, event: events.Event) -> None:
         """Sends one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
@@ -158,8 +165,8 @@ class Reporter:
             self._stop.wait(_SAMPLE_PERIOD_S)
 
     def _sample(self) -> None:
-        while self._displays:
-            self.send(self._displays.popleft())
+        while self._posted:
+            self.send(self._posted.popleft())
         progress = self._progress()
         if progress is not None and not _same_progress(progress, self._last_progress):
             self._last_progress = progress

@@ -11,11 +11,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
 from notebook_accel.launching import local
 from tests import kernels, processes
+
+# Examples of property tests have no time limit of their own: on a busy machine any of them may take long.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 _GRACE_S = 5.0
 _POLL_S = 0.02

@@ -18,7 +18,7 @@ _ANY_EVENT = st.one_of(
         steps=_INT, label=_TEXT, device=_TEXT,
     ),
     st.builds(events.Metrics, step=_INT, values=st.dictionaries(_TEXT, st.floats(allow_nan=False))),
-    st.builds(events.Output, stream=st.sampled_from(["stdout", "stderr"]), text=_TEXT),
+    st.builds(events.Output, text=_TEXT, left_out=st.integers(0, 2**60)),
     st.builds(events.Display, data=st.dictionaries(_TEXT, _TEXT)),
     st.builds(events.Memory, used_bytes=_INT, total_bytes=_INT, kind=st.sampled_from(["host", "device"])),
     st.builds(
@@ -26,6 +26,7 @@ _ANY_EVENT = st.one_of(
         lost_peer=st.booleans(),
     ),
     st.builds(events.Finished, result_bytes=_INT),
+    st.builds(events.Silent, since_s=st.floats(0, 1e9), at=_TEXT, waits_in=_TEXT),
     st.builds(events.Ended, exit_code=st.none() | st.integers(0, 255), signal=st.none() | st.integers(1, 64)),
 )  # fmt: skip
 

@@ -7,7 +7,6 @@ gone, so has everything that it started.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import socket
@@ -19,8 +18,9 @@ import msgspec
 from notebook_accel import events
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import messages
+from notebook_accel.launching.inspection import Inspection, dump_file
 from notebook_accel.launching.loop import Loop
-from notebook_accel.launching.output import LineReader
+from notebook_accel.launching.output import Allowance, LogTail, open_log
 from notebook_accel.launching.processes import die_with_parent
 from notebook_accel.launching.runs import Rank, Run, reason_of
 from notebook_accel.launching.templates import TemplateProcess, Templates
@@ -28,8 +28,8 @@ from notebook_accel.launching.templates import TemplateProcess, Templates
 __all__ = ["main"]
 
 _TICK_S = 0.1
-# What may wait for a kernel that doesn't read. Past it, printed lines are left out and counted; nothing else is.
-_MOST_QUEUED_BYTES = 32 << 20
+# What may wait for a kernel that doesn't read. Past it, what ranks print stays in their logs for now.
+_MOST_QUEUED_BYTES = 4 << 20
 _TEMPLATE_FAILED = "The process that ranks are forked from could not be started."
 _TEMPLATE_LOST = "The process that ranks are forked from has died."
 
@@ -47,6 +47,7 @@ class Agent:
         self._loop = Loop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
+        self._inspections: dict[str, Inspection] = {}
         self._templates = Templates(
             self._loop, became_ready=self._start_waiting, heard=self._heard_of_rank, lost=self._template_lost
         )
@@ -73,6 +74,11 @@ class Agent:
     def _tick(self, now_s: float) -> None:
         for run in list(self._runs.values()):
             run.tick(now_s)
+            self._read_logs(run, now_s)
+        for job_id, inspection in list(self._inspections.items()):
+            if (dumps := inspection.look(now_s)) is not None:
+                del self._inspections[job_id]
+                self._tell_kernel(messages.Inspected(job_id=job_id, ranks=dumps))
         self._templates.tick(now_s)
 
     # The kernel ----------------------------------------------------------------------------------------------------
@@ -86,6 +92,8 @@ class Agent:
                 self._accept(told, message)
             elif isinstance(told, messages.End):
                 self._end(told)
+            elif isinstance(told, messages.Inspect):
+                self._inspect(told)
             else:
                 self._quit()
 
@@ -159,10 +167,13 @@ class Agent:
     def _fork(self, run: Run, template: TemplateProcess, number: int, files: list[int], store: socket.socket) -> None:
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
-        rank = Rank(number, ours)
+        log, complaint = open_log(run.launch.log_folder, number)
+        tail = LogTail(log, Allowance(run.launch.world_size), lambda event: self._say(run, rank, event))
+        rank = Rank(number, ours, tail, dump_file(number))
         run.ranks.append(rank)
+        if complaint:
+            self._say(run, rank, events.Output(text=complaint))
         self._loop.watch(ours.fileno(), lambda: self._read_rank(run, rank))
-        write_ends = [self._open_output(run, rank, "stdout"), self._open_output(run, rank, "stderr")]
         order = messages.Fork(
             job_id=run.launch.job_id,
             rank=number,
@@ -172,30 +183,16 @@ class Agent:
         )
         listening = [store.fileno()] if order.listens else []
         try:
-            template.connection.send(messages.encode(order), [*files, theirs.fileno(), *write_ends, *listening])
+            template.connection.send(messages.encode(order), [*files, theirs.fileno(), log, rank.dump, *listening])
         finally:
             theirs.close()
-            for write_end in write_ends:
-                os.close(write_end)
-
-    def _open_output(self, run: Run, rank: Rank, stream: events.Stream) -> int:
-        """A pipe for one of a rank's streams; its write end."""
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        reader = LineReader(read_end, stream, functools.partial(self._output, run, rank))
-        rank.readers.append(reader)
-        self._loop.watch(read_end, lambda: self._read_output(reader))
-        return write_end
 
     def _rank_ended(self, run: Run, rank: Rank, status: int) -> None:
         rank.status = status
         self._read_rank(run, rank)
-        for reader in rank.readers:
-            reader.finish()
-            self._loop.unwatch(reader.fileno())
-            reader.close()
-        self._say_left_out(run, rank)
+        rank.log.finish()
         self._loop.unwatch(rank.connection.fileno())
-        rank.connection.close()
+        rank.close()
         ended = events.Ended(
             exit_code=status if status >= 0 else None,
             signal=-status if status < 0 else None,
@@ -211,6 +208,7 @@ class Agent:
         del self._runs[run.launch.job_id]
         self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
         self._templates.release(run)
+        run.ended()
 
     def _end(self, told: messages.End) -> None:
         for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
@@ -220,7 +218,20 @@ class Agent:
         if told.job_id in self._runs:
             self._runs[told.job_id].end(told.how)
 
+    def _inspect(self, told: messages.Inspect) -> None:
+        run = self._runs.get(told.job_id)
+        if told.job_id not in self._inspections:
+            self._inspections[told.job_id] = Inspection(run.ranks if run is not None else [], time.monotonic())
+
     # What ranks say ------------------------------------------------------------------------------------------------
+
+    def _read_logs(self, run: Run, now_s: float) -> None:
+        if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
+            return
+        for rank in run.with_new_output(now_s):
+            size = rank.log.size_bytes
+            self._read_rank(run, rank)  # what it has said before it had written so much
+            rank.log.read(now_s, size)
 
     def _read_rank(self, run: Run, rank: Rank) -> None:
         try:
@@ -243,28 +254,13 @@ class Agent:
             rank.said_failed = True
             if not run.reason:  # not only when it exits: its threads and children may take their time
                 run.end("stop", "failed")
+        elif isinstance(event, events.Display):
+            rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
-
-    def _read_output(self, reader: LineReader) -> None:
-        if not reader.read():
-            self._loop.unwatch(reader.fileno())
-
-    def _output(self, run: Run, rank: Rank, event: events.Output) -> None:
-        if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
-            rank.left_out_lines += event.text.count("\n") + 1
-            return
-        self._say_left_out(run, rank)
-        self._say(run, rank, event)
-
-    def _say_left_out(self, run: Run, rank: Rank) -> None:
-        if rank.left_out_lines:
-            text = f"[{rank.left_out_lines:,} lines left out: the notebook could not take them as fast as they came]"
-            rank.left_out_lines = 0
-            self._say(run, rank, events.Output(stream="stderr", text=text))
 
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from notebook_accel import events, serialization
 from notebook_accel.errors import CollectiveError
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up"]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from notebook_accel.launching import local
-from notebook_accel.launching.job import Job, Results
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.view import NoView, View, open_view
 
 __all__ = ["draw_in_background", "follow"]
@@ -60,6 +62,7 @@ def _open(job: Job) -> View:
 
 def _draw_until_done(job: Job, view: View) -> None:
     while not job.wait(_REFRESH_PERIOD_S):
+        job.notice_silence(time.monotonic())
         _guarded(job, view.refresh, None)
     _guarded(job, view.close, None)
 

@@ -1,17 +1,17 @@
-"""A run, as both of its ends see it: what is sealed and sent to the ranks, and the handle that the notebook holds."""
+"""The handle of a run: what the notebook holds, a view draws and an engine feeds."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import os
+import pathlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, overload
-
-import msgspec
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
@@ -19,93 +19,26 @@ from notebook_accel.errors import (
     NotebookAccelError,
     ProcessStartError,
     RankFailedError,
+    RunError,
     RunStoppedError,
     RunTimeoutError,
     SupervisorLostError,
 )
 from notebook_accel.events import Event
-from notebook_accel.launching.messages import Reason
+from notebook_accel.launching import logs
+from notebook_accel.launching.messages import RankDump, Reason
+from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Record
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.silence import SilenceWatch
+from notebook_accel.launching.spec import JobSpec
+from notebook_accel.launching.stacks import RankStack, Stacks, read_dump
 
-__all__ = ["Control", "Job", "JobSpec", "Results", "Source"]
+__all__ = ["Control", "Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Source text that is in no file: a cell's. ``label`` is what a traceback calls it, such as ``In[7]``."""
-
-    label: str
-    text: str
-
-
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know before it opens the payload, whose head this is.
-
-    Attributes:
-        name: The run's name.
-        world_size: Number of ranks.
-        environment: The kernel's environment variables at the launch, with the run's own.
-        working_directory: The kernel's at the launch.
-        sys_path: The kernel's at the launch.
-        sources: Sources of the notebook's functions, by the file name in their code.
-        cell: The cell's source, for a target that is a cell; ``None`` for a function.
-        cell_filename: The file name that the cell's code gets; a key of ``sources``.
-        calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
-        pull: Names whose values rank 0 sends back beside its result.
-    """
-
-    name: str
-    world_size: int
-    environment: dict[str, str]
-    working_directory: str
-    sys_path: list[str]
-    sources: dict[str, Source] = {}
-    cell: str | None = None
-    cell_filename: str = ""
-    calls: str = ""
-    pull: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """As bytes, for the head of the payload."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> JobSpec:
-        """From the bytes of ``encode``."""
-        return msgspec.msgpack.decode(data, type=cls)
-
-
-class Results(Sequence[Any]):
-    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = list(values)
-
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        return self._values[rank]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Results):
-            return self._values == other._values
-        return self._values == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it holds whatever ranks return, like a list
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 class Control(Protocol):
@@ -120,6 +53,9 @@ class Control(Protocol):
     def kill(self) -> None:
         """Ends the ranks at once."""
 
+    def inspect(self) -> None:
+        """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
+
 
 class Job:
     """A run that was started. Made by the launcher, fed by an engine, read by a view and by the user.
@@ -133,10 +69,12 @@ class Job:
         is_background: Whether nobody waits for it in the cell that started it.
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
+        log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
 
     Args:
         shipped: What the payload holds by value, for what comes back by reference.
         result_files: One memory file a rank, which this owns.
+        log_folder: Where the ranks' logs are, ``None`` if there was no room for any.
         bind: Takes the pulled names and their values, once, when the results are read.
     """
 
@@ -150,6 +88,7 @@ class Job:
         is_background: bool,
         shipped: Sequence[Any],
         result_files: Sequence[int],
+        log_folder: pathlib.Path | None = None,
         bind: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self.id = job_id
@@ -160,6 +99,9 @@ class Job:
         self.is_background = is_background
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
+        self.log_folder = log_folder
+        ranks = range(spec.world_size)
+        self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self._bind = bind or (lambda _: None)
         self._shipped = shipped
         self._result_files = result_files
@@ -169,6 +111,11 @@ class Job:
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size)
+        self._infos = [RankInfo(rank) for rank in ranks]
+        self._silence = SilenceWatch(spec.world_size)
+        self._sources = spec.sources
+        self._asked_stacks = threading.Condition()
+        self._stacks: Stacks | None = None  # the latest answer
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
@@ -243,6 +190,46 @@ class Job:
         """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
         self._tell(lambda control: control.kill())
 
+    @property
+    def ranks(self) -> list[RankInfo]:
+        """What is known about each rank: process, device, memory, last step."""
+        return [copy.copy(info) for info in self._infos]
+
+    def logs(self, rank: int, tail: int | None = None) -> str:
+        """What a rank has written to its standard output and error.
+
+        Args:
+            rank: The rank.
+            tail: How many of the last lines; ``None`` for all.
+
+        Raises:
+            IndexError: There is no such rank.
+            NotebookAccelError: The log is no longer there, or never was.
+        """
+        if not self.log_files:
+            raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
+                                     fix="give log_dir a folder that you can write to")  # fmt: skip
+        return logs.read(self.log_files[rank], tail)
+
+    def stacks(self, timeout_s: float = 10.0) -> Stacks:
+        """Where every rank stands, asked from outside, so that one that hangs in a collective is no exception.
+
+        Raises:
+            RunError: The agent, which asks the ranks, has not answered in time.
+        """
+        with self._asked_stacks:
+            before = self._stacks
+            self._tell(lambda control: control.inspect())
+            self._asked_stacks.wait_for(lambda: self.done or self._stacks is not before, timeout_s)
+            if self._stacks is not before and self._stacks is not None:
+                return self._stacks
+        if self.done:
+            return Stacks([RankStack(info.rank, info.pid, "ended") for info in self._infos])
+        raise RunError(
+            f"The ranks of {self.name!r} could not be asked where they stand within {timeout_s:g} s.",
+            why="The agent, the process that looks after them, doesn't answer: it may be stopped.",
+        )
+
     def __repr__(self) -> str:
         return f"<Job {self.name!r}: {self.status}, {self.world_size} ranks on {self.devices}>"
 
@@ -274,6 +261,14 @@ class Job:
         failures = sorted(self._record.failures.items())
         return [f"rank {rank} was at {failed.line}" for rank, failed in failures if failed.line]
 
+    def notice_silence(self, now_s: float) -> None:
+        """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
+
+        What it comes to is among the ``events``.
+        """
+        if self._silence.is_due(now_s):
+            self._tell(lambda control: control.inspect())
+
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""
         self._control = control
@@ -281,7 +276,19 @@ class Job:
     def deliver(self, rank: int, event: Event) -> None:
         """Takes one event of a rank. Called by the engine's thread."""
         self._record.add(rank, event)
+        self._infos[rank].add(event)
+        self._silence.add(rank, event)
         self._pending.append((rank, event))
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        """Takes what the ranks have answered. Called by the engine's thread."""
+        answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
+        stacks = Stacks([answered.get(info.rank, RankStack(info.rank, None, "unarmed")) for info in self._infos])
+        with self._asked_stacks:
+            self._stacks = stacks
+            self._asked_stacks.notify_all()
+        for rank, silent in self._silence.judge(stacks, time.monotonic()):
+            self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
         """The run is over: every rank is gone. Called once, by the engine's thread."""
@@ -291,6 +298,8 @@ class Job:
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
         self._ended.set()
+        with self._asked_stacks:
+            self._asked_stacks.notify_all()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -329,6 +338,8 @@ class Job:
                 fix="run the cell again: a new one is started",
             )
         failure = self._record.first_failure(self._shipped)
+        if failure is not None and self.log_files:
+            failure.log_file = str(self.log_files[failure.rank])
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
 
 

@@ -12,9 +12,11 @@ from notebook_accel import config as configuration
 from notebook_accel import environment, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import following, local, preflight, sources
+from notebook_accel.launching import following, local, logs, preflight, registry, sources
 from notebook_accel.launching.cell import Cell
-from notebook_accel.launching.job import Job, JobSpec, Results, Source
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
 __all__ = ["launch_cell", "launch_function", "notebook_launcher"]
@@ -46,6 +48,7 @@ def notebook_launcher(
     allow_initialized_cuda: bool = False,
     timeout_s: float | None = None,
     grace_s: float | None = None,
+    log_dir: str = "",
     name: str = "",
     view: str = "auto",
 ) -> Results | Job:
@@ -71,7 +74,8 @@ def notebook_launcher(
         rdzv_id: Several nodes are not there yet: ``none``.
         max_restarts: Restarts are not there yet: 0.
         monitor_interval: Has a meaning only with restarts.
-        log_line_prefix_template: Not there yet: ``None``.
+        log_line_prefix_template: What stands before a rank's lines in the notebook, as torch has it: ``${role_name}``,
+            ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
         start_method: How ranks come into being: ``auto`` or ``spawn``.
@@ -79,6 +83,7 @@ def notebook_launcher(
         allow_initialized_cuda: Go on although CUDA is in use in the kernel.
         timeout_s: Stop the run after so many seconds.
         grace_s: Seconds that a rank has to end by itself before it is killed.
+        log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
         view: What shows the run: ``auto``, ``panel``, ``lines`` or ``none``.
 
@@ -102,7 +107,6 @@ def notebook_launcher(
         rdzv_conf=(not rdzv_conf, rdzv_conf),
         rdzv_id=(rdzv_id == "none", rdzv_id),
         max_restarts=(max_restarts == 0, max_restarts),
-        log_line_prefix_template=(log_line_prefix_template is None, log_line_prefix_template),
     )
     _refuse_what_cannot_be_called(function, args)
     options = configuration.resolve(
@@ -115,6 +119,8 @@ def notebook_launcher(
             "allow_initialized_cuda": allow_initialized_cuda,
             "timeout_s": timeout_s,
             "grace_s": grace_s,
+            "log_dir": log_dir,
+            "log_line_prefix_template": log_line_prefix_template,
             "name": name,
             "view": view,
         },
@@ -240,6 +246,7 @@ def _launch(
     try:
         serialization.seal(payload, pickled, spec.encode())
         serialization.make_unwritable(payload)
+        log_folder = logs.make_folder(config.log_dir, name)
         result_files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(world_size)]
         job = Job(
             f"{os.getpid()}-{next(_numbers)}",
@@ -249,8 +256,10 @@ def _launch(
             is_background=background,
             shipped=pickled.shipped,
             result_files=result_files,
+            log_folder=log_folder,
             bind=bind,
         )
+        registry.add(job)
         _start(job, payload, result_files)
     finally:
         os.close(payload)

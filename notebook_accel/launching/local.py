@@ -109,6 +109,7 @@ class _Agent:
             port=job.config.main_process_port or 0,
             grace_s=job.config.grace_s,
             timeout_s=job.config.timeout_s,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
         )
         try:
             self._send(launch, [payload, *result_files])
@@ -119,6 +120,10 @@ class _Agent:
     def end(self, job_id: str, how: messages.How) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
             self._send(messages.End(job_id=job_id, how=how))
+
+    def inspect(self, job_id: str) -> None:
+        with contextlib.suppress(LaunchError):
+            self._send(messages.Inspect(job_id=job_id))
 
     def close(self) -> None:
         self._is_closing = True
@@ -139,7 +144,7 @@ class _Agent:
 
     def _send(
         self,
-        message: messages.Prepare | messages.Launch | messages.End | messages.Quit,
+        message: messages.ToAgent,
         descriptors: Sequence[int] = (),
     ) -> None:
         try:
@@ -176,11 +181,15 @@ class _Agent:
         finally:
             self._lost()
 
-    def _heard(self, said: messages.Said | messages.RunEnded | messages.Broken) -> None:
+    def _heard(self, said: messages.ToKernel) -> None:
         if isinstance(said, messages.Said):
             job = self._jobs.get(said.job_id)
             if job is not None:
                 job.deliver(said.rank, events.decode(bytes(said.event)))
+        elif isinstance(said, messages.Inspected):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.take_dumps(said.ranks)
         elif isinstance(said, messages.RunEnded):
             job = self._jobs.pop(said.job_id, None)
             if job is not None:
@@ -256,6 +265,9 @@ class _LocalControl:
 
     def kill(self) -> None:
         self._agent.end(self._job_id, "kill")
+
+    def inspect(self) -> None:
+        self._agent.inspect(self._job_id)
 
 
 _engine = LocalEngine()

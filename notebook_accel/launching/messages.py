@@ -1,14 +1,14 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
-kernel -> agent      Prepare, Launch, End, Quit
-agent -> kernel      Said, RunEnded, Broken
+kernel -> agent      Prepare, Launch, Inspect, End, Quit
+agent -> kernel      Said, Inspected, RunEnded, Broken
 agent -> template    Fork
 template -> agent    Ready, Forked, Exited
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -18,12 +18,17 @@ __all__ = [
     "Exited",
     "Fork",
     "Forked",
+    "Inspect",
+    "Inspected",
     "Launch",
     "Prepare",
     "Quit",
+    "RankDump",
     "Ready",
     "RunEnded",
     "Said",
+    "ToAgent",
+    "ToKernel",
     "decode_for_agent",
     "decode_for_kernel",
     "decode_from_template",
@@ -32,6 +37,9 @@ __all__ = [
 
 How = Literal["interrupt", "stop", "kill"]
 Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost"]
+
+
+Condition = Literal["said", "stopped", "mute", "unarmed", "ended"]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -46,13 +54,14 @@ class Prepare(_Message, frozen=True, kw_only=True):
 
 
 class Launch(_Message, frozen=True, kw_only=True):
-    """Start a run. Descriptors: the payload, then one result file a rank."""
+    """Start a run. Descriptors: the payload, then one result file a rank. ``log_folder`` may be empty."""
 
     job_id: str
     world_size: int
     port: int
     grace_s: float
     timeout_s: float | None
+    log_folder: str
 
 
 class End(_Message, frozen=True, kw_only=True):
@@ -60,6 +69,12 @@ class End(_Message, frozen=True, kw_only=True):
 
     job_id: str
     how: How
+
+
+class Inspect(_Message, frozen=True):
+    """Ask the ranks of a run where they stand. One answer may serve several askers."""
+
+    job_id: str
 
 
 class Quit(_Message, frozen=True):
@@ -72,6 +87,30 @@ class Said(_Message, frozen=True, kw_only=True):
     job_id: str
     rank: int
     event: msgspec.Raw
+
+
+class RankDump(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process, ``None`` before it was forked.
+        condition: ``said``: it has answered. ``stopped``: it has no stack until it goes on. ``mute``: it has not
+            answered in time. ``unarmed``: it can't be asked yet, or no longer. ``ended``: it is gone.
+        text: The stacks of its threads, as Python's fault handler writes them.
+    """
+
+    rank: int
+    pid: int | None
+    condition: Condition
+    text: str = ""
+
+
+class Inspected(_Message, frozen=True, kw_only=True):
+    """Where the ranks stand."""
+
+    job_id: str
+    ranks: list[RankDump]
 
 
 class RunEnded(_Message, frozen=True, kw_only=True):
@@ -91,7 +130,8 @@ class Broken(_Message, frozen=True, kw_only=True):
 class Fork(_Message, frozen=True, kw_only=True):
     """Fork one rank.
 
-    Descriptors: payload, result file, connection, stdout, stderr, and the store's listening socket if it ``listens``.
+    Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if it
+    ``listens``.
     """
 
     job_id: str
@@ -123,11 +163,12 @@ class Exited(_Message, frozen=True, kw_only=True):
     status: int
 
 
+ToAgent: TypeAlias = Prepare | Launch | Inspect | End | Quit
+ToKernel: TypeAlias = Said | Inspected | RunEnded | Broken
+
 _encoder = msgspec.msgpack.Encoder()
-_for_agent: msgspec.msgpack.Decoder[Prepare | Launch | End | Quit] = msgspec.msgpack.Decoder(
-    Prepare | Launch | End | Quit
-)
-_for_kernel: msgspec.msgpack.Decoder[Said | RunEnded | Broken] = msgspec.msgpack.Decoder(Said | RunEnded | Broken)
+_for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+_for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
 _from_template: msgspec.msgpack.Decoder[Ready | Forked | Exited] = msgspec.msgpack.Decoder(Ready | Forked | Exited)
 _for_template = msgspec.msgpack.Decoder(Fork)
 
@@ -137,12 +178,12 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_for_agent(body: bytes) -> Prepare | Launch | End | Quit:
+def decode_for_agent(body: bytes) -> ToAgent:
     """What the kernel told the agent."""
     return _for_agent.decode(body)
 
 
-def decode_for_kernel(body: bytes) -> Said | RunEnded | Broken:
+def decode_for_kernel(body: bytes) -> ToKernel:
     """What the agent told the kernel."""
     return _for_kernel.decode(body)
 

@@ -1,4 +1,9 @@
-"""From what a rank writes to whole lines."""
+"""From a rank's log to lines in the notebook, in the agent.
+
+A rank writes to its log file itself: nothing that the agent, the kernel or a front end does, however slow, can hold up
+a print, and the file is whole whatever happens to them. The agent reads the file as it grows. What is too much for a
+notebook it passes over, counts, and leaves in the file.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +11,177 @@ import os
 from collections.abc import Callable
 
 from notebook_accel import events
+from notebook_accel.launching.logs import log_file
 
-__all__ = ["LineReader"]
+__all__ = ["Allowance", "LogTail", "open_log"]
 
-_READ_BYTES = 1 << 16
-_LONGEST_LINE_BYTES = 1 << 20
+_MIB = 1 << 20
+_BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after some calm
+_BYTES_PER_S = _MIB  # of all ranks of a run together, for good
+_SMALLEST_SHARE_BYTES = 1 << 14
+_LAST_BYTES = 1 << 16  # of each rank that are said at its end, whatever it wrote before
+_LONGEST_LINE_BYTES = _MIB
+_CHUNK_BYTES = _MIB
+_MOST_SCANNED_BYTES = 64 * _MIB  # at a time, so that the agent can look after other things in between
 
 
-class LineReader:
-    """Reads one pipe without blocking and says its whole lines.
+def open_log(folder: str, rank: int) -> tuple[int, str]:
+    """Opens a rank's log for its own writing and our reading.
+
+    Args:
+        folder: The run's folder; empty if none could be made.
+        rank: The rank.
+
+    Returns:
+        The descriptor, and what to tell the user: empty, or why the log is in memory only.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        if folder:
+            return os.open(log_file(folder, rank), flags, 0o600), ""
+        why = "no folder for it could be made"
+    except OSError as error:
+        why = str(error.strerror)
+    in_memory = os.memfd_create(f"notebook-accel-log-{rank}")
+    # Opened a second time, since that is the way to have it written at its end only.
+    descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
+    os.close(in_memory)
+    return descriptor, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
+
+
+class Allowance:
+    """How much of a rank's output the notebook takes: some at once, then so much a second.
+
+    Args:
+        world_size: Number of ranks that share what a run may say.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._most = max(_BURST_BYTES // world_size, 4 * _SMALLEST_SHARE_BYTES)
+        self._bytes_per_s = max(_BYTES_PER_S // world_size, _SMALLEST_SHARE_BYTES)
+        self._left = float(self._most)
+        self._filled_s: float | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        """What may be said now."""
+        return int(self._left)
+
+    @property
+    def is_worth_a_gap(self) -> bool:
+        """Whether so much may be said that it is worth passing over something: at most once a second."""
+        return self._left >= min(_LAST_BYTES, self._bytes_per_s)
+
+    def fill(self, now_s: float) -> None:
+        """Counts the time since the last call."""
+        if self._filled_s is not None:
+            self._left = min(self._left + (now_s - self._filled_s) * self._bytes_per_s, self._most)
+        self._filled_s = now_s
+
+    def take(self, size_bytes: int) -> None:
+        """Counts what was said."""
+        self._left = max(self._left - size_bytes, 0.0)
+
+
+class LogTail:
+    """Follows one rank's log and says its whole lines, in order, and of too many the last ones.
 
     A carriage return starts a line over, as on a terminal, so that a progress bar is the one line that it ends as.
 
     Args:
-        descriptor: The pipe's read end, which this owns.
-        stream: Which stream it is.
-        say: Takes the lines.
+        descriptor: The log, which this owns.
+        allowance: How much may be said.
+        say: Takes the lines, and how many before them are in the log only.
     """
 
-    def __init__(self, descriptor: int, stream: events.Stream, say: Callable[[events.Output], None]) -> None:
-        os.set_blocking(descriptor, False)
-        self._descriptor = descriptor
-        self._stream: events.Stream = stream
+    def __init__(self, descriptor: int, allowance: Allowance, say: Callable[[events.Output], None]) -> None:
+        self.descriptor = descriptor
+        self._allowance = allowance
         self._say = say
-        self._rest = b""
-
-    def fileno(self) -> int:
-        return self._descriptor
+        self._position = 0  # of the first byte that was neither said nor passed over
+        self._seen_size = 0
+        self._left_out = 0
 
     def close(self) -> None:
-        """Closes the pipe."""
-        os.close(self._descriptor)
+        """Closes the log."""
+        os.close(self.descriptor)
 
-    def read(self) -> bool:
-        """Reads once and says the lines that are complete; returns whether more can come."""
-        data = self._pull()
-        if data:
-            self._feed(data)
-        return data is None or bool(data)
+    @property
+    def size_bytes(self) -> int:
+        """How long the log is now."""
+        return os.fstat(self.descriptor).st_size
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is something that was not looked at."""
+        return self.size_bytes != self._seen_size
+
+    def read(self, now_s: float, size: int) -> None:
+        """Says what is new, or leaves it in the file for a later call if that is too much at the moment.
+
+        Args:
+            now_s: The time, in seconds of ``time.monotonic()``.
+            size: Where in the log to stop.
+        """
+        self._allowance.fill(now_s)
+        if self.size_bytes < self._position:  # somebody has emptied the file
+            self._position = 0
+        size = min(size, self.size_bytes)
+        if size <= self._position:
+            return
+        start = size - self._allowance.left_bytes
+        if start > self._position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
+            return
+        self._seen_size = size
+        self._say_lines(size)
 
     def finish(self) -> None:
-        """Says all that is left in the pipe, a last line without its end too. For when the writers are gone."""
-        while data := self._pull():
-            self._feed(data)
-        if self._rest:
-            self._say_lines([self._rest])
-            self._rest = b""
+        """Says the last lines, one without its end too. For when the rank is gone."""
+        size = self.size_bytes
+        start = size - max(self._allowance.left_bytes, _LAST_BYTES)
+        while not self._pass_over(start):
+            pass
+        self._say_lines(size)
+        rest = os.pread(self.descriptor, size - self._position, self._position)
+        if rest:
+            self._say_text([rest])
 
-    def _pull(self) -> bytes | None:
-        """What is there now: ``None`` if nothing is, empty if nothing will ever be."""
-        try:
-            return os.read(self._descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return None
+    def _pass_over(self, start: int) -> bool:
+        """Leaves out the lines before ``start``; returns whether that was done, or is to be gone on with."""
+        if start <= self._position:
+            return True
+        stop = min(start, self._position + _MOST_SCANNED_BYTES)
+        while self._position < stop:
+            chunk = os.pread(self.descriptor, min(_CHUNK_BYTES, stop - self._position), self._position)
+            if not chunk:  # somebody has emptied the file
+                return True
+            self._left_out += chunk.count(b"\n")
+            self._position += len(chunk)
+        if stop < start:
+            return False
+        if os.pread(self.descriptor, 1, self._position - 1) != b"\n":
+            self._left_out += 1  # the line that goes on here: its end is left out too, if it comes soon
+            self._position += os.pread(self.descriptor, _LAST_BYTES, self._position).find(b"\n") + 1
+        return True
 
-    def _feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
-        self._say_lines(lines)
-
-    def _say_lines(self, lines: list[bytes]) -> None:
+    def _say_lines(self, size: int) -> None:
+        data = os.pread(self.descriptor, size - self._position, self._position)
+        body, newline, rest = data.rpartition(b"\n")
+        lines = body.split(b"\n") if newline else []
+        if len(rest) > _LONGEST_LINE_BYTES:
+            lines.append(rest)
+            rest = b""
+        else:  # what was written over need not be read again
+            rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
+        self._position += len(data) - len(rest)
         if lines:
-            text = "\n".join(_as_terminal(line) for line in lines)
-            self._say(events.Output(stream=self._stream, text=text))
+            self._say_text(lines)
+
+    def _say_text(self, lines: list[bytes]) -> None:
+        text = "\n".join(map(_as_terminal, lines))
+        self._allowance.take(len(text))
+        self._say(events.Output(text=text, left_out=self._left_out))
+        self._left_out = 0
 
 
 def _as_terminal(line: bytes) -> str:

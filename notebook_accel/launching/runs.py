@@ -9,12 +9,13 @@ import signal
 import time
 
 from notebook_accel.channel import Connection
-from notebook_accel.launching import messages
-from notebook_accel.launching.output import LineReader
+from notebook_accel.launching import logs, messages
+from notebook_accel.launching.output import LogTail
 from notebook_accel.launching.processes import kill_group
 
 __all__ = ["Rank", "Run"]
 
+_LOOK_PERIOD_S = 0.05
 _EXIT_DEADLINE_S = 60.0  # from the run's last word to its last exit: what is registered with atexit may upload things
 _REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
 _STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
@@ -32,23 +33,23 @@ class Rank:
     Attributes:
         number: Its rank.
         connection: Over which it says its events.
-        readers: Of its standard output and error.
+        log: What it writes to its standard output and error.
+        dump: The file that it writes its stacks to when it is asked for them.
         pid: ``None`` until it was forked.
         status: How it exited, ``None`` while it lives.
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
-        left_out_lines: Lines that it printed and that the kernel was too slow to take.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
     """
 
     number: int
     connection: Connection
-    readers: list[LineReader] = dataclasses.field(default_factory=list)
+    log: LogTail
+    dump: int
     pid: int | None = None
     status: int | None = None
     said_finished: bool = False
     said_failed: bool = False
-    left_out_lines: int = 0
     was_told_to_end: bool = False
 
     def forked(self, pid: int) -> None:
@@ -56,6 +57,12 @@ class Rank:
         self.pid = pid
         if self.was_told_to_end:
             self.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Closes what leads to it. For when it is gone."""
+        self.connection.close()
+        self.log.close()
+        os.close(self.dump)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal: to the rank itself, so that its own code can react; SIGKILL to all that it has started."""
@@ -84,6 +91,8 @@ class Run:
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     reason: messages.Reason = ""
     _how: messages.How | None = None
+    _log_folder: int | None = None
+    _next_look_s: float = 0.0
     _deadline_s: float | None = None
     _steps: list[signal.Signals] = dataclasses.field(default_factory=list)
     _next_step_s: float | None = None
@@ -100,6 +109,7 @@ class Run:
 
     def started(self) -> None:
         """Its time runs from now on."""
+        self._log_folder = logs.hold(self.launch.log_folder)
         if self.launch.timeout_s is not None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
@@ -127,6 +137,19 @@ class Run:
             self.end("interrupt", "timeout")  # which says where each rank stood
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
+
+    def with_new_output(self, now_s: float) -> list[Rank]:
+        """The ranks that have written something; none if it is too soon to look again."""
+        if now_s < self._next_look_s:
+            return []
+        self._next_look_s = now_s + _LOOK_PERIOD_S
+        return [rank for rank in self.alive if rank.log.has_grown]
+
+    def ended(self) -> None:
+        """It is over: its logs are for the user, and older ones may go."""
+        if self._log_folder is not None:
+            os.close(self._log_folder)
+        logs.remove_old()
 
     def close_descriptors(self) -> None:
         """Closes what came with the launch."""

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from notebook_accel.launching.job import Source
+from notebook_accel.launching.spec import Source
 
 __all__ = ["of_functions"]
 

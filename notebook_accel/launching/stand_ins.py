@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accel import reporting
+from notebook_accel.launching import streams
 
 __all__ = ["LINE_MAGICS", "RankShell", "install"]
 
@@ -105,7 +106,7 @@ def _display(*objects: Any, **_: Any) -> None:
         html = getattr(obj, "_repr_html_", lambda: None)()
         if isinstance(html, str):
             data["text/html"] = html
-        reporting.reporter().display(data)
+        reporting.reporter().display(data, streams.log_bytes())
 
 
 def _adopt_tqdm(bar_class: Any) -> None:

@@ -18,13 +18,13 @@ import signal
 import sys
 import threading
 import types
-from typing import Any, TextIO
+from typing import Any
 
 from notebook_accel import code_places, events, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import failure, messages, stand_ins, store
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching import failure, inspection, messages, stand_ins, store, streams
+from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["Target", "open_namespace", "run"]
 
@@ -53,8 +53,9 @@ class Target:
 
 def run(order: messages.Fork, descriptors: list[int]) -> int:
     """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
-    payload, result, connection, stdout, stderr, *listening = descriptors
-    _take_over_streams(stdout, stderr)
+    payload, result, connection, log, dump, *listening = descriptors
+    streams.take_over(log)
+    inspection.arm(dump)
     _reset_process()
     spec = JobSpec.decode(serialization.read_head(payload))
     place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
@@ -63,9 +64,7 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
     reporter = reporting.connect(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
     last, status = _run_to_the_end(spec, place, payload, result, listening)
-    with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
-        sys.stdout.flush()
-        sys.stderr.flush()
+    streams.flush()
     reporter.close()
     reporter.send(last)
     if status == 0:
@@ -126,18 +125,6 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
         with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
             importlib.import_module(name)
     return opened
-
-
-def _take_over_streams(stdout: int, stderr: int) -> None:
-    for descriptor, number in ((stdout, 1), (stderr, 2)):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    # By line, so that what is printed is seen at once and whole, whichever rank prints beside it.
-    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
-
-
-def _by_line(descriptor: int) -> TextIO:
-    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _reset_process() -> None:
@@ -228,3 +215,4 @@ def _leave() -> None:
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
         atexit._run_exitfuncs()  # ends DataLoader workers, and runs what the user registered
+    streams.flush()

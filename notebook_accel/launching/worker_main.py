@@ -8,8 +8,8 @@ import contextlib
 import os
 
 from notebook_accel import serialization
-from notebook_accel.launching import cell, worker
-from notebook_accel.launching.job import JobSpec
+from notebook_accel.launching import cell, streams, worker
+from notebook_accel.launching.spec import JobSpec
 
 
 def _fill(namespace: dict[str, object]) -> None:
@@ -27,4 +27,5 @@ def _fill(namespace: dict[str, object]) -> None:
 
 
 if __name__ == "__mp_main__":
+    streams.adopt()
     _fill(globals())

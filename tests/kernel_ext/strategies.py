@@ -23,10 +23,11 @@ any_event: st.SearchStrategy[events.Event] = st.one_of(
         device=texts,
     ),
     st.builds(events.Metrics, time_s=times, step=counts, values=st.dictionaries(texts, st.floats())),
-    st.builds(events.Output, time_s=times, stream=st.sampled_from(["stdout", "stderr"]), text=texts),
+    st.builds(events.Output, time_s=times, text=texts, left_out=counts),
     st.builds(events.Display, time_s=times, data=st.just({"text/plain": "x"})),
     st.builds(events.Memory, time_s=times, used_bytes=counts, total_bytes=counts, kind=st.just("host")),
     st.builds(events.Failed, time_s=times, kind=texts, message=texts, traceback=texts, lost_peer=st.booleans()),
     st.builds(events.Finished, time_s=times, result_bytes=counts),
+    st.builds(events.Silent, time_s=times, since_s=times, at=texts, waits_in=texts),
     st.builds(events.Ended, time_s=times, exit_code=st.none() | counts, signal=st.none() | counts),
 )

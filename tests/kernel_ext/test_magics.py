@@ -127,6 +127,8 @@ def test_configuration_file_and_environment_are_read(notebook: kernels.Kernel, t
         ("--args=({'a': 'b c'}, model[0])", ["--args=({'a': 'b c'}, model[0])"]),
         ("--name 'my run'  # a comment", ["--name", "my run"]),
         ('--name="my run"', ["--name=my run"]),
+        ("--log_line_prefix_template '[${rank}] '", ["--log_line_prefix_template", "[${rank}] "]),
+        ("--pull model, ", ["--pull", "model,"]),
     ],
 )
 def test_line_is_split_as_people_write_it(line: str, words: list[str]) -> None:

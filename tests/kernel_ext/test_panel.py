@@ -22,7 +22,8 @@ import time
 from kernel_ext.panel import open_view
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.job import Job, JobSpec
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.spec import JobSpec
 
 class Stops:
     calls = 0
@@ -98,7 +99,7 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(ke
         job = make_job()
         view = open_view(job)
         start(job)
-        job.deliver(1, events.Output(stream="stdout", text="<b>hello"))
+        job.deliver(1, events.Output(text="<b>hello"))
         view.refresh()
         finish(job)
         view.close()
@@ -163,7 +164,7 @@ def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     _messages(kernel, "job = make_job(); view = open_view(job); start(job); view.refresh()")
     later = "job.started_s = time.monotonic() - 7; view.refresh(); view.refresh(); view.refresh()"
     assert len(_widget_values(_messages(kernel, later))) == 1  # the clock, once
-    output = "job.deliver(0, events.Output(stream='stdout', text='hello')); view.refresh()"
+    output = "job.deliver(0, events.Output(text='hello')); view.refresh()"
     values = _widget_values(_messages(kernel, output))
     assert any("nba-output" in value for value in values)
     assert not any("nba-chart" in value for value in values)

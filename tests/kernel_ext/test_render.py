@@ -173,7 +173,7 @@ def test_metrics_have_few_digits(value: float, text: str) -> None:
 def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
     state = RunState(12)
     for number in range(150):
-        state.apply(number % 2 * 11, events.Output(stream="stdout", text=f"line {number}"))
+        state.apply(number % 2 * 11, events.Output(text=f"line {number}"))
     text = _Document(output_html(state)).text
     assert "50 earlier lines" in text
     assert "line 49\n" not in text
@@ -186,7 +186,7 @@ def test_live_output_says_when_there_is_none() -> None:
 
 def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
     state = _training()
-    state.apply(0, events.Output(stream="stdout", text="\n".join(f"line {number}" for number in range(40))))
+    state.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
     state.apply(0, events.Finished(result_bytes=1))
     state.apply(1, events.Finished(result_bytes=1))
     summary = _Document(summary_html(_facts(status="succeeded"), state, 5.0))
@@ -200,7 +200,7 @@ def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
 
 def test_summary_folds_nothing_of_a_screenful() -> None:
     state = _training()
-    state.apply(0, events.Output(stream="stdout", text="\n".join(f"line {number}" for number in range(30))))
+    state.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
     summary = _Document(summary_html(_facts(), state, 5.0))
     assert "line 0\n" in summary.text
     assert "details" not in {tag for tag, _ in summary.elements}
@@ -231,7 +231,7 @@ def test_summary_keeps_the_end_of_a_long_traceback() -> None:
 def test_summary_says_how_many_lines_were_left_out() -> None:
     state = _training()
     for number in range(1500):
-        state.apply(0, events.Output(stream="stdout", text=str(number)))
+        state.apply(0, events.Output(text=str(number)))
     for shown in (_Document(summary_html(_facts(), state, 5.0)).text, summary_text(_facts(), state, 5.0)):
         assert "… 500 lines left out …" in shown
         assert "0 │ 0\n" in shown
@@ -254,7 +254,7 @@ def test_summary_of_a_silent_run_with_a_chart_keeps_the_chart_in_its_place() -> 
 
 def test_summary_in_text_is_an_aligned_table() -> None:
     state = _training()
-    state.apply(0, events.Output(stream="stdout", text="hello"))
+    state.apply(0, events.Output(text="hello"))
     state.apply(1, events.Ended(signal=9))
     assert summary_text(_facts(status="failed"), state, 5.0).splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
@@ -271,7 +271,7 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
     state.apply(0, events.Progress(step=1, total=2, steps=1, label=_ATTACK, device=_ATTACK))
     for step in (1, 2):
         state.apply(0, events.Metrics(step=step, values={_ATTACK: 1.0, **{f"{_ATTACK}{n}": 1.0 for n in range(5)}}))
-    state.apply(0, events.Output(stream="stdout", text="\n".join([_ATTACK] * 30)))
+    state.apply(0, events.Output(text="\n".join([_ATTACK] * 30)))
     state.apply(0, events.Failed(kind=_ATTACK, message=_ATTACK, traceback="", line=_ATTACK))
     facts = _facts(name=_ATTACK, devices=_ATTACK)
     for source in (summary_html(facts, state, 5.0), output_html(state)):
@@ -284,7 +284,7 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_well_formed_html(text: str) -> None:
     state = RunState(1)
-    state.apply(0, events.Output(stream="stdout", text=text))
+    state.apply(0, events.Output(text=text))
     state.apply(0, events.Failed(kind="E", message=text, traceback=""))
     assert {tag for tag, _ in _Document(summary_html(_facts(), state, 0.0)).elements} <= {
         *("div", "style", "span", "table", "caption", "thead", "tbody", "tr", "th", "td", "pre", "details", "summary")
@@ -355,3 +355,34 @@ def test_ticks_are_round_and_few(low: float, high: float, marks: list[float]) ->
 @given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
 def test_ticks_of_any_range_are_few(one: float, other: float) -> None:
     assert 1 <= len(ticks(min(one, other), max(one, other))) <= 5
+
+
+def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
+    state = _training(world_size=3)
+    state.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
+    state.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
+    table = _Document(table_html(state, 47.0))
+    note = "no step for 00:42, at In[7], line 12 in <lambda>; others wait for it"
+    assert table.having(**{"class": "nba-note nba-silent"})
+    assert note in table.text
+    assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
+    assert table.having(title="waits in all_reduce")
+    text = summary_text(_facts(), state, 47.0)
+    assert f"rank 1: {note}" in text
+    assert "rank 0:" not in text
+
+
+def test_output_that_was_left_out_names_the_logs() -> None:
+    state = RunState(2)
+    state.apply(0, events.Output(text="first"))
+    state.apply(0, events.Output(text="last", left_out=1234))
+    facts = _facts(status="succeeded", log_folder="/tmp/logs")
+    gap = "… 1,234 lines left out; the whole output is in /tmp/logs …"
+    assert gap in summary_text(facts, state, 5.0)
+    assert gap in _Document(summary_html(facts, state, 5.0)).text
+
+
+def test_template_stands_before_lines_of_output() -> None:
+    state = RunState(2, ["[a] ", "[b] "])
+    state.apply(1, events.Output(text="hello"))
+    assert "[b] hello" in _Document(output_html(state)).text

@@ -120,8 +120,8 @@ def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
 
 def test_output_is_kept_by_rank_in_order_of_arrival() -> None:
     state = RunState(2)
-    state.apply(1, events.Output(stream="stdout", text="a\nb"))
-    state.apply(0, events.Output(stream="stderr", text="c"))
+    state.apply(1, events.Output(text="a\nb"))
+    state.apply(0, events.Output(text="c"))
     assert state.output.last(10) == [OutputLine(1, "a"), OutputLine(1, "b"), OutputLine(0, "c")]
     assert [rank.last_line for rank in state.ranks] == ["c", "b"]
 
@@ -147,7 +147,7 @@ def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_
 
 
 def test_a_line_of_a_megabyte_is_clipped() -> None:
-    state = _reduced(events.Output(stream="stdout", text="x" * 1_000_000))
+    state = _reduced(events.Output(text="x" * 1_000_000))
     (line,) = state.output.last(1)
     assert line.text.startswith("xxxx")
     assert line.text.endswith("… and 998,000 more characters")
@@ -250,3 +250,38 @@ def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, f
         series.add(step, value)
     steps = [step for step, _ in series.points]
     assert steps == sorted(set(steps))
+
+
+def test_lines_that_are_in_a_log_only_make_one_gap() -> None:
+    state = RunState(1)
+    for number in range(300):
+        state.apply(0, events.Output(text=str(number)))
+    state.apply(0, events.Output(text="300\n301", left_out=1000))
+    state.apply(0, events.Output(text="302", left_out=50))
+    state.apply(0, events.Output(text="303"))
+    assert [line.text for line in state.output.head] == [str(number) for number in range(200)]
+    assert [line.text for line in state.output.tail] == ["302", "303"]
+    assert (state.output.count, state.output.left_out) == (1354, 1152)
+    assert [line.text for line in state.output.last(3)] == ["302", "303"]
+
+
+def test_head_does_not_go_on_after_a_gap() -> None:
+    state = RunState(1)
+    state.apply(0, events.Output(text="first"))
+    state.apply(0, events.Output(text="last", left_out=10))
+    assert [line.text for line in state.output.head] == ["first"]
+    assert [line.text for line in state.output.tail] == ["last"]
+    assert state.output.left_out == 10
+
+
+def test_silence_ends_with_the_next_step_and_with_the_rank() -> None:
+    silent = events.Silent(time_s=30.0, since_s=10.0, at="In[7], line 12 in evaluate")
+    state = _reduced(_progress(1.0, 5), silent)
+    assert state.ranks[0].silent == silent
+    assert state.ranks[0].last_event_s == 1.0  # what is said about a rank is no sign of its life
+    state.apply(0, _progress(31.0, 5, label="the same step"))
+    assert state.ranks[0].silent == silent
+    state.apply(0, _progress(32.0, 6))
+    assert state.ranks[0].silent is None
+    assert _reduced(silent, events.Finished(result_bytes=1)).ranks[0].silent is None
+    assert _reduced(events.Finished(result_bytes=1), silent).ranks[0].silent is None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from notebook_accel import events, serialization
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import RankFailedError, RunStoppedError, RunTimeoutError
-from notebook_accel.launching.job import Job, JobSpec, Results, Source
+from notebook_accel.errors import NotebookAccelError, RankFailedError, RunError, RunStoppedError, RunTimeoutError
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.messages import RankDump
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec, Source
 
 BOUND: dict[str, object] = {}
 
 
-def make_job(world_size: int = 2, **options: object) -> Job:
+def make_job(world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
     files = [serialization.memory_file("result") for _ in range(world_size)]
     return Job(
@@ -26,6 +31,7 @@ def make_job(world_size: int = 2, **options: object) -> Job:
         is_background=False,
         shipped=(),
         result_files=files,
+        log_folder=log_folder,
         bind=BOUND.update,
     )
 
@@ -102,9 +108,9 @@ def test_a_rank_that_was_stopped_is_not_to_blame(job: Job) -> None:
 
 
 def test_last_lines_belong_to_the_rank_that_failed(job: Job) -> None:
-    job.deliver(0, events.Output(stream="stdout", text="of rank 0"))
+    job.deliver(0, events.Output(text="of rank 0"))
     for number in range(30):
-        job.deliver(1, events.Output(stream="stdout", text=f"a {number}\nb {number}"))
+        job.deliver(1, events.Output(text=f"a {number}\nb {number}"))
     job.deliver(1, failed("x", 1.0))
     error = reported(job)
     assert error.last_output == tuple(f"{letter} {number}" for number in range(25, 30) for letter in "ab")
@@ -119,6 +125,91 @@ def test_what_rank_0_sent_is_bound_though_another_rank_failed(job: Job) -> None:
     assert (error.rank, error.pulled, BOUND) == (1, ("model",), {"model": 4})
     with pytest.raises(RankFailedError):
         job.results()
+
+
+def test_failure_names_its_ranks_log(tmp_path: pathlib.Path) -> None:
+    job = make_job(log_folder=tmp_path)
+    assert job.log_files == (tmp_path / "rank_0.log", tmp_path / "rank_1.log")
+    job.deliver(1, failed("x", 1.0))
+    error = reported(job)
+    assert error.log_file == str(tmp_path / "rank_1.log")
+    assert f"Its whole output: {tmp_path}/rank_1.log" in str(error)
+
+
+def test_logs_are_text(tmp_path: pathlib.Path, job: Job) -> None:
+    logged = make_job(log_folder=tmp_path)
+    (tmp_path / "rank_1.log").write_text("a\nb\n")
+    assert (logged.logs(1), logged.logs(1, tail=1)) == ("a\nb\n", "b\n")
+    with pytest.raises(NotebookAccelError, match=r"rank_0\.log can't be read: No such file"):
+        logged.logs(0)
+    with pytest.raises(NotebookAccelError, match="has no log files"):
+        job.logs(0)
+    logged.end("stopped")
+
+
+def test_ranks_are_described_by_what_they_said(job: Job) -> None:
+    job.deliver(0, events.Started(pid=7))
+    job.deliver(0, events.Progress(step=3, steps=13, device="cuda:0"))
+    job.deliver(0, events.Memory(used_bytes=5, total_bytes=9, kind="device"))
+    job.deliver(0, events.Silent(since_s=1.0, at="In[7], line 3 in f"))
+    job.deliver(1, events.Finished(result_bytes=1))
+    described = job.ranks
+    first, second = described
+    assert (first.state, first.pid, first.device, first.step) == ("running", 7, "cuda:0", 13)
+    assert (first.memory_used_bytes, first.memory_total_bytes) == (5, 9)
+    assert first.silent is not None and first.silent.at == "In[7], line 3 in f"
+    assert (second.state, second.pid, second.step) == ("finished", None, None)
+    job.deliver(0, events.Progress(step=4, steps=14))
+    assert (first.step, job.ranks[0].step, job.ranks[0].silent) == (13, 14, None)
+    job.deliver(0, events.Ended(signal=9))
+    assert job.ranks[0].state == "ended"
+
+
+class Told:
+    """An engine's handle that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.inspections = 0
+
+    def inspect(self) -> None:
+        self.inspections += 1
+
+    def interrupt(self) -> None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(job: Job) -> None:
+    told = Told()
+    job.attach(told)
+    job.take_dumps([RankDump(rank=0, pid=1, condition="mute")])
+    with pytest.raises(RunError, match=r"within 0\.01 s"):
+        job.stacks(timeout_s=0.01)
+    threading.Timer(0.05, job.take_dumps, [[RankDump(rank=1, pid=2, condition="stopped")]]).start()
+    assert [stack.condition for stack in job.stacks(timeout_s=30)] == ["unarmed", "stopped"]
+    assert told.inspections == 2
+    job.end("stopped")
+    assert [stack.condition for stack in job.stacks()] == ["ended", "ended"]
+
+
+def test_end_of_the_run_ends_waiting_for_stacks(job: Job) -> None:
+    job.attach(Told())
+    threading.Timer(0.05, job.end, ["stopped"]).start()
+    assert str(job.stacks(timeout_s=60)) == "rank 0 has ended\nrank 1 has ended"
+
+
+def test_silence_is_asked_about_once_and_its_answer_is_among_the_events(job: Job) -> None:
+    told = Told()
+    job.attach(told)
+    for rank in range(2):
+        job.deliver(rank, events.Progress(time_s=100.0, step=1, steps=1))
+    for now_s in (105.0, 111.0, 112.0):
+        job.notice_silence(now_s)
+    assert told.inspections == 1
+    text = 'Current thread 0x01 (most recent call first):\n  File "/home/me/train.py", line 4 in train'
+    job.take_dumps([RankDump(rank=0, pid=1, condition="said", text=text), RankDump(rank=1, pid=2, condition="stopped")])
+    silent = [(rank, event.at) for rank, event in job.events() if isinstance(event, events.Silent)]
+    assert silent == [(0, "/home/me/train.py, line 4 in train"), (1, "the process is stopped")]
 
 
 def test_stopped_run_says_so() -> None:
@@ -145,7 +236,7 @@ def test_failed_run_holds_no_descriptors() -> None:
 
 
 def test_events_are_given_out_once_in_order(job: Job) -> None:
-    said = [(0, events.Started(pid=1)), (1, events.Started(pid=2)), (0, events.Output(stream="stdout", text="x"))]
+    said = [(0, events.Started(pid=1)), (1, events.Started(pid=2)), (0, events.Output(text="x"))]
     for rank, event in said:
         job.deliver(rank, event)
     assert job.status == "running"

@@ -33,7 +33,7 @@ def train() -> None:
         ({"max_restarts": 3}, "max_restarts=3 is not there yet"),
         ({"rdzv_backend": "c10d"}, "rdzv_backend='c10d' is not there yet"),
         ({"master_addr": "10.0.0.1"}, "master_addr='10.0.0.1' is not there yet"),
-        ({"log_line_prefix_template": "[x]"}, "is not there yet"),
+        ({"log_line_prefix_template": "[$rang]"}, "log_line_prefix_template='[$rang]'"),
     ],
 )
 def test_option_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

@@ -1,29 +1,52 @@
-"""Lines from pipes: whole, in order, complete, however the writes were cut."""
+"""Lines from a growing log: whole, in order, complete, however the writes were cut; and of too many the last ones."""
 
 from __future__ import annotations
 
 import os
+import pathlib
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from notebook_accel import events
-from notebook_accel.launching.output import LineReader
+from notebook_accel.launching.output import Allowance, LogTail, open_log
+
+
+class Log:
+    """A log in memory, the tail that follows it, and what that has said."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.descriptor, _ = open_log("", 0)
+        self.said: list[events.Output] = []
+        self.tail = LogTail(self.descriptor, Allowance(world_size), self.said.append)
+        self.now_s = 0.0
+
+    def write(self, data: bytes, after_s: float = 0.05) -> None:
+        os.write(self.descriptor, data)
+        self.now_s += after_s
+        self.tail.read(self.now_s, self.tail.size_bytes)
+
+    def finish(self) -> list[str]:
+        """Every line that was said."""
+        self.tail.finish()
+        self.tail.close()
+        return self.lines
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for event in self.said for line in event.text.split("\n")]
+
+    @property
+    def left_out(self) -> int:
+        return sum(event.left_out for event in self.said)
 
 
 def read_lines(chunks: list[bytes]) -> list[str]:
-    read_end, write_end = os.pipe()
-    said: list[events.Output] = []
-    reader = LineReader(read_end, "stdout", said.append)
-    try:
-        for chunk in chunks:
-            os.write(write_end, chunk)
-            assert reader.read()
-    finally:
-        os.close(write_end)
-    reader.finish()
-    reader.close()
-    return [line for event in said for line in event.text.split("\n")]
+    log = Log()
+    for chunk in chunks:
+        log.write(chunk)
+    return log.finish()
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)), st.data())
@@ -34,8 +57,12 @@ def test_lines_survive_any_cut(lines: list[str], data: st.DataObject) -> None:
     assert read_lines([chunk for chunk in chunks if chunk]) == lines
 
 
-def test_carriage_return_starts_the_line_over() -> None:
-    assert read_lines([b"10%\r50%\r100%\nnext\r\n"]) == ["100%", "next"]
+@given(st.data())
+def test_carriage_return_starts_the_line_over_however_it_is_cut(data: st.DataObject) -> None:
+    whole = b"10%\r50%\r100%\nnext\r\nlast\r"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    chunks = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert read_lines([chunk for chunk in chunks if chunk]) == ["100%", "next", "last"]
 
 
 def test_last_line_without_its_end_is_said() -> None:
@@ -47,14 +74,112 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 
 def test_endless_line_is_cut_into_pieces() -> None:
-    read_end, write_end = os.pipe()
-    said: list[events.Output] = []
-    reader = LineReader(read_end, "stdout", said.append)
+    log = Log()
     for _ in range(40):
-        os.write(write_end, b"x" * 60_000)
-        reader.read()
-    assert len(said) == 2  # pieces of a MiB, and the rest is waiting
-    os.close(write_end)
-    reader.finish()
-    reader.close()
-    assert sum(len(event.text) for event in said) == 40 * 60_000
+        log.write(b"x" * 60_000)
+    assert len(log.said) == 2  # pieces of a MiB, and the rest is waiting
+    assert sum(map(len, log.finish())) == 40 * 60_000
+    assert log.left_out == 0
+
+
+def flood(log: Log, count: int, *, step_s: float = 0.05) -> None:
+    """Numbered lines, 100,000 at each look, as ranks write them."""
+    for start in range(0, count, 100_000):
+        log.write("".join(f"line {n:09}\n" for n in range(start, start + 100_000)).encode(), step_s)
+
+
+def numbers(lines: list[str]) -> list[int]:
+    return [int(line.removeprefix("line ")) for line in lines]
+
+
+def test_of_a_flood_the_first_and_the_last_lines_are_said_and_the_others_counted() -> None:
+    log = Log()
+    flood(log, 2_000_000)
+    said = numbers(log.finish())
+    assert said[:200_000] == list(range(200_000))
+    assert said[-4000:] == list(range(1_996_000, 2_000_000))
+    assert said == sorted(said)
+    assert len(said) + log.left_out == 2_000_000
+    assert len(said) < 600_000
+
+
+def test_what_is_said_after_a_gap_begins_with_a_whole_line() -> None:
+    log = Log(world_size=50)
+    flood(log, 400_000, step_s=2.0)
+    gaps = [event for event in log.said if event.left_out]
+    assert len(gaps) >= 3
+    for event in gaps:
+        assert all(len(line) == len("line 000000000") for line in event.text.split("\n"))
+    assert len(numbers(log.finish())) + log.left_out == 400_000
+
+
+def test_a_flood_has_at_most_a_gap_a_second() -> None:
+    log = Log()
+    flood(log, 5_000_000, step_s=0.05)
+    gaps = [event for event in log.said if event.left_out]
+    assert 1 <= len(gaps) <= 50 * 0.05 * 16 + 1  # the smallest piece after a gap takes 1/16 s to become allowed
+    assert len(numbers(log.finish())) + log.left_out == 5_000_000
+
+
+def test_calm_after_a_flood_lets_everything_through_again() -> None:
+    log = Log()
+    flood(log, 1_000_000)
+    log.write(b"", after_s=60.0)
+    before = log.left_out
+    for number in range(20):
+        log.write(f"calm {number}\n".encode())
+    assert log.lines[-20:] == [f"calm {number}" for number in range(20)]
+    assert log.left_out == before
+    log.tail.close()
+
+
+def test_log_is_read_as_far_as_is_asked_for() -> None:
+    log = Log()
+    os.write(log.descriptor, b"before\nafter\n")
+    assert log.tail.has_grown
+    log.tail.read(1.0, len(b"before\n"))
+    assert (log.lines, log.tail.has_grown) == (["before"], True)
+    log.tail.read(1.0, 3)  # which was said already
+    log.tail.read(2.0, log.tail.size_bytes)
+    assert (log.lines, log.tail.has_grown) == (["before", "after"], False)
+    log.tail.close()
+
+
+def test_line_longer_than_what_may_be_said_is_left_out_and_counted() -> None:
+    log = Log(world_size=100)
+    log.write(b"first\n" + b"x" * 30_000_000 + b"\nlast\n")
+    assert log.finish()[-1] == "last"
+    assert log.left_out >= 1
+    assert sum(map(len, log.lines)) < 1 << 20
+
+
+def test_log_that_somebody_empties_is_followed_on() -> None:
+    log = Log()
+    log.write(b"before, and longer\n")
+    os.ftruncate(log.descriptor, 0)
+    log.write(b"after\n")
+    assert log.finish() == ["before, and longer", "after"]
+
+
+def test_log_is_the_users_own_file(tmp_path: pathlib.Path) -> None:
+    descriptor, complaint = open_log(str(tmp_path), 3)
+    os.write(descriptor, b"hello\n")
+    os.close(descriptor)
+    [file] = tmp_path.iterdir()
+    assert (file.name, file.read_text(), file.stat().st_mode & 0o777, complaint) == ("rank_3.log", "hello\n", 0o600, "")
+
+
+def check_complaint(folder: pathlib.Path, prepare: Callable[[], object]) -> None:
+    prepare()
+    descriptor, complaint = open_log(str(folder), 0)
+    assert "no log file" in complaint
+    os.write(descriptor, b"kept all the same")
+    assert os.pread(descriptor, 100, 0) == b"kept all the same"
+    os.close(descriptor)
+
+
+def test_without_a_file_the_log_is_in_memory(tmp_path: pathlib.Path) -> None:
+    check_complaint(tmp_path / "nowhere", lambda: None)
+    # A link that somebody else has put there is not followed.
+    check_complaint(tmp_path, lambda: (tmp_path / "rank_0.log").symlink_to(tmp_path / "elsewhere"))
+    assert not (tmp_path / "elsewhere").exists()

@@ -1,0 +1,127 @@
+"""Where the ranks' log files are, how long they stay, and reading them.
+
+A run has a folder of its own with one file a rank. By default it is in the system's folder for temporary files, which
+is local and fast wherever the user's home is, and the oldest ones go when there are many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import stat
+import tempfile
+import time
+
+from notebook_accel.errors import ConfigError, NotebookAccelError
+
+__all__ = ["hold", "log_file", "make_folder", "read", "remove_old"]
+
+KEPT_RUNS = 20
+_BLOCK_BYTES = 1 << 16
+
+
+def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
+    """Makes a run's folder, which only this user can look into.
+
+    Args:
+        log_dir: The option of that name; empty for the temporary folder.
+        name: The run's name.
+
+    Returns:
+        The folder; ``None`` if there is no room for temporary files, without which a run can do.
+
+    Raises:
+        ConfigError: It can't be made in ``log_dir``.
+    """
+    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40]}-"
+    if not log_dir:
+        with contextlib.suppress(OSError):
+            return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
+        return None
+    try:
+        parent = pathlib.Path(log_dir).expanduser().absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"log_dir={log_dir!r} can't hold the ranks' logs: {error}", fix="name a folder that you can write to"
+        ) from None
+
+
+def _root() -> pathlib.Path:
+    """The folder of this user's runs among everybody's temporary files. A name that somebody else has taken is left."""
+    root = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(errno.EPERM, "not this user's folder, or not only this user's", str(root))
+    return root
+
+
+def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
+    """A rank's log in its run's folder."""
+    return pathlib.Path(folder, f"rank_{rank}.log")
+
+
+def hold(folder: str) -> int | None:
+    """A descriptor that keeps a run's folder from being removed as long as it is open, also by other kernels."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return descriptor
+    return None
+
+
+def remove_old(kept: int = KEPT_RUNS) -> None:
+    """Removes the temporary folders of all but the newest runs. One that is held stays."""
+    with contextlib.suppress(OSError):
+        oldest_first = sorted(entry for entry in _root().iterdir() if entry.is_dir() and not entry.is_symlink())
+        for folder in oldest_first[: max(len(oldest_first) - kept, 0)]:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                finally:
+                    os.close(descriptor)
+
+
+def read(path: pathlib.Path, tail: int | None = None) -> str:
+    """A log's text, as the rank wrote it.
+
+    Args:
+        path: The log.
+        tail: How many of its last lines; ``None`` for all.
+
+    Raises:
+        NotebookAccelError: It is no longer there.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read() if tail is None else _last_lines(file.fileno(), tail)
+    except OSError as error:
+        raise NotebookAccelError(
+            f"The log {path} can't be read: {error.strerror}.",
+            why=f"Temporary logs are kept for {KEPT_RUNS} runs, or until something empties the folder.",
+            fix="give log_dir a folder of your own in the next run: logs there stay",
+        ) from None
+    return data.decode(errors="replace")
+
+
+def _last_lines(descriptor: int, count: int) -> bytes:
+    size = os.fstat(descriptor).st_size
+    step = _BLOCK_BYTES
+    while True:
+        start = max(size - step, 0)
+        lines = os.pread(descriptor, size - start, start).split(b"\n")
+        is_ended = lines[-1] == b""  # the last line has its end, so that this is no line
+        if start == 0 or len(lines) - is_ended > count:  # the first one may not be whole
+            return b"\n".join(lines[-count - is_ended :]) if count > 0 else b""
+        step *= 4

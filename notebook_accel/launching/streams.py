@@ -1,0 +1,126 @@
+"""A rank's standard output and error: one log that both are written to, as they are, line by line.
+
+Runs in a rank, and in the worker processes of one. The log is a file, so a write never waits for a reader; and it never
+fails: what a full disk can't take is lost, which is said, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from notebook_accel import events, reporting
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["LogWriter", "adopt", "flush", "log_bytes", "take_over"]
+
+_LINE_BUFFERED = 1  # _IOLBF of stdio.h
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+
+
+def take_over(log: int) -> None:
+    """Makes ``log`` this process's standard output and error; Python's, C's and those of processes that it starts."""
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    adopt()
+
+
+def adopt() -> None:
+    """Has Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
+    open_line = _OpenLine()
+    sys.stdout, sys.stderr = _by_line(1, open_line), _by_line(2, open_line)
+    with contextlib.suppress(OSError, ValueError):  # a C library that calls it something else
+        libc = ctypes.CDLL(None)
+        # By itself C keeps what isn't for a terminal until there is a page of it, and loses it if the rank is killed.
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
+
+
+def flush() -> None:
+    """Writes what is left in Python's and C's buffers."""
+    with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)
+
+
+def log_bytes() -> int:
+    """How much is in this process's log by now, with what Python still has."""
+    with contextlib.suppress(ValueError, OSError):
+        sys.stdout.flush()
+        return os.fstat(1).st_size
+    return 0
+
+
+def _by_line(descriptor: int, open_line: _OpenLine) -> TextIO:
+    writer = LogWriter(descriptor, open_line)
+    return io.TextIOWrapper(
+        writer,  # type: ignore[type-var, unused-ignore]  # as Python itself does for unbuffered streams
+        encoding="utf-8", errors="backslashreplace", line_buffering=True,
+    )  # fmt: skip
+
+
+class _OpenLine:
+    """Which of two streams into one log has written a line without its end, if one has."""
+
+    def __init__(self) -> None:
+        self.writer: LogWriter | None = None
+
+
+class LogWriter(io.RawIOBase):
+    """Writes to a log that it shares with another stream, without cutting into that one's line, and never fails.
+
+    Args:
+        descriptor: Leads to the log; not closed here.
+        open_line: Shared by the streams of one log.
+    """
+
+    def __init__(self, descriptor: int, open_line: _OpenLine) -> None:
+        self.name = f"<{'stdout' if descriptor == 1 else 'stderr'}>"
+        self._descriptor = descriptor
+        self._open_line = open_line
+        self._lost_bytes = 0
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        whole = bytes(data)
+        if not whole:
+            return 0
+        parts = []
+        if self._lost_bytes:
+            parts.append(f"\n[{self._lost_bytes:,} bytes could not be written here and are lost]\n".encode())
+        elif self._open_line.writer not in (None, self):
+            parts.append(b"\n")
+        if self._write_all(b"".join([*parts, whole])):
+            self._open_line.writer = None if whole.endswith(b"\n") else self
+            self._lost_bytes = 0
+        else:
+            self._lost_bytes += len(whole)
+        return len(whole)
+
+    def _write_all(self, data: bytes) -> bool:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            if not self._lost_bytes:
+                text = f"[the log can't take this rank's output, which is lost from here on: {error.strerror}]"
+                reporting.reporter().post(events.Output(text=text))
+            return False
+        return True

@@ -1,0 +1,77 @@
+"""``%distributed`` in a real kernel. Stacks and tables of ranks are tested with the launcher, where ranks hang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests import kernels
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
+        assert kernel.run("%load_ext notebook_accel\nimport time").status == "ok"
+        assert kernel.run("%distributed").stdout == "No run has been started.\n"
+        assert kernel.run("%%distributed -n 2 --name first\nprint('hello')", 120).status == "ok"
+        yield kernel
+
+
+def start(notebook: kernels.Kernel, name: str) -> None:
+    cell = f"%%distributed -n 1 --background --out {name} --name {name} --view none\ntime.sleep(300)"
+    outcome = notebook.run(cell)
+    assert outcome.status == "ok", outcome.traceback
+
+
+@pytest.mark.front_end
+def test_run_that_has_ended_is_listed_with_its_logs(notebook: kernels.Kernel) -> None:
+    assert re.fullmatch(
+        r"1 \(first\): (ended|succeeded, 2 CPUs); logs in /.*-first-.*\n", notebook.run("%distributed").stdout
+    )
+    shown = notebook.run("%distributed logs").stdout
+    assert re.fullmatch(r"(rank [01], last lines of /.*/rank_[01]\.log\nhello\n){2}", shown)
+
+
+@pytest.mark.front_end
+def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
+    start(notebook, "one")
+    start(notebook, "two")
+    assert "Several runs go on." in notebook.run("%distributed stop").traceback
+    assert notebook.run("%distributed stop one").stdout == "<Job 'one': stopped, 1 ranks on 1 CPU>\n"
+    assert notebook.value("one.done, two.done") == "(True, False)"
+    assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 ranks on 1 CPU>\n"
+    assert "There is no run that goes on." in notebook.run("%distributed stop").traceback
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stpo", "there is no command 'stpo'; there are status, stop, logs, stacks, config, doctor"),
+        ("logs nowhere 0", "There is no run 'nowhere'."),
+        ("logs first 7", "has no rank 7: it has 2 ranks"),
+        ("stacks first", "There is no run 'first' that goes on."),
+    ],
+)
+def test_mistake_is_said_in_a_few_lines(notebook: kernels.Kernel, line: str, said: str) -> None:
+    outcome = notebook.run(f"%distributed {line}")
+    shown = outcome.traceback + outcome.stderr
+    assert said in shown
+    assert len(shown.strip().splitlines()) <= 3
+
+
+def test_doctor_says_what_it_found(notebook: kernels.Kernel) -> None:
+    assert notebook.run("%distributed doctor").stdout == "Nothing speaks against a launch.\n"
+
+
+def test_help_shows_every_command(notebook: kernels.Kernel) -> None:
+    shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
+    for command in ("status", "stop", "logs", "stacks", "doctor"):
+        assert f"%distributed {command}" in shown
+
+
+def test_magic_goes_with_the_extension(notebook: kernels.Kernel) -> None:
+    assert notebook.run("%unload_ext notebook_accel").status == "ok"
+    assert "not found" in notebook.run("%distributed").stderr
+    assert notebook.run("%load_ext notebook_accel").status == "ok"

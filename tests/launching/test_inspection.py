@@ -1,0 +1,136 @@
+"""Where ranks stand, asked from outside, of real ranks that hang, are stopped, or don't listen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests import kernels, processes
+
+_HANGING = """%%distributed -n 4 --background --out hanging --view none --name hanging
+import threading, torch.distributed as dist; from notebook_accel.reporting import reporter
+rank = int(os.environ["RANK"])
+def evaluate():
+    print("here", rank, flush=True)
+    time.sleep(300)   # the line that it stands at
+if rank == 0:
+    dist.init_process_group("gloo")
+elif rank == 1:
+    threading.Thread(target=evaluate, daemon=True).start()
+    evaluate()
+elif rank == 2:
+    evaluate()
+else:
+    def deaf():   # in the thread that samples, which else would take the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        print("here", flush=True)
+        return 1, 1
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    reporter().set_device("cpu", deaf)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def hanging(notebook: kernels.Kernel) -> Iterator[kernels.Kernel]:
+    """A notebook in which a run hangs: rank 0 in a rendezvous, rank 2 stopped, rank 3 deaf."""
+    outcome = notebook.run(_HANGING)
+    assert outcome.status == "ok", outcome.traceback
+    wait = "deadline = time.monotonic() + 60\nwhile {} and time.monotonic() < deadline: time.sleep(0.05)"
+    notebook.run(wait.format("not all('here' in hanging.logs(rank) for rank in (1, 2, 3))"))
+    notebook.run(wait.format("'init_process_group' not in str(hanging.stacks()[0])"))
+    pids = [int(pid) for pid in re.findall(r"\d+", notebook.value("[info.pid for info in hanging.ranks]"))]
+    assert len(pids) == 4
+    os.kill(pids[2], signal.SIGSTOP)
+    processes.wait_until(lambda: (found := processes.read(pids[2])) and found.state == "T", "rank 2 is stopped")
+    yield notebook
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[2], signal.SIGCONT)
+    notebook.run("hanging.kill(); hanging.wait(20)")
+
+
+def test_every_rank_is_named_with_where_it_stands(hanging: kernels.Kernel) -> None:
+    blocks = re.split(r"\n(?=rank )", hanging.run("print(hanging.stacks())").stdout.rstrip())
+    assert [block[:6] for block in blocks] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    first = blocks[0]
+    assert " is in init_process_group, innermost call first:" in first
+    assert re.search(r"^  In\[\d+\], line 8 in <module>:  dist\.init_process_group\(\"gloo\"\)$", first, re.MULTILINE)
+    assert "in libraries below:\n    torch/distributed/" in blocks[0]
+    lines = blocks[1].splitlines()
+    assert re.fullmatch(r"  In\[\d+\], line 6 in evaluate:  time.sleep\(300\)   # the line that it stands at", lines[1])
+    assert re.fullmatch(r"  In\[\d+\], line 11 in <module>:  evaluate\(\)", lines[2])
+    assert re.fullmatch(r"  another thread: In\[\d+\], line 6 in evaluate", lines[3])
+    assert "is stopped" in blocks[2] and "kill -CONT" in blocks[2]
+    assert "has not answered in time" in blocks[3]
+    assert "notebook_accel" not in "".join(blocks)
+
+
+def test_stacks_are_objects_too(hanging: kernels.Kernel) -> None:
+    hanging.run("stacks = hanging.stacks()")
+    assert hanging.value("len(stacks), [stack.condition for stack in stacks]") == (
+        "(4, ['said', 'said', 'stopped', 'mute'])"
+    )
+    assert re.fullmatch(r"'In\[\d+\], line 6 in evaluate'", hanging.value("stacks[1].user_line"))
+    assert hanging.value("stacks[0].waits_in, stacks[1].waits_in") == "('init_process_group', '')"
+
+
+def test_asking_again_gives_the_same_and_disturbs_nobody(hanging: kernels.Kernel) -> None:
+    assert hanging.value("[str(hanging.stacks()[1]) for _ in range(3)].count(str(stacks[1]))") == "3"
+    assert hanging.value("hanging.status") == "'running'"
+
+
+def test_ranks_say_what_they_are(hanging: kernels.Kernel) -> None:
+    assert hanging.value("[(info.rank, info.state) for info in hanging.ranks]") == str(
+        [(rank, "running") for rank in range(4)]
+    )
+    assert hanging.value("[info.memory_used_bytes > 1e6 for info in hanging.ranks], hanging.ranks[3].pid > 0") == (
+        "([True, True, True, False], True)"
+    )
+
+
+def test_line_magic_shows_it(hanging: kernels.Kernel) -> None:
+    shown = hanging.run("%distributed").stdout
+    assert re.search(r"^\d+ \(hanging\): running, 4 CPUs; logs in /", shown, re.MULTILINE)
+    assert len(re.findall(r"^  [0-3]     running  \d+", shown, re.MULTILINE)) == 4
+    assert "is stopped" in hanging.run("%distributed stacks hanging").stdout
+    logged = hanging.run("%distributed logs 1").stdout
+    assert re.match(r"rank 1, last lines of /.*/rank_1\.log\nhere 1\nhere 1\n", logged)
+
+
+def test_rank_that_gives_the_signal_its_default_is_not_killed_by_it(notebook: kernels.Kernel) -> None:
+    notebook.run("""%%distributed -n 1 --background --out deaf --view none
+for number in range(signal.SIGRTMIN, signal.SIGRTMAX): signal.signal(number, signal.SIG_DFL)
+print("set", flush=True)
+time.sleep(300)""")
+    notebook.run("deadline = time.monotonic() + 60\nwhile 'set' not in deaf.logs(0): time.sleep(0.05)")
+    assert notebook.value("deaf.stacks()[0].condition, deaf.status") == "('unarmed', 'running')"
+    notebook.run("deaf.kill(); deaf.wait(20)")
+    assert notebook.value("deaf.stacks()[0].condition, deaf.done") == "('ended', True)"
+
+
+def test_stopped_agent_is_an_error_and_no_hang(fresh_notebook: kernels.Kernel) -> None:
+    fresh_notebook.run("%%distributed -n 1 --background --out job --view none\nprint('up', flush=True)\ntime.sleep(60)")
+    fresh_notebook.run("while 'up' not in job.logs(0): time.sleep(0.05)")
+    [agent] = processes.children(fresh_notebook.pid)
+    os.kill(agent.pid, signal.SIGSTOP)
+    outcome = fresh_notebook.run("job.stacks(timeout_s=0.5)")
+    os.kill(agent.pid, signal.SIGCONT)
+    assert outcome.error_name == "RunError" and "doesn't answer" in outcome.traceback
+    assert fresh_notebook.value("job.stacks()[0].condition") == "'said'"
+
+
+def test_logs_outlive_their_runs(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    outcome = notebook.run(f"%%distributed -n 2 --name kept --log_dir {tmp_path}\nprint('from', os.environ['RANK'])")
+    assert outcome.status == "ok", outcome.traceback
+    [folder] = tmp_path.iterdir()
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "rank_0.log": "from 0\n",
+        "rank_1.log": "from 1\n",
+    }
+    assert "from 1" in notebook.run("%distributed logs kept 1").stdout

@@ -1,0 +1,138 @@
+"""What ranks print, seen from a real kernel: a flood, a stopped agent, a full disk, a failure."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+
+import pytest
+
+from tests import kernels, processes
+
+
+def run(notebook: kernels.Kernel, code: str) -> kernels.Outcome:
+    outcome = notebook.run(code, 100)
+    assert outcome.status == "ok", outcome.traceback
+    return outcome
+
+
+def of_rank(rank: int, outcome: kernels.Outcome) -> list[str]:
+    return [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+
+
+def test_flood_of_one_rank_shows_its_ends_and_leaves_the_other_rank_alone(notebook: kernels.Kernel) -> None:
+    outcome = run(notebook, """%%distributed -n 2 --view lines
+if os.environ["RANK"] == "0":
+    for number in range(1_000_000): print("line", number, "x" * 100)
+else:
+    for number in range(20): print("calm", number); time.sleep(0.05)""")  # fmt: skip
+    assert of_rank(1, outcome) == [f"calm {number}" for number in range(20)]
+    flood = of_rank(0, outcome)
+    assert flood[0].startswith("line 0 ") and flood[-1].startswith("line 999999 ")
+    assert len(flood) < 10_000
+    [gap] = [line for line in flood if "left out" in line]
+    found = re.fullmatch(r"\[([\d,]+) lines left out here; the whole output is in (/.*/rank_0.log)\]", gap)
+    assert found
+    assert len(flood) - 1 + int(found[1].replace(",", "")) == 1_000_000
+    with open(found[2]) as log:
+        assert [line.split()[1] for line in log] == [str(number) for number in range(1_000_000)]
+
+
+def test_rank_prints_on_while_the_agent_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    cell = notebook.start(f"""%%distributed -n 1 --view lines
+folder = {str(tmp_path)!r}
+print("ready", flush=True)
+while not os.path.exists(folder + "/go"): time.sleep(0.01)
+for number in range(50_000): print("y" * 1000)
+open(folder + "/done", "w").close()""")
+    cell.wait_for_output("0 │ ready")
+    [agent] = processes.children(notebook.pid)
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        (tmp_path / "go").touch()
+        processes.wait_until((tmp_path / "done").exists, "the rank has printed all")
+        state = processes.read(agent.pid)
+        assert state is not None and state.state == "T"
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+    outcome = cell.finish()
+    assert outcome.status == "ok", outcome.traceback
+    assert "lines left out here" in outcome.stdout
+
+
+def test_log_that_can_take_no_more_ends_no_training(notebook: kernels.Kernel) -> None:
+    """A limit on the size of files is refused by the kernel as a full disk is, and needs no disk to be filled."""
+    outcome = run(notebook, """%%distributed -n 1 --view lines
+import resource
+print("before")
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+for number in range(1000): print("a line that is long enough", number)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("after")
+'trained on'""")  # fmt: skip
+    assert outcome.result == "['trained on']"
+    assert "0 │ [the log can't take this rank's output, which is lost from here on: File too large]" in outcome.stdout
+    assert re.search(r"0 │ \[[\d,]+ bytes could not be written here and are lost\]\n0 │ after", outcome.stdout)
+
+
+def test_failure_names_the_log_of_its_rank(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("""%%distributed -n 2
+print("seen before the end")
+os.write(2, b"from below")
+if os.environ["RANK"] == "1": raise ValueError("boom")
+time.sleep(60)""")
+    found = re.search(r"^Its whole output: (/.*/rank_1\.log)$", outcome.traceback, re.MULTILINE)
+    assert found, outcome.traceback
+    assert pathlib.Path(found[1]).read_text() == "seen before the end\nfrom below"
+
+
+def test_display_stands_between_the_lines_around_it(notebook: kernels.Kernel) -> None:
+    outcome = run(
+        notebook,
+        """%%distributed -n 1
+for number in range(5):
+    print("before", number)
+    display(f"shown {number}")
+    print("after", number)""",
+    )
+    expected = [line for number in range(5) for line in (f"before {number}", f"'shown {number}'", f"after {number}")]
+    assert of_rank(0, outcome) == expected
+
+
+def test_bar_that_a_library_draws_itself_is_one_line(notebook: kernels.Kernel) -> None:
+    outcome = run(
+        notebook,
+        """%%distributed -n 1
+import sys
+for percent in range(0, 101): print(f"\\r{percent} %", end="", flush=True); time.sleep(0.005)
+print()
+print("done")""",
+    )
+    assert of_rank(0, outcome) == ["100 %", "done"]
+
+
+def test_template_of_the_prefix_is_torchs(notebook: kernels.Kernel) -> None:
+    outcome = run(notebook, "%%distributed -n 2 --log_line_prefix_template '[${role_name}:${rank}] '\nprint('hello')")
+    assert sorted(line for line in outcome.stdout.splitlines() if "hello" in line) == [
+        "[default_role:0] hello",
+        "[default_role:1] hello",
+    ]
+
+
+def test_workers_started_by_spawn_write_whole_lines(notebook: kernels.Kernel) -> None:
+    run(notebook, "def say(number):\n    print('worker', number, 'z' * 50)\n    return number")
+    outcome = run(
+        notebook,
+        """%%distributed -n 1
+import multiprocessing
+with multiprocessing.get_context("spawn").Pool(2) as pool: sorted(pool.map(say, range(40), chunksize=1))""",
+    )
+    assert sorted(of_rank(0, outcome)) == sorted(f"worker {number} " + "z" * 50 for number in range(40))
+
+
+@pytest.mark.parametrize("bad", ["$", "${rang}", "$ranks"])
+def test_template_with_an_unknown_name_is_refused(notebook: kernels.Kernel, bad: str) -> None:
+    outcome = notebook.run(f"%%distributed -n 1 --log_line_prefix_template '{bad}'\n1")
+    assert outcome.error_name == "ConfigError" and "${role_name}, ${rank}, ${local_rank}" in outcome.traceback

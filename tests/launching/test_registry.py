@@ -1,0 +1,74 @@
+"""Runs by name and number."""
+
+from __future__ import annotations
+
+import collections
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching import registry
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.spec import JobSpec
+
+
+@pytest.fixture(autouse=True)
+def _entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_entries", collections.deque(maxlen=50))
+    return
+
+
+def started(name: str) -> Job:
+    spec = JobSpec(name=name, world_size=1, environment={}, working_directory="/", sys_path=[])
+    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, shipped=(), result_files=())
+    registry.add(job)
+    return job
+
+
+def refused(which: str = "", *, running: bool = False) -> str:
+    with pytest.raises(NotebookAccelError) as caught:
+        registry.find(which, running=running)
+    return str(caught.value)
+
+
+def test_without_a_name_it_is_the_one_that_goes_on_or_the_last_one() -> None:
+    assert refused() == "There is no run.\nFix: start one, with %%distributed or notebook_launcher"
+    first, second = started("first"), started("second")
+    assert refused() == "Several runs go on.\nFix: name one of: 1 (first), 2 (second)"
+    second.end("stopped")
+    assert registry.find().name == "first"
+    first.end("stopped")
+    assert registry.find().name == "second"
+    assert (
+        refused(running=True)
+        == "There is no run that goes on.\nFix: start one, with %%distributed or notebook_launcher"
+    )
+
+
+def test_name_or_number_finds_it_and_of_one_name_the_one_that_goes_on() -> None:
+    kept = [started("train"), started("train"), started("other")]
+    kept[1].end("stopped")
+    assert [registry.find(which).number for which in ("train", "2", "other")] == [1, 2, 3]
+    assert refused("nowhere").startswith(
+        "There is no run 'nowhere'.\nFix: name one of: 1 (train), 2 (train), 3 (other)"
+    )
+    assert "There is no run '2' that goes on." in refused("2", running=True)
+
+
+def test_those_that_go_on_are_listed_and_the_last_one_that_has_ended() -> None:
+    kept = [started(str(number)) for number in range(4)]
+    kept[0].end("stopped")
+    kept[3].end("stopped")
+    assert [entry.name for entry in registry.latest()] == ["1", "2", "3"]
+
+
+def test_remembering_a_run_keeps_nothing_of_it() -> None:
+    job = started("gone")
+    job.end("stopped")
+    del job
+    gc.collect()
+    entry = registry.find("gone")
+    assert (entry.job, entry.is_running, entry.number) == (None, False, 1)

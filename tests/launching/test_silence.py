@@ -1,0 +1,187 @@
+"""Which ranks are said to keep the others waiting, and which are left in peace."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import sysconfig
+import threading
+
+import pytest
+
+from notebook_accel import events
+from notebook_accel.launching import worker
+from notebook_accel.launching.messages import RankDump
+from notebook_accel.launching.silence import SilenceWatch
+from notebook_accel.launching.spec import Source
+from notebook_accel.launching.stacks import RankStack, Stacks, read_dump
+from tests import kernels
+
+_SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}
+_TORCH = sysconfig.get_paths()["purelib"] + "/torch"
+
+
+def stack(rank: int, line: int, *below: tuple[str, str]) -> RankStack:
+    """A rank in the notebook's function ``train`` at a line, with torch's files and functions below, innermost last."""
+    frames = [(f"{_TORCH}/{file}", 5, function) for file, function in reversed(below)]
+    frames += [("/tmp/ipykernel_1/2.py", line, "train"), (worker.__file__, 3, "_call")]
+    text = "\n".join(
+        [
+            "Thread 0x00007f00 (most recent call first):",
+            f'  File "{threading.__file__}", line 331 in wait',
+            "",
+            "Current thread 0x00007f01 (most recent call first):",
+            *(f'  File "{file}", line {number} in {function}' for file, number, function in frames),
+        ]
+    )
+    return read_dump(RankDump(rank=rank, pid=100 + rank, condition="said", text=text), _SOURCES)
+
+
+def in_barrier(rank: int, line: int = 20) -> RankStack:
+    return stack(rank, line, ("distributed/c10d_logger.py", "wrapper"), ("distributed/distributed_c10d.py", "barrier"))
+
+
+def watch(world_size: int, *, steps: int = 10, step_s: float = 1.0) -> SilenceWatch:
+    """All ranks have done ``steps`` steps of ``step_s``, the last one at ``steps * step_s``."""
+    made = SilenceWatch(world_size)
+    for step in range(steps + 1):
+        for rank in range(world_size):
+            made.add(rank, events.Progress(time_s=step * step_s, step=step, steps=step))
+    return made
+
+
+def judged(made: SilenceWatch, *stacks: RankStack, now_s: float = 60.0) -> dict[int, tuple[str, str]]:
+    return {rank: (event.at, event.waits_in) for rank, event in made.judge(Stacks(stacks), now_s)}
+
+
+def test_dump_is_read_with_the_names_that_the_notebook_has() -> None:
+    read = in_barrier(1)
+    assert read.user_line == "In[7], line 20 in train"
+    assert read.waits_in == "barrier"
+    assert (read.frames[-1].source, read.frames[-1].is_user) == ("line 20", True)
+    assert str(read).splitlines() == [
+        "rank 1 (pid 101) is in barrier, innermost call first:",
+        "  In[7], line 20 in train:  line 20",
+        "  in libraries below:",
+        "    torch/distributed/distributed_c10d.py, line 5 in barrier",
+        "    torch/distributed/c10d_logger.py, line 5 in wrapper",
+    ]
+
+
+def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> None:
+    backward = stack(0, 9, ("_tensor.py", "backward"), ("autograd/graph.py", "_engine_run_backward"))
+    assert backward.waits_in == "backward"
+    assert stack(0, 9, ("nn/modules/module.py", "_call_impl")).waits_in == ""
+    assert stack(0, 9).waits_in == ""
+
+
+def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:
+    found = judged(watch(3), in_barrier(0), stack(1, 12), in_barrier(2))
+    assert found == {
+        0: ("In[7], line 20 in train", "barrier"),
+        1: ("In[7], line 12 in train", ""),
+        2: ("In[7], line 20 in train", "barrier"),
+    }
+
+
+def test_ranks_that_are_at_the_same_place_are_left_in_peace() -> None:
+    assert judged(watch(2), stack(0, 12), stack(1, 12)) == {}
+    assert judged(watch(2), in_barrier(0), in_barrier(1)) == {}
+
+
+def test_ranks_in_different_collectives_are_all_named() -> None:
+    assert len(judged(watch(2), in_barrier(0, 20), in_barrier(1, 30))) == 2
+
+
+def test_rank_that_takes_its_time_while_the_others_go_on_is_left_in_peace() -> None:
+    made = watch(2)
+    made.add(0, events.Progress(time_s=59.0, step=50, steps=50))
+    assert made.silent(60.0) == [1]
+    assert judged(made, stack(0, 9), stack(1, 12)) == {}
+
+
+def test_ranks_that_wait_for_one_that_steps_are_named_and_it_is_not() -> None:
+    made = watch(3)
+    made.add(0, events.Progress(time_s=59.0, step=50, steps=50))
+    assert set(judged(made, stack(0, 12), in_barrier(1), in_barrier(2))) == {1, 2}
+
+
+def test_wait_that_no_stack_shows_is_seen_where_ranks_are_apart() -> None:
+    """With NCCL a rank waits for its own device, in a line such as ``loss.item()``."""
+    assert set(judged(watch(2), stack(0, 12), stack(1, 30))) == {0, 1}
+    behind = watch(2)
+    behind.add(0, events.Progress(time_s=10.5, step=11, steps=11))
+    assert set(judged(behind, stack(0, 12), stack(1, 12))) == {0, 1}
+
+
+def test_rank_that_works_alone_after_the_others_have_finished_is_named() -> None:
+    made = watch(2)
+    made.add(0, events.Finished(result_bytes=1))
+    assert set(judged(made, RankStack(0, None, "ended"), stack(1, 12))) == {1}
+
+
+def test_stopped_rank_is_named_as_such() -> None:
+    found = judged(watch(2), in_barrier(0), RankStack(1, 101, "stopped"))
+    assert found[1] == ("the process is stopped", "")
+
+
+@pytest.mark.parametrize(("step_s", "silent_from_s"), [(0.01, 10.0), (0.5, 10.0), (3.0, 30.0)])
+def test_silence_is_ten_usual_steps_and_ten_seconds_at_least(step_s: float, silent_from_s: float) -> None:
+    made = watch(2, step_s=step_s)
+    last_s = 10 * step_s
+    assert made.silent(last_s + silent_from_s - 0.1) == []
+    assert made.silent(last_s + silent_from_s + 0.1) == [0, 1]
+
+
+def test_one_slow_step_does_not_change_what_is_usual() -> None:
+    made = watch(2)
+    for step in (11, 12):
+        for rank in range(2):
+            made.add(rank, events.Progress(time_s=100.0 * (step - 10), step=step, steps=step))
+    assert made.silent(211.0) == [0, 1]
+
+
+def test_run_that_counts_no_steps_is_left_in_peace_and_so_is_a_rank_alone() -> None:
+    assert SilenceWatch(2).silent(1000.0) == []
+    assert watch(1).silent(1000.0) == []
+
+
+def test_rank_that_has_not_begun_to_count_is_silent_when_another_has() -> None:
+    made = SilenceWatch(2)
+    made.add(0, events.Progress(time_s=5.0, step=1, steps=1))
+    made.add(0, events.Progress(time_s=25.0, step=2, steps=2))
+    assert made.silent(26.0) == [1]
+
+
+def test_it_asks_when_silence_begins_and_then_more_rarely() -> None:
+    made = watch(2)
+    asked = [second for second in range(10, 300) if made.is_due(float(second))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert (asked[0], gaps[0]) == (21, 10)
+    assert gaps == sorted(gaps) and gaps[-1] == 60
+    made.add(0, events.Progress(time_s=300.0, step=11, steps=11))
+    made.add(1, events.Progress(time_s=300.0, step=11, steps=11))
+    assert next(second for second in range(300, 330) if made.is_due(float(second))) == 311
+
+
+def test_real_rank_that_keeps_the_other_waiting_is_said_under_the_cell(
+    notebook: kernels.Kernel, tmp_path: pathlib.Path
+) -> None:
+    cell = notebook.start(f"""%%distributed -n 2 --name slow --view lines
+import torch.distributed as dist
+from tqdm.auto import tqdm
+dist.init_process_group("gloo")
+def evaluate():
+    while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.05)
+for step in tqdm(range(5)):
+    time.sleep(0.05)
+if os.environ["RANK"] == "1":
+    evaluate()
+dist.barrier()""")
+    cell.wait_for_output("[rank 1 has done no step for")
+    (tmp_path / "go").touch()
+    outcome = cell.finish()
+    assert outcome.status == "ok", outcome.traceback
+    [line] = [line for line in outcome.stdout.splitlines() if "done no step" in line]
+    assert line.startswith("[rank 1 has done no step for ")
+    assert line.endswith(", line 6 in evaluate]") and ": In[" in line
