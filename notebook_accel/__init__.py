@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from notebook_accel.reporting import report
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
-    from notebook_accel.training.data import DataLoaderConfiguration
+    from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
+    from notebook_accel.training.skipping import skip_first_batches
 
 __version__ = "0.1.0"
 
@@ -54,7 +55,9 @@ _HOME = {
     "RunTimeoutError": "errors",
     "TrainingError": "errors",
     "notebook_launcher": "launching.launcher",
+    "prepare_data_loader": "training.data",
     "report": "reporting",
+    "skip_first_batches": "training.skipping",
     "write_basic_config": "launching.configuring",
 }
 
@@ -77,7 +80,9 @@ __all__ = [
     "TrainingError",
     "config_widget",
     "notebook_launcher",
+    "prepare_data_loader",
     "report",
+    "skip_first_batches",
     "write_basic_config",
 ]
 

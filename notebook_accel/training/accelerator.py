@@ -13,10 +13,22 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from notebook_accel.training import accumulation, collectives, handlers, models, optimizers, process_group
+from notebook_accel.training import (
+    accumulation,
+    collectives,
+    data,
+    handlers,
+    models,
+    optimizers,
+    process_group,
+    schedule_hint,
+    skipping,
+    uneven,
+)
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
-from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
+from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.handlers import AutocastKwargs
+from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.process_control import ProcessControl
@@ -90,27 +102,30 @@ class Accelerator(ProcessControl):
             The objects in the same order; a single one by itself.
 
         Raises:
+            ConfigError: A loader can't be shared out, or a dataset was given in place of one.
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
         """
-        kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-            (torch.nn.Module, self.prepare_model),  # first: optimizers follow where their parameters have gone
-            (torch.optim.Optimizer, self.prepare_optimizer),
-            (DataLoader, self.prepare_data_loader),
-            (LRScheduler, self.prepare_scheduler),  # last: each looks for its optimizer among the prepared ones
-        )
+        data.refuse_data(objects)
         prepared = objects
-        for kind, prepare_one in kinds:
-            prepared = tuple(prepare_one(item) if isinstance(item, kind) else item for item in prepared)
-        if any(isinstance(item, torch.nn.Module) for item in prepared):
+        for is_kind, prepare_one in self._kinds:
+            prepared = tuple(prepare_one(item) if is_kind(item) else item for item in prepared)
+        if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_strangers(prepared, [item for _, item in self._prepared])
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """``prepare`` for one model."""
         prepare = functools.partial(
-            models.prepare_model, device_placement=self._device_placement, parallel=self._handlers.ddp
+            models.prepare_model,
+            device_placement=self._device_placement,
+            parallel=self._handlers.ddp,
+            before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
         )
         return self._once(model, lambda: prepare(model, self._runtime, self._precision))
+
+    def _prepare_leaf(self, leaf: torch.Tensor) -> torch.Tensor:
+        prepare = functools.partial(models.prepare_leaf, device_placement=self._device_placement)
+        return self._once(leaf, lambda: prepare(leaf, self._runtime))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         """``prepare`` for one optimizer."""
@@ -122,17 +137,42 @@ class Accelerator(ProcessControl):
     ) -> DataLoaderShard:
         """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
         placed = self._device_placement if device_placement is None else device_placement
-        prepare = functools.partial(prepare_data_loader, state=self.gradient_state, config=self._loading)
-        return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device_placement=placed))
+        prepare = functools.partial(data.share_out, state=self.gradient_state, config=self._loading)
+        device = self.device if placed else None
+        return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """``prepare`` for one scheduler. Its optimizer has to be prepared before."""
-        prepare = functools.partial(
-            optimizers.prepare_scheduler,
-            steps_per_call=1 if self._loading.split_batches else self.num_processes,
-            step_with_optimizer=self._step_scheduler_with_optimizer,
-        )
-        return self._once(scheduler, lambda: prepare(scheduler, self._optimizers, self.gradient_state))
+        steps = 1 if self._loading.split_batches else self.num_processes
+        follows = self._step_scheduler_with_optimizer
+
+        def prepare() -> AcceleratedScheduler:
+            if self.is_main_process and follows:
+                schedule_hint.say(scheduler, ranks=steps, window=self.gradient_accumulation_steps)
+            return optimizers.prepare_scheduler(
+                scheduler, self._optimizers, self.gradient_state, steps_per_call=steps, step_with_optimizer=follows
+            )
+
+        return self._once(scheduler, prepare)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
+        return skipping.skip_first_batches(dataloader, num_batches)
+
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which ranks that have no further batch take part in what the others do.
+
+        Args:
+            joinables: The prepared models that are trained in there.
+            even_batches: What holds for the prepared loaders in there; by default what they were prepared with.
+        """
+        if self.num_processes == 1:
+            return contextlib.nullcontext()
+        even = self._loading.even_batches if even_batches is None else even_batches
+        loaders = [prepared for _, prepared in self._prepared if isinstance(prepared, DataLoaderShard)]
+        return uneven.join_uneven_inputs(joinables, even, loaders=loaders, state=self.gradient_state)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
@@ -282,6 +322,17 @@ class Accelerator(ProcessControl):
     def _optimizers(self) -> list[AcceleratedOptimizer]:
         return [prepared for _, prepared in self._prepared if isinstance(prepared, AcceleratedOptimizer)]
 
+    @property
+    def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...]:
+        """What is prepared, in this order, and how."""
+        return (
+            (_is_a(torch.nn.Module), self.prepare_model),  # first: optimizers follow where their parameters have gone
+            (models.is_leaf, self._prepare_leaf),
+            (_is_a(torch.optim.Optimizer), self.prepare_optimizer),
+            (_is_a(DataLoader), self.prepare_data_loader),
+            (_is_a(LRScheduler), self.prepare_scheduler),  # last: each looks for its optimizer among the prepared ones
+        )
+
     def _once(self, given: Any, prepare: Callable[[], _T]) -> _T:
         """What ``given`` was prepared as before, or is now."""
         for original, prepared in self._prepared:
@@ -291,3 +342,7 @@ class Accelerator(ProcessControl):
         new = prepare()
         self._prepared.append((given, new))
         return new
+
+
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    return lambda item: isinstance(item, kind)

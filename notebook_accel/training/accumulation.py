@@ -10,16 +10,19 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from notebook_accel import environment
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import Counter, reporter
 from notebook_accel.training.sharding import Tail
 
-__all__ = ["GradientAccumulationPlugin", "GradientState", "LoaderPass", "no_sync", "resolve"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["GradientAccumulationPlugin", "GradientState", "LoaderPass", "is_left_local", "no_sync", "resolve"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +91,17 @@ class LoaderPass:
         counter: Its ``step`` says how many batches are out.
         total: How many there will be, ``None`` if the loader has no length.
         is_last: Whether the batch that is out is the last.
+        ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
         tail: The round that is out, if it is a last one unlike the others.
     """
 
-    __slots__ = ("counter", "is_last", "tail", "total")
+    __slots__ = ("counter", "ends_window", "is_last", "tail", "total")
 
     def __init__(self, counter: Counter, total: int | None) -> None:
         self.counter = counter
         self.total = total
         self.is_last = False
+        self.ends_window = False
         self.tail: Tail | None = None
 
 
@@ -104,18 +109,32 @@ class GradientState:
     """Where an ``Accelerator``'s training stands. Its loaders, optimizers and schedulers share it.
 
     Args:
-        plugin: As ``resolve`` returns it.
+        plugin: As ``resolve`` returns it. Without one, this is the state of the ``Accelerator`` that was made last.
 
     Attributes:
+        plugin: How gradients are accumulated.
+        num_steps: Micro-batches in a window.
         sync_gradients: Whether this micro-batch ends a window, so that gradients are averaged over the ranks and
             optimizers step.
+        joins_uneven: Whether ranks that have no further batch take part in what the others do.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
-        self.plugin = plugin
-        self.num_steps = plugin.num_steps or 1
+    _latest: ClassVar[Any] = None
+
+    def __new__(cls, plugin: GradientAccumulationPlugin | None = None) -> Self:
+        return super().__new__(cls) if plugin is not None or cls._latest is None else cls._latest
+
+    def __init__(self, plugin: GradientAccumulationPlugin | None = None) -> None:
+        if plugin is None and self is GradientState._latest:
+            return
+        self.plugin = plugin or GradientAccumulationPlugin()
+        self.num_steps = self.plugin.num_steps or 1
+        self.joins_uneven = False
         self._passes: list[LoaderPass] = []
+        self._current: LoaderPass | None = None  # whose batch came out last
+        self._training: LoaderPass | None = None  # and last for a backward pass
         self.reset()
+        GradientState._latest = self
 
     def reset(self) -> None:
         """Forgets a window that has begun."""
@@ -124,14 +143,35 @@ class GradientState:
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
 
     @property
+    def adjust_scheduler(self) -> bool:
+        """As in the plugin."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """As in the plugin."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self._passes)
+
+    @property
     def end_of_dataloader(self) -> bool:
-        """Whether the innermost loader's last batch is out."""
-        return bool(self._passes) and self._passes[-1].is_last
+        """Whether the batch that came out last is the last of its loader."""
+        return self._current is not None and self._current.is_last
 
     @property
     def tail(self) -> Tail | None:
-        """The innermost loader's round that is out, if it is a last one unlike the others."""
-        return self._passes[-1].tail if self._passes else None
+        """The round of the batch that came out last, if it is a last one unlike the others."""
+        return None if self._current is None else self._current.tail
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last round that aren't repeated, while it is out and some are; -1 otherwise."""
+        tail = self.tail
+        return -1 if tail is None else tail.real
 
     @contextlib.contextmanager
     def iterating(self, counter: Counter, total: int | None) -> Iterator[LoaderPass]:
@@ -142,8 +182,21 @@ class GradientState:
             yield current
         finally:
             self._passes.remove(current)
-            if self._passes:
-                reporter().show(self._passes[-1].counter)
+            outer = self._passes[-1] if self._passes else None
+            if self._current is current:
+                self._current = outer
+            if self._training is current:
+                self._training = outer
+            if outer is not None:
+                reporter().show(outer.counter)
+
+    def hand_out(self, current: LoaderPass) -> None:
+        """A batch of this pass comes out."""
+        self._current = current
+        # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
+        # before, says nothing about where training stands.
+        if torch.is_grad_enabled():
+            self._training = current
 
     def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """One micro-batch: gradients stay local in here unless it ends a window."""
@@ -151,12 +204,12 @@ class GradientState:
 
     def begin_micro_batch(self) -> None:
         """Counts a micro-batch, and decides whether gradients sync in it."""
-        current = self._passes[-1] if self._passes and self.plugin.sync_with_dataloader else None
+        current = self._training if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
             self._divisor = self._expected_length(current)
         self._micro_batches += 1
-        self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.is_last)
+        self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
 
     def _expected_length(self, current: LoaderPass | None) -> int:
         """Length of the window that begins, as far as the loader's length tells."""
@@ -174,7 +227,11 @@ class GradientState:
         Args:
             loss: Of this micro-batch.
             parameters: Gives the parameters whose gradients accumulate.
+
+        Raises:
+            TrainingError: Gradients would sync with ranks that have no such batch.
         """
+        self.refuse_to_wait_in_vain()
         length = self._micro_batches
         if self.sync_gradients and length and length != self._divisor and self.plugin.scale_last_window:
             for parameter in parameters():
@@ -182,6 +239,24 @@ class GradientState:
                     parameter.grad.mul_(self._divisor / length)
             self._divisor = length
         return loss if self._divisor == 1 else loss / self._divisor
+
+    def refuse_to_wait_in_vain(self) -> None:
+        """Raises where gradients would sync with ranks that have no batch any more.
+
+        Raises:
+            TrainingError: They would.
+        """
+        current = self._training
+        if current is None or current.tail is None or not current.tail.missing:
+            return
+        if self.sync_gradients and not self.joins_uneven:
+            raise TrainingError(
+                f"In the last round of this epoch {current.tail.missing} of the ranks have no batch, and this one "
+                "would wait in vain for their gradients.",
+                why="With even_batches=False nothing is repeated to give every rank as many batches.",
+                fix="even_batches=True, or DataLoader(..., drop_last=True), or "
+                "with accelerator.join_uneven_inputs([model]): around the loop",
+            )
 
 
 class _MicroBatch:
@@ -216,5 +291,25 @@ def _may_sync(kind: type) -> bool:
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
+    if isinstance(model, torch.Tensor):
+        return _left_local(model)
     method = getattr(model, "no_sync", None)
     return method() if callable(method) else contextlib.nullcontext()
+
+
+# Tensors by identity: they compare element by element.
+_local_tensors: set[int] = set()
+
+
+@contextlib.contextmanager
+def _left_local(tensor: torch.Tensor) -> Iterator[None]:
+    _local_tensors.add(id(tensor))
+    try:
+        yield
+    finally:
+        _local_tensors.discard(id(tensor))
+
+
+def is_left_local(tensor: torch.Tensor) -> bool:
+    """Whether ``no_sync`` holds for this tensor."""
+    return id(tensor) in _local_tensors

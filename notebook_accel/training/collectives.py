@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "gather_object",
     "pad_across_processes",
     "reduce",
+    "scatter_object",
     "wait_for_everyone",
 ]
 
@@ -80,9 +81,20 @@ def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_ga
         tree: Nested tensors; or a list of anything, of which every rank's items are put into one list.
         tail: The round that is being worked on if it is a last one unlike the others.
         use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+        TrainingError: Some ranks have no batch in this round.
     """
     if runtime.place.world_size == 1:
         return tree
+    if tail is not None and tail.missing:
+        raise TrainingError(
+            f"In the last round of this epoch {tail.missing} of the ranks have no batch, and don't take part in "
+            "gather_for_metrics.",
+            why="With even_batches=False nothing is repeated to give every rank as many batches.",
+            fix="even_batches=True: gather_for_metrics leaves out what is repeated",
+        )
     if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree)):
         gathered = gather_object(runtime, tree)
         return gathered[: tail.kept(len(gathered))] if tail else gathered
@@ -200,6 +212,12 @@ def broadcast_object(runtime: Runtime, value: _T, from_process: int = 0) -> _T:
     agree(runtime, f"broadcast an object from rank {from_process}")
     received: _T = runtime.broadcast_object(value, from_process)
     return received
+
+
+def scatter_object(runtime: Runtime, values: Sequence[Any] | None) -> Any:
+    """What rank 0 has for this rank: of ``values``, which only rank 0 gives, one for each rank."""
+    agree(runtime, "take a batch that rank 0 has read")
+    return runtime.scatter_object(values)
 
 
 def broadcast_object_list(runtime: Runtime, values: list[Any], from_process: int = 0) -> list[Any]:

@@ -11,13 +11,38 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.training import collectives
+from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.agreement import agree_on_model
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import to_float32
 
-__all__ = ["prepare_model", "unwrap_model"]
+__all__ = ["is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
+
+
+def is_leaf(item: object) -> bool:
+    """Whether it is a bare tensor that learns, in the place of a model."""
+    return isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
+
+
+def prepare_leaf(leaf: torch.Tensor, runtime: Runtime, *, device_placement: bool = True) -> torch.Tensor:
+    """The same tensor on the device, with rank 0's values, and a gradient that is averaged over the ranks."""
+    if device_placement:
+        leaf.data = leaf.data.to(runtime.device)  # in place, so that an optimizer that was made for it follows
+    if runtime.place.world_size > 1:
+        collectives.broadcast(runtime, leaf.data)
+        register: Any = leaf.register_post_accumulate_grad_hook
+        register(functools.partial(_average_gradient, runtime=runtime))
+    return leaf
+
+
+def _average_gradient(leaf: torch.Tensor, runtime: Runtime) -> None:
+    if leaf.grad is not None and not is_left_local(leaf):
+        mean = leaf.grad.contiguous()
+        runtime.all_reduce(mean)
+        leaf.grad.copy_(mean / runtime.place.world_size)
 
 
 def prepare_model(
@@ -27,6 +52,7 @@ def prepare_model(
     *,
     device_placement: bool = True,
     parallel: DistributedDataParallelKwargs | None = None,
+    before_training_pass: Callable[[], None] | None = None,
 ) -> torch.nn.Module:
     """The model as training calls it: on the device, under autocast, gradients averaged over the ranks.
 
@@ -39,6 +65,7 @@ def prepare_model(
         precision: What it computes in.
         device_placement: Move it to the rank's device.
         parallel: How gradients are averaged.
+        before_training_pass: Called before each forward pass that trains together with other ranks.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
@@ -52,7 +79,16 @@ def prepare_model(
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return prepared
     agree_on_model(runtime, model)
-    return runtime.data_parallel(prepared, parallel or DistributedDataParallelKwargs())
+    distributed = runtime.data_parallel(prepared, parallel or DistributedDataParallelKwargs())
+    if before_training_pass is not None:
+        # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
+        distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
+    return distributed
+
+
+def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Module, _: Any) -> None:
+    if model.training and torch.is_grad_enabled():
+        before_training_pass()
 
 
 def unwrap_model(
@@ -78,7 +114,7 @@ def unwrap_model(
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
     """What ``torch.compile`` was given to make this. By name: importing its class takes longer than most launches."""
-    return model._modules.get("_orig_mod")
+    return getattr(model, "_modules", {}).get("_orig_mod")  # a bare tensor has no modules
 
 
 class _AutocastView:

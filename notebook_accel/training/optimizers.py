@@ -200,8 +200,12 @@ def refuse_strangers(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
     Raises:
         TrainingError: An optimizer has no parameter of any of the models.
     """
-    models = [item for item in prepared if isinstance(item, torch.nn.Module)]
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known: set[int] = set()
+    for item in prepared:
+        if isinstance(item, torch.nn.Module):
+            known.update(map(id, item.parameters()))
+        elif isinstance(item, torch.Tensor):
+            known.add(id(item))
     for item in objects:
         if isinstance(item, AcceleratedOptimizer) and known.isdisjoint(map(id, parameters_of([item]))):
             raise TrainingError(

@@ -7,22 +7,20 @@ that were repeated to fill it.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from notebook_accel.errors import ConfigError, TrainingError
 
 __all__ = [
     "BatchSamplerShard",
     "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SynchronizedSampler",
+    "Round",
     "Tail",
+    "sample_count",
 ]
 
 
@@ -33,11 +31,13 @@ class Tail(NamedTuple):
         real: Its samples that occur for the first time in the epoch; they come before all others.
         total: Its samples over all ranks.
         ragged: Whether the ranks' shares differ in size, because nothing was repeated.
+        missing: Ranks that have no share at all, the last ones.
     """
 
     real: int
     total: int
     ragged: bool = False
+    missing: int = 0
 
     def kept(self, gathered: int) -> int:
         """How many of ``gathered`` rows belong to real samples.
@@ -47,6 +47,18 @@ class Tail(NamedTuple):
         """
         rows_each, left_over = divmod(gathered, self.total)
         return gathered if left_over else self.real * rows_each
+
+
+class Round(NamedTuple):
+    """What all ranks work on at the same time.
+
+    Attributes:
+        shares: One a rank, in order of rank; fewer if the last ranks have none.
+        tail: How the round differs from the others, ``None`` if it doesn't.
+    """
+
+    shares: list[Any]
+    tail: Tail | None
 
 
 class BatchSamplerShard(Sampler[Any]):
@@ -65,7 +77,8 @@ class BatchSamplerShard(Sampler[Any]):
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
 
     Attributes:
-        tail: The last round of the latest epoch, ``None`` if it was like the others.
+        tail: The round of the last batch of the latest epoch, ``None`` if it was like the others.
+        rounds_of_all: Rounds in which every rank has a batch, if there is a further one; ``None`` until it is reached.
 
     Raises:
         ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
@@ -87,12 +100,13 @@ class BatchSamplerShard(Sampler[Any]):
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         self.tail: Tail | None = None
+        self.rounds_of_all: int | None = None
         self._share_size = _part_of(self.batch_size, num_processes) if split_batches else self.batch_size
 
     def __len__(self) -> int:
         batches = len(cast(Sized, self.batch_sampler))
         if self.split_batches:
-            return batches - self._misses_last_batch()
+            return batches - self._misses_last_batch() if batches else 0
         rounds, left_over = divmod(batches, self.num_processes)
         if self.drop_last or not left_over:
             return rounds
@@ -109,18 +123,29 @@ class BatchSamplerShard(Sampler[Any]):
         return 0 < left_over <= self.process_index * self._share_size
 
     def __iter__(self) -> Iterator[Any]:
-        self.tail = None
+        self.rounds_of_all = None
+        own_tail: Tail | None = None
+        for number, (shares, tail) in enumerate(self.rounds()):
+            if tail is not None and tail.missing:
+                self.rounds_of_all = number
+            if self.process_index < len(shares):
+                own_tail = tail
+                yield shares[self.process_index]
+        self.tail = own_tail  # known to the loader when it knows that the epoch has ended
+
+    def rounds(self) -> Iterator[Round]:
+        """What all ranks get, round by round."""
         first: list[Any] | None = None
         held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
-        for shares in self._rounds():
+        for shares in self._dealt():
             if held is not None:
-                yield self._own(held)
+                yield Round(self._complete(held), None)
             first = first or shares
             held = shares
         if first is not None and held is not None:
-            yield from self._own_of_last(held, first)
+            yield from self._last_round(held, first)
 
-    def _rounds(self) -> Iterator[list[Any]]:
+    def _dealt(self) -> Iterator[list[Any]]:
         if not self.split_batches:
             batches = iter(self.batch_sampler)
             while shares := list(itertools.islice(batches, self.num_processes)):
@@ -131,27 +156,28 @@ class BatchSamplerShard(Sampler[Any]):
         for batch in self.batch_sampler:
             yield [batch[start : start + size] for start in range(0, len(batch), size)]
 
-    def _own(self, shares: list[Any]) -> Any:
+    def _complete(self, shares: list[Any]) -> list[Any]:
         if len(shares) != self.num_processes:
             raise TrainingError(
                 f"Before its last batch, the batch sampler yielded one that isn't of its size, {self.batch_size}.",
                 why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
                 fix="DataLoaderConfiguration(split_batches=False)",
             )
-        return shares[self.process_index]
+        return shares
 
-    def _own_of_last(self, shares: list[Any], first: list[Any]) -> Iterator[Any]:
-        if self.drop_last and len(shares) < self.num_processes:
+    def _last_round(self, shares: list[Any], first: list[Any]) -> Iterator[Round]:
+        missing = self.num_processes - len(shares)
+        if self.drop_last and missing:
             return
-        real = sum(map(_sample_count, shares))
+        real = sum(map(sample_count, shares))
+        tail = None
         if self.even_batches:
             shares = self._filled(shares, first)
-            total = sum(map(_sample_count, shares))
-            self.tail = Tail(real, total) if real < total else None
-        elif len(shares) == self.num_processes and len(set(map(_sample_count, shares))) > 1:
-            self.tail = Tail(real, real, ragged=True)
-        if self.process_index < len(shares):
-            yield shares[self.process_index]
+            total = sum(map(sample_count, shares))
+            tail = Tail(real, total) if real < total else None
+        elif missing or len(set(map(sample_count, shares))) > 1:
+            tail = Tail(real, real, ragged=True, missing=missing)
+        yield Round(shares, tail)
 
     def _filled(self, shares: list[Any], first: list[Any]) -> list[Any]:
         missing = self.num_processes - len(shares)
@@ -220,88 +246,33 @@ class IterableDatasetShard(IterableDataset[Any]):
         return rounds * self.share_size + own
 
     def __iter__(self) -> Iterator[Any]:
-        for share, _ in self.shares():
+        for share, _ in self.own_shares():
             yield from share
 
-    def shares(self) -> Iterator[tuple[Sequence[Any], Tail | None]]:
-        """This rank's share of each round, and how that round differs from the others if it is the last."""
-        round_size = self.share_size * self.num_processes
-        own = slice(self.process_index * self.share_size, (self.process_index + 1) * self.share_size)
+    def own_shares(self) -> Iterator[tuple[list[Any], Tail | None]]:
+        """This rank's share of each round in which it has one, and how that round differs from the others."""
+        for shares, tail in self.rounds():
+            if self.process_index < len(shares):
+                yield shares[self.process_index], tail
+
+    def rounds(self) -> Iterator[Round]:
+        """What all ranks get, round by round."""
+        size, round_size = self.share_size, self.share_size * self.num_processes
         samples = iter(self.dataset)
         first: list[Any] | None = None
         while taken := list(itertools.islice(samples, round_size)):
             first = first or taken
             real = len(taken)
+            if real < round_size and self.drop_last:
+                return
+            if real < round_size and self.even_batches:
+                taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
+            shares = [taken[start : start + size] for start in range(0, len(taken), size)]
             tail = None
             if real < round_size:
-                if self.drop_last:
-                    return
-                if self.even_batches:
-                    taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
-                    tail = Tail(real, round_size)
-                elif real > round_size - self.share_size:
-                    tail = Tail(real, real, ragged=True)
-            yield taken[own], tail
-
-
-class SeedableRandomSampler(RandomSampler):
-    """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
-
-    Args:
-        data_source: What is sampled from.
-        replacement: Whether a sample can be drawn again.
-        num_samples: Samples in an epoch, all by default.
-        seed: The same on every rank.
-    """
-
-    def __init__(
-        self, data_source: Sized, replacement: bool = False, num_samples: int | None = None, *, seed: int
-    ) -> None:
-        super().__init__(data_source, replacement, num_samples, generator=torch.Generator())
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that is iterated next."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(self.seed + self.epoch)
-        self.epoch += 1
-        yield from super().__iter__()
-
-
-class SynchronizedSampler(Sampler[Any]):
-    """A sampler that shuffles as rank 0's does, on every rank.
-
-    With the same global seed, rank 0 draws the very order that plain PyTorch draws in one process: the seed of an
-    epoch's order is taken from the global generator at the same moment.
-
-    Args:
-        sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: Gives every rank what rank 0 passes. Called by all ranks, once an epoch.
-    """
-
-    def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
-        self._sampler = copy.copy(sampler)
-        self._generator: torch.Generator | None = sampler.generator
-        self._from_rank_0 = from_rank_0
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler which epoch is next, if it wants to know."""
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._generator is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._sampler.generator = torch.Generator().manual_seed(self._from_rank_0(seed))
-        else:
-            self._generator.set_state(self._from_rank_0(self._generator.get_state()))
-        yield from self._sampler
+                missing = self.num_processes - len(shares)
+                tail = Tail(real, len(taken), ragged=len(taken) < round_size, missing=missing)
+            yield Round(shares, tail)
 
 
 def _part_of(batch_size: int | None, num_processes: int) -> int:
@@ -320,6 +291,6 @@ def _part_of(batch_size: int | None, num_processes: int) -> int:
     return part
 
 
-def _sample_count(batch: Any) -> int:
+def sample_count(batch: Any) -> int:
     """Samples in a batch; a dataset that yields whole batches has one index a batch instead of a list of indices."""
     return len(batch) if isinstance(batch, Sized) else 1

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, environment
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from tests.training.ranks import Ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -175,6 +175,53 @@ def test_the_toy_program_of_accelerates_documentation(capsys: pytest.CaptureFixt
     for trained in (model, clone):
         accelerator.print(f"{trained.weight.mean().item():.5f}")
     assert capsys.readouterr().out == "2.04000\n2.04000\n"
+
+
+def toy(steps: int) -> str:
+    """The documentation's program as it was first written, with a bare tensor for a model; what it prints last."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    y = 2 * x
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = torch.zeros((1, 1), requires_grad=True)
+    if not accelerator.is_main_process:
+        model.data.fill_(7)  # every rank begins with rank 0's weights
+    clone = torch.zeros((1, 1), requires_grad=True)
+    loader = DataLoader(TensorDataset(x, y), batch_size=len(x) // steps // accelerator.num_processes)
+    prepared = accelerator.prepare(model, torch.optim.SGD([model], lr=0.02), loader)
+    assert prepared[0] is model
+    assert accelerator.unwrap_model(model) is model
+    _, optimizer, loader = prepared
+    local = []
+    for inputs, labels in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.mse_loss(inputs.view(-1, 1) @ model, labels.view(-1, 1)))
+            assert model.grad is not None
+            local.append(bool(torch.equal(*accelerator.gather(model.grad).view(-1)[[0, -1]])))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert local == [False] * (steps - 1) + [True] or accelerator.num_processes == 1
+    F.mse_loss(x.view(-1, 1) @ clone, y.view(-1, 1)).backward()
+    torch.optim.SGD([clone], lr=0.02).step()
+    return f"{model.mean().item():.5f} {clone.mean().item():.5f}"
+
+
+def test_the_toy_program_with_a_bare_tensor(two_ranks: Ranks) -> None:
+    assert toy(4) == "2.04000 2.04000"
+    assert two_ranks.run(toy, 4) == ["2.04000 2.04000"] * 2
+    assert two_ranks.run(toy, 2) == ["2.04000 2.04000"] * 2
+
+
+def test_optimizer_of_another_tensor_is_refused() -> None:
+    model, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    with pytest.raises(TrainingError, match="made for another model"):
+        Accelerator(cpu=True).prepare(model, torch.optim.SGD([other], lr=0.1))
+
+
+def test_tensors_that_do_not_learn_are_passed_through() -> None:
+    data, result = torch.zeros(2), torch.zeros(2, requires_grad=True) * 2
+    prepared = Accelerator(cpu=True).prepare(data, result)
+    assert prepared[0] is data
+    assert prepared[1] is result
 
 
 def test_mixed_precision_of_the_launcher() -> None:

@@ -26,7 +26,8 @@ def windows(state: GradientState, batches: int, *, total: int | None, epochs: in
         with state.iterating(counter, total) as current:
             for batch in range(batches):
                 counter.step = batch + 1
-                current.is_last = batch == batches - 1
+                current.is_last = current.ends_window = batch == batches - 1
+                state.hand_out(current)
                 with state.accumulate([]):
                     state.divide(parameter.sum(), lambda: [parameter]).backward()
                     assert parameter.grad is not None
@@ -60,7 +61,8 @@ def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
     parameter = torch.zeros(1, requires_grad=True)
     with accumulating.iterating(Counter(), None) as current:
         for is_last in (False, True):
-            current.is_last = is_last
+            current.is_last = current.ends_window = is_last
+            accumulating.hand_out(current)
             with accumulating.accumulate([]):
                 for _ in range(1 + is_last):
                     accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
@@ -108,6 +110,7 @@ def test_nothing_of_a_loader_stays_after_a_break() -> None:
     accumulating = state(4)
     with contextlib.suppress(KeyError), accumulating.iterating(Counter(), 1) as current:
         current.is_last = True
+        accumulating.hand_out(current)
         assert accumulating.end_of_dataloader
         raise KeyError
     assert not accumulating.end_of_dataloader
@@ -118,7 +121,8 @@ def test_inner_loader_is_the_one_that_counts() -> None:
     accumulating = state(1)
     with accumulating.iterating(Counter(), 1) as outer:
         outer.is_last = True
-        with accumulating.iterating(Counter(), 2):
+        with accumulating.iterating(Counter(), 2) as inner:
+            accumulating.hand_out(inner)
             assert not accumulating.end_of_dataloader
         assert accumulating.end_of_dataloader
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import itertools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -11,9 +9,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -23,40 +19,15 @@ from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import Counter, Reporter
-from notebook_accel.training import collectives, process_group
+from notebook_accel.training import process_group
+from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
-from notebook_accel.training.data import DataLoaderConfiguration, DataLoaderShard, prepare_data_loader
+from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, share_out
+from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
+from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epochs: list[int] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-class Stream(IterableDataset[int]):
-    """Numbers in order, or in the order of a generator."""
-
-    def __init__(self, length: int, generator: torch.Generator | None = None) -> None:
-        self.length = length
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            return iter(range(self.length))
-        return iter(torch.randperm(self.length, generator=self.generator).tolist())
 
 
 def prepare(
@@ -64,7 +35,7 @@ def prepare(
 ) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
     runtime = runtime or SingleProcess(RankPlace(), torch.device("cpu"))
-    shard = prepare_data_loader(loader, runtime=runtime, state=state, config=DataLoaderConfiguration(**options))
+    shard = share_out(loader, runtime=runtime, state=state, config=DataLoaderConfiguration(**options))
     return shard, state
 
 
@@ -131,7 +102,7 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     row = Row()
     monkeypatch.setattr(reporting, "_reporter", row)
     training, state = prepare(DataLoader(Numbers(2)))
-    evaluation = prepare_data_loader(
+    evaluation = share_out(
         DataLoader(Numbers(1)),
         runtime=SingleProcess(RankPlace(), torch.device("cpu")),
         state=state,
@@ -198,12 +169,6 @@ def test_loader_that_iterates_in_its_own_way() -> None:
         prepare(Own(Numbers(4)))
 
 
-def test_dispatching_is_not_there_yet() -> None:
-    DataLoaderConfiguration(dispatch_batches=False)
-    with pytest.raises(ConfigError, match="isn't there yet"):
-        DataLoaderConfiguration(dispatch_batches=True)
-
-
 def own_samplers(kind: str) -> Any:
     """Three epochs of what this rank reads."""
     runtime = process_group.join(cpu=True)
@@ -221,7 +186,7 @@ def own_samplers(kind: str) -> Any:
         "stream": lambda: DataLoader(Stream(24, generator), batch_size=2),
         "seedable": lambda: DataLoader(data, batch_size=2, shuffle=True),
     }
-    shard, _ = prepare(loaders[kind](), runtime, use_seedable_sampler=kind == "seedable")
+    shard, _ = prepare(loaders[kind](), runtime, use_seedable_sampler=kind == "seedable", dispatch_batches=False)
     return [[batch.tolist() for batch in shard] for _ in range(3)]
 
 
@@ -249,7 +214,7 @@ def test_ranks_shuffle_as_one_process_does(two_ranks: Ranks) -> None:
 def read(kind: str, n: int, batch_size: int | None, options: dict[str, Any]) -> Any:
     runtime = process_group.join(cpu=True)
     dataset: Any = Stream(n) if kind == "stream" else Numbers(n)
-    shard, _ = prepare(DataLoader(dataset, batch_size=batch_size), runtime, **options)
+    shard, _ = prepare(DataLoader(dataset, batch_size=batch_size), runtime, dispatch_batches=False, **options)
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in shard]
 
 
@@ -278,75 +243,88 @@ def test_loader_that_is_shared_out_already(two_ranks: Ranks) -> None:
         assert "DistributedSampler" in str(error)
 
 
-def metrics(cases: list[tuple[int, int]], options: dict[str, Any], streams: bool) -> list[Any]:
-    """For each length and batch size: what the ranks gathered over an epoch, as tensors and as objects."""
-    runtime = process_group.join(cpu=True)
-    found = []
-    for n, batch_size in cases:
-        loader = DataLoader(Stream(n) if streams else Numbers(n), batch_size=batch_size)
-        shard, state = prepare(loader, runtime, **options)
-        tensors, objects = [], []
-        for batch in shard:
-            tree = {"ids": batch, "tokens": torch.stack([batch, batch], 1).reshape(-1)}
-            gathered = collectives.gather_for_metrics(runtime, tree, state.tail)
-            assert gathered["tokens"].tolist() == gathered["ids"].repeat_interleave(2).tolist()
-            tensors += gathered["ids"].tolist()
-            objects += collectives.gather_for_metrics(runtime, batch.tolist(), state.tail, use_gather_object=True)
-        found.append((tensors, objects))
-    return found
+def test_data_seed() -> None:
+    options = {"use_seedable_sampler": True, "data_seed": 21}
+    shard, _ = prepare(DataLoader(Numbers(20), batch_size=20, shuffle=True), **options)
+    expected = torch.randperm(20, generator=torch.Generator().manual_seed(21))
+    assert torch.equal(next(iter(shard)), expected)
+    with pytest.warns(UserWarning, match="no effect without use_seedable_sampler"):
+        DataLoaderConfiguration(data_seed=21)
 
 
-def test_each_sample_once_on_two_ranks(two_ranks: Ranks) -> None:
-    cases = list(itertools.product(range(1, 41), range(1, 6)))
-    for by_rank in two_ranks.run(metrics, cases, {}, False, deadline_s=110):
-        for (n, _), found in zip(cases, by_rank, strict=True):
-            assert found == (list(range(n)), list(range(n)))
+def test_sizes_of_all_ranks_together() -> None:
+    for loader, size in [
+        (DataLoader(Numbers(9), batch_size=2), 2),
+        (DataLoader(Numbers(9), batch_sampler=BatchSampler(range(9), 3, drop_last=False)), 3),
+        (DataLoader(Numbers(9), batch_size=None), 1),
+    ]:
+        assert prepare(loader)[0].total_batch_size == size
+        assert prepare(loader)[0].total_dataset_length == 9
+    for split, size in [(False, 8), (True, 4)]:
+        assert share(DataLoader(Numbers(9), batch_size=4), split_batches=split).total_batch_size == size
 
 
-def test_each_sample_once_on_three_ranks(three_ranks: Ranks) -> None:
-    cases = list(itertools.product(range(1, 20), (1, 2, 3, 5)))
-    for by_rank in three_ranks.run(metrics, cases, {}, False, deadline_s=110):
-        for (n, _), found in zip(cases, by_rank, strict=True):
-            assert found == (list(range(n)), list(range(n)))
+def share(loader: DataLoader[Any], rank: int = 0, **options: Any) -> DataLoaderShard:
+    return prepare_data_loader(loader, num_processes=2, process_index=rank, **options)
 
 
-@pytest.mark.parametrize(("options", "streams"), [
-    ({}, True),
-    ({"split_batches": True}, False),
-    ({"split_batches": True}, True),
+def test_the_share_of_a_rank_by_itself() -> None:
+    torch.manual_seed(3)
+    expected = [batch.tolist() for batch in DataLoader(Numbers(8), batch_size=2, shuffle=True)]
+    for rank in range(2):
+        torch.manual_seed(3)
+        shard = share(DataLoader(Numbers(8), batch_size=2, shuffle=True), rank)
+        assert [batch.tolist() for batch in shard] == expected[rank::2]
+        stream = share(DataLoader(Stream(5), batch_size=2), rank)
+        assert [batch.tolist() for batch in stream] == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]][rank]
+
+
+def test_loaders_without_an_accelerator_tell_the_latest_one() -> None:
+    state = GradientState(GradientAccumulationPlugin(num_steps=2))
+    assert GradientState() is state
+    loader = prepare_data_loader(DataLoader(Numbers(2)))
+    assert [(state.in_dataloader, GradientState().end_of_dataloader) for _ in loader] == [(True, False), (True, True)]
+    assert not state.in_dataloader
+    assert (state.num_steps, state.remainder) == (2, -1)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ([1, 2], "DataLoader, not list"),
+    (Numbers(3), "DataLoader, not Numbers"),
+    (DataLoader(Numbers(3), batch_size=3), "a batch of 3 into 2 equal parts"),
+    (DataLoader(Stream(3), batch_size=3), "a batch of 3 into 2 equal parts"),
 ])  # fmt: skip
-def test_each_sample_once_however_it_is_shared_out(two_ranks: Ranks, options: dict[str, Any], streams: bool) -> None:
-    cases = list(itertools.product(range(1, 12), (2, 4)))
-    for by_rank in two_ranks.run(metrics, cases, options, streams):
-        for (n, _), found in zip(cases, by_rank, strict=True):
-            assert found == (list(range(n)), list(range(n)))
+def test_loaders_that_cannot_be_shared_out(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        share(given, split_batches=True)
 
 
-def test_each_sample_once_with_ragged_last_batches(two_ranks: Ranks) -> None:
-    cases = [(7, 2), (8, 2), (15, 4)]
-    for streams in (False, True):
-        for by_rank in two_ranks.run(metrics, cases, {"even_batches": False}, streams):
-            for (n, _), found in zip(cases, by_rank, strict=True):
-                assert found == (list(range(n)), list(range(n)))
+@pytest.mark.parametrize("given", [Numbers(3), Stream(3), RandomSampler(range(3))])
+def test_what_is_prepared_is_a_loader(given: Any) -> None:
+    with pytest.raises(ConfigError, match="prepare takes loaders"):
+        Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), given)
 
 
-def metrics_of_workers() -> Any:
-    runtime = process_group.join(cpu=True)
-    shard, state = prepare(DataLoader(Stream(7), batch_size=2, num_workers=1), runtime)
-    return [collectives.gather_for_metrics(runtime, batch, state.tail).tolist() for batch in shard]
+def prepare_out_of_order() -> None:
+    prepare(DataLoader(Numbers(4), in_order=False), process_group.join(cpu=True))
 
 
-def test_each_sample_once_when_a_worker_reads_the_stream(two_ranks: Ranks) -> None:
-    assert two_ranks.run(metrics_of_workers) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
+def test_batches_in_any_order_are_refused(two_ranks: Ranks) -> None:
+    for error in two_ranks.replies(prepare_out_of_order):
+        assert isinstance(error, ConfigError)
+        assert "in_order=True" in str(error)
 
 
-def metrics_after_break() -> Any:
-    runtime = process_group.join(cpu=True)
-    shard, state = prepare(DataLoader(Numbers(3), batch_size=2), runtime)
-    for _ in shard:
-        break
-    return len(collectives.gather_for_metrics(runtime, torch.zeros(50), state.tail))
-
-
-def test_metrics_after_a_break_are_not_cut(two_ranks: Ranks) -> None:
-    assert two_ranks.run(metrics_after_break) == [100, 100]
+def test_an_evaluation_in_between_does_not_end_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    training, evaluation = accelerator.prepare(DataLoader(Numbers(6)), DataLoader(Numbers(2)))
+    model, seen = torch.nn.Linear(1, 1), []
+    rows = None
+    for _ in training:
+        with torch.no_grad():  # one batch of another loader for each, and the loader begins anew where it ends
+            rows = rows or iter(evaluation)
+            if next(rows, None) is None:
+                rows = None
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, False, False, True, False, True]

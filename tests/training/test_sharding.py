@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
-    SeedableRandomSampler,
-    SynchronizedSampler,
     Tail,
 )
 
@@ -115,7 +112,8 @@ def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
     assert [shard.tail for shard in by_rank] == [Tail(3, 3, ragged=True)] * 2
     for shard in shards(5, 2, 2, even_batches=False):
         list(shard)
-        assert shard.tail is None
+        assert shard.tail == (Tail(1, 1, ragged=True, missing=1) if shard.process_index == 0 else None)
+        assert shard.rounds_of_all == 1
 
 
 @pytest.mark.parametrize(("gathered", "kept"), [(8, 3), (16, 6), (0, 0), (2, 2), (9, 9)])
@@ -187,40 +185,3 @@ def test_stream_is_told_its_epoch() -> None:
     IterableDatasetShard(stream).set_epoch(4)
     IterableDatasetShard(iter([1])).set_epoch(4)
     assert stream.epochs == [4]
-
-
-def test_seedable_sampler_depends_on_seed_and_epoch_only() -> None:
-    sampler = SeedableRandomSampler(range(20), seed=3)
-    torch.manual_seed(1)
-    first, second = list(sampler), list(sampler)
-    torch.manual_seed(2)
-    sampler.set_epoch(0)
-    assert [list(sampler), list(sampler)] == [first, second]
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-    assert first == torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
-
-
-def test_rank_0_draws_what_plain_torch_draws() -> None:
-    torch.manual_seed(5)
-    plain = [list(RandomSampler(range(9))) for _ in range(2)]
-    torch.manual_seed(5)
-    sampler = SynchronizedSampler(RandomSampler(range(9)), lambda value: value)
-    assert [list(sampler) for _ in range(2)] == plain
-    assert len(sampler) == 9
-
-
-def test_other_ranks_follow_rank_0() -> None:
-    said: list[Any] = []
-
-    def listen(value: Any) -> Any:
-        said.append(value)
-        return value
-
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    samplers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[0])]
-    followers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[1])]
-    for sampler, follower in zip(samplers, followers, strict=True):
-        order = list(SynchronizedSampler(sampler, listen))
-        torch.rand(3)  # the follower's global generator stands elsewhere
-        assert list(SynchronizedSampler(follower, lambda _: said[-1])) == order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,9 @@ class Runtime(Protocol):
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """The object of rank ``source``. It is pickled."""
+
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
+        """The object at this rank's place in rank 0's ``values``; others give ``None``. Each is pickled by itself."""
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         """A module that averages ``model``'s gradients over the ranks in each backward pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class SingleProcess:
 
     def broadcast_object(self, value: Any, source: int) -> Any:  # noqa: ARG002  # the seam's signature
         return value
+
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
+        assert values is not None
+        return values[0]
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from notebook_accel.training.handlers import (
 )
 from notebook_accel.training.runtimes import torch_group
 from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
+from notebook_accel.training.runtimes.object_scatter import ObjectScatter
 
 __all__ = ["TorchDistributed"]
 
@@ -46,10 +47,12 @@ class TorchDistributed:
         self._group = torch_group.enter(place, device, options)
         self._group.add(self)
         self._has_left = False
+        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
+        self._scatter = ObjectScatter(torch.device("cpu") if carries_cpu else device)
         # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message,
         # which goes through gloo, so that it can't meet another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
-        self.compares_calls = place.world_size > 1 and is_asked and self._group.has_gloo_for(torch.device("cpu"))
+        self.compares_calls = place.world_size > 1 and is_asked and carries_cpu
 
     @property
     def has_left(self) -> bool:
@@ -97,6 +100,10 @@ class TorchDistributed:
         with self._explained():
             dist.broadcast_object_list(values, source)
         return values[0]
+
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
+        with self._explained():
+            return self._scatter(values)
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         device = next(model.parameters()).device

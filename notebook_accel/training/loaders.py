@@ -1,0 +1,194 @@
+"""Loaders as training iterates them: batches on the device, and the last one known as such while it is out."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from notebook_accel.reporting import Counter
+from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.samplers import SkipBatchSampler, chain_of
+from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["DataLoaderShard", "kept_options"]
+
+_END: Any = object()
+
+
+class DataLoaderShard(DataLoader[Any]):
+    """A rank's share of a loader.
+
+    While the last batch of an epoch is out, ``end_of_dataloader`` of the shared state is true: one batch is read ahead.
+    Pickles as the loader that it was made from, since it means nothing outside its rank.
+
+    Args:
+        source: The loader that it was made from; what isn't changed here is taken from it.
+        dataset: What is read.
+        state: Shared with the rest of the training.
+        shard: What deals out the batches, ``None`` if there is one rank only.
+        to_device: Moves a batch to the device; ``None`` leaves batches where they are.
+        before_epoch: Called on every rank when an epoch begins.
+        is_marked: Whether each batch comes with the round that it is part of, as a ``MarkedBatch``.
+        clock: Counts the epochs; a loader that goes on where another one stopped has the same.
+        skipped: Batches that are left out at the beginning of each epoch.
+        options: What ``torch.utils.data.DataLoader`` is told besides.
+
+    Attributes:
+        source: The loader that it was made from.
+        shard: What deals out the batches, ``None`` if there is one rank only.
+        counter: How far the running epoch is, for whoever watches.
+        skipped: Batches that are left out at the beginning of each epoch.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        dataset: Any,
+        *,
+        state: GradientState,
+        shard: BatchSamplerShard | IterableDatasetShard | None = None,
+        to_device: Callable[[Any], Any] | None = None,
+        before_epoch: Callable[[], None] | None = None,
+        is_marked: bool = False,
+        clock: EpochClock | None = None,
+        skipped: int = 0,
+        **options: Any,
+    ) -> None:
+        self._arguments = {
+            "state": state,
+            "shard": shard,
+            "to_device": to_device,
+            "before_epoch": before_epoch,
+            "is_marked": is_marked,
+            "clock": clock or EpochClock(),
+            **options,
+        }
+        if skipped:
+            options = {
+                name: SkipBatchSampler(value, skipped) if name in ("batch_sampler", "sampler") else value
+                for name, value in options.items()
+            }
+        super().__init__(dataset, **{**kept_options(source), **options})
+        self.source = source
+        self.shard = shard
+        self.skipped = skipped
+        self.counter = Counter()
+        self._batches = options.get("batch_sampler", options.get("sampler"))
+        self._gradients = state
+        self._to_device = to_device
+        self._before_epoch = before_epoch
+        self._is_marked = is_marked
+        self._clock: EpochClock = self._arguments["clock"]
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a batch of all ranks together; 1 a rank if the loader doesn't say."""
+        shard = self.shard
+        if shard is None:
+            return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
+        size = shard.batch_size or 1
+        return size if shard.split_batches else size * shard.num_processes
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of all ranks together."""
+        return len(self.source.dataset)  # type: ignore[arg-type]  # raises TypeError where the dataset has no length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells sampler and dataset which epoch is next, counted from 0. Without this, each epoch follows the last."""
+        self._clock.set(epoch)
+        for part in self._told():
+            part.set_epoch(epoch)
+
+    def skipping(self, num_batches: int) -> Self:
+        """A loader of the same batches without the first ``num_batches``, whose epochs count as this one's."""
+        arguments: dict[str, Any] = {**self._arguments, "skipped": self.skipped + num_batches}
+        return type(self)(self.source, self.dataset, **arguments)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
+        self._begin_epoch()
+        with self._gradients.iterating(self.counter, self.counter.total) as current:
+            batches = self._read()
+            following = self._fetch(batches)
+            while following is not _END:
+                batch = following
+                following = self._fetch(batches)
+                if self._is_marked:
+                    batch, current.tail = batch
+                self.counter.step += 1
+                if following is _END:
+                    current.is_last = current.ends_window = True
+                    if not self._is_marked:
+                        current.tail = getattr(self.shard, "tail", None)
+                elif self.shard is not None and self._is_last_of_all(following):
+                    current.ends_window = True
+                self._gradients.hand_out(current)
+                yield batch
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        return length if self._batches is not None else max(0, length - self.skipped)
+
+    def _begin_epoch(self) -> None:
+        epoch = self._clock.begin()
+        for part in self._told():
+            part.set_epoch(epoch)
+        if self._before_epoch is not None:
+            self._before_epoch()
+        length = self._length()
+        self.counter.start(epoch=epoch + 1, total=None if length is None else self.skipped + length)
+        self.counter.step = self.skipped
+
+    def _told(self) -> list[Any]:
+        """Sampler and dataset, if they want to know the epoch."""
+        return [part for part in (*chain_of(self._batches), self.dataset) if hasattr(part, "set_epoch")]
+
+    def _read(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        # A stream has to be read to be skipped.
+        return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        batch = next(batches, _END)
+        # Copied when it is read, one step before it is used, so that the copy can go on while the model computes.
+        return batch if self._to_device is None or batch is _END else self._to_device(batch)
+
+    def _is_last_of_all(self, following: Any) -> bool:
+        """Whether some ranks have no batch when this rank has ``following``."""
+        if self._is_marked:
+            return following.tail is not None and following.tail.missing > 0
+        return getattr(self.shard, "rounds_of_all", None) == self.counter.step
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:  # a stream, or a sampler that doesn't know how long it is
+            return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.source,),)
+
+
+def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader that is made from ``loader`` has in common with it."""
+    return {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory_device": loader.pin_memory_device,
+        "in_order": loader.in_order,
+    }

@@ -1,0 +1,113 @@
+"""The order in which samples are read: the same on every rank, by a seed, or without the beginning."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import RandomSampler, Sampler
+
+__all__ = ["SeedableRandomSampler", "SkipBatchSampler", "SynchronizedSampler", "chain_of"]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
+
+    Args:
+        data_source: What is sampled from.
+        replacement: Whether a sample can be drawn again.
+        num_samples: Samples in an epoch, all by default.
+        generator: Gives the seed that it began with, if there is no ``data_seed``.
+        data_seed: The seed, the same on every rank. By default what torch was seeded with last.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator=torch.Generator())
+        if data_seed is None:
+            data_seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        self.seed = data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that is iterated next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        self.epoch += 1
+        yield from super().__iter__()
+
+
+class SynchronizedSampler(Sampler[Any]):
+    """A sampler that shuffles as rank 0's does, on every rank.
+
+    With the same global seed, rank 0 draws the very order that plain PyTorch draws in one process: the seed of an
+    epoch's order is taken from the global generator at the same moment.
+
+    Args:
+        sampler: A sampler with an attribute ``generator``, which may be ``None``.
+        from_rank_0: Gives every rank what rank 0 passes. Called by all ranks, once an epoch.
+    """
+
+    def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
+        self._sampler = copy.copy(sampler)
+        self._generator: torch.Generator | None = sampler.generator
+        self._from_rank_0 = from_rank_0
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler which epoch is next, if it wants to know."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            self._sampler.generator = torch.Generator().manual_seed(self._from_rank_0(seed))
+        else:
+            self._generator.set_state(self._from_rank_0(self._generator.get_state()))
+        yield from self._sampler
+
+
+class SkipBatchSampler(Sampler[Any]):
+    """A batch sampler without its first batches. All else is the wrapped one's.
+
+    Args:
+        batch_sampler: What yields the batches.
+        skip_batches: How many are left out.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __len__(self) -> int:
+        return max(0, len(cast(Sized, self.batch_sampler)) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.batch_sampler, self.skip_batches, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not there yet: the object is being made
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+
+def chain_of(sampler: Any) -> Iterator[Any]:
+    """A sampler, the one that it wraps, and so on."""
+    while sampler is not None:
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner

@@ -1,0 +1,175 @@
+"""Batches that rank 0 reads for all, against those that each rank reads for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
+
+from notebook_accel.errors import TrainingError
+from notebook_accel.training import collectives, process_group
+from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
+from notebook_accel.training.data import DataLoaderConfiguration, share_out
+from notebook_accel.training.dispatching import DataLoaderDispatcher
+from notebook_accel.training.loaders import DataLoaderShard
+from tests.training.datasets import Numbers, Stream
+from tests.training.ranks import Ranks
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 9:
+            raise ValueError(f"no number {index}")
+        return index
+
+
+class Many(Numbers):
+    """Reads several at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+class SharedStream(Stream):
+    """Each worker reads its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter(range(info.id, self.length, info.num_workers))
+
+
+class OfRank(Stream):
+    """Another stream in every rank: only one of them is right."""
+
+    def __iter__(self) -> Iterator[int]:
+        rank = int(os.environ["RANK"])
+        return iter(range(100 * rank, 100 * rank + self.length))
+
+
+def share(loader: DataLoader[Any], **options: Any) -> tuple[DataLoaderShard, GradientState]:
+    state = GradientState(GradientAccumulationPlugin(num_steps=1))
+    runtime = process_group.join(cpu=True)
+    return share_out(loader, runtime=runtime, state=state, config=DataLoaderConfiguration(**options)), state
+
+
+def read(shard: DataLoaderShard, state: GradientState) -> list[Any]:
+    """For each batch: what is in it, and whether it is known as the last."""
+    return [(batch.tolist() if isinstance(batch, torch.Tensor) else batch, state.end_of_dataloader) for batch in shard]
+
+
+def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
+    batches = BatchSampler(SequentialSampler(range(n)), size, drop_last=True)
+    kinds: dict[str, Any] = {
+        "numbers": lambda: DataLoader(Numbers(n), batch_size=size),
+        "many": lambda: DataLoader(Many(n), batch_size=size),
+        "shuffled": lambda: DataLoader(Numbers(n), batch_size=size, shuffle=True),
+        "stream": lambda: DataLoader(Stream(n), batch_size=size),
+        "dropping": lambda: DataLoader(Stream(n), batch_size=size, drop_last=True),
+        "batch sampler": lambda: DataLoader(Numbers(n), batch_sampler=batches),
+        "single": lambda: DataLoader(Numbers(n), batch_size=None),
+        "single stream": lambda: DataLoader(Stream(n), batch_size=None),
+        "workers": lambda: DataLoader(Numbers(n), batch_size=size, num_workers=1),
+        "objects": lambda: DataLoader(Numbers(n), batch_size=size, collate_fn=lambda samples: {"is": str(samples)}),
+    }
+    loader: DataLoader[Any] = kinds[kind]()
+    return loader
+
+
+KINDS = ["numbers", "many", "shuffled", "stream", "dropping", "batch sampler", "single", "single stream", "objects"]
+SPLIT, UNEVEN, SEEDABLE = {"split_batches": True}, {"even_batches": False}, {"use_seedable_sampler": True}
+CASES = [
+    *((kind, options) for kind in KINDS for options in ({}, UNEVEN)),
+    *((kind, SPLIT) for kind in ("numbers", "stream", "batch sampler")),
+    ("shuffled", SEEDABLE),
+]
+
+
+def both_ways(kind: str, options: dict[str, Any]) -> list[Any]:
+    found = []
+    for n in (1, 4, 5, 8, 11, 12):
+        ways = []
+        for dispatch in (False, True):
+            torch.manual_seed(n)
+            shard, state = share(loader_of(kind, n, 4), **options, dispatch_batches=dispatch)
+            assert isinstance(shard, DataLoaderDispatcher) == dispatch
+            length = None if "stream" in kind or kind == "dropping" else len(shard)
+            ways.append((length, [read(shard, state) for _ in range(2)]))
+        found.append(ways)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_batches_are_those_that_each_rank_would_read(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    for by_length in two_ranks.run(both_ways, kind, options):
+        assert len(by_length) == 6
+        for sharded, dispatched in by_length:
+            assert dispatched == sharded
+
+
+WORKERS: dict[str, Any] = {
+    "own": lambda: DataLoader(OfRank(7), batch_size=2),
+    "workers": lambda: DataLoader(Numbers(7), batch_size=2, num_workers=2),
+    "persistent": lambda: DataLoader(Stream(7), batch_size=2, num_workers=1, persistent_workers=True),
+    "shared": lambda: DataLoader(SharedStream(10), batch_size=2, num_workers=2),  # each worker's last round is short
+}
+
+
+def gather_epochs(kind: str, options: dict[str, Any]) -> list[list[int]]:
+    """What the ranks gathered in each of two epochs."""
+    runtime = process_group.join(cpu=True)
+    shard, state = share(WORKERS[kind](), **options)
+    epochs = []
+    for _ in range(2):
+        gathered: list[int] = []
+        for batch in shard:
+            gathered += collectives.gather_for_metrics(runtime, batch, state.tail).tolist()
+        epochs.append(gathered)
+    return epochs
+
+
+@pytest.mark.parametrize("kind", ["own", "persistent"])
+def test_streams_are_dispatched_unless_told_otherwise(two_ranks: Ranks, kind: str) -> None:
+    assert two_ranks.run(gather_epochs, kind, {}) == [[list(range(7))] * 2] * 2
+
+
+def test_a_stream_that_each_rank_reads_for_itself(two_ranks: Ranks) -> None:
+    first, _ = two_ranks.run(gather_epochs, "own", {"dispatch_batches": False})
+    assert first[0] == [0, 1, 102, 103, 4, 5, 106]
+
+
+def test_workers_of_rank_0_read_for_all(two_ranks: Ranks) -> None:
+    assert two_ranks.run(gather_epochs, "workers", {"dispatch_batches": True}) == [[list(range(7))] * 2] * 2
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_each_sample_once_where_workers_share_a_stream(two_ranks: Ranks, even: bool) -> None:
+    for epochs in two_ranks.run(gather_epochs, "shared", {"even_batches": even}):
+        assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+
+
+def fail() -> None:
+    shard, state = share(DataLoader(Failing(12), batch_size=2), dispatch_batches=True)
+    read(shard, state)
+
+
+def test_what_rank_0_cannot_read_is_told_to_all(two_ranks: Ranks) -> None:
+    first, second = two_ranks.replies(fail)
+    assert isinstance(first, ValueError)
+    assert isinstance(second, TrainingError)
+    assert "ValueError: no number 9" in str(second)
+    assert two_ranks.run(gather_epochs, "own", {})[0][0] == list(range(7))
+
+
+def stop_early() -> list[Any]:
+    shard, state = share(DataLoader(Stream(20), batch_size=2))
+    first = next(iter(shard)).tolist()
+    return [first, state.in_dataloader, read(shard, state)[-1]]
+
+
+def test_break(two_ranks: Ranks) -> None:
+    assert two_ranks.run(stop_early) == [[[0, 1], False, ([16, 17], True)], [[2, 3], False, ([18, 19], True)]]

@@ -1,0 +1,159 @@
+"""``gather_for_metrics`` returns each sample of an epoch exactly once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
+from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Round
+from tests.training import ranks
+from tests.training.datasets import Numbers, Stream
+from tests.training.ranks import Ranks
+
+WORLDS = range(1, 5)
+SIZES = range(1, 10)
+LENGTHS = range(1, 201)
+
+
+# Every case, with all ranks in one process: what they get of each round, and what is kept of it.
+
+
+def kept(rounds: Iterator[Round], world: int, *, even: bool) -> list[int]:
+    found: list[int] = []
+    for shares, tail in rounds:
+        gathered = [sample for share in shares for sample in share]
+        if even:
+            assert len(shares) == world
+            assert len({len(share) for share in shares}) == 1  # or they couldn't be gathered
+        found += gathered[: tail.kept(len(gathered))] if tail else gathered
+    return found
+
+
+def deal(kind: str, n: int, size: int, world: int, split: bool, even: bool) -> Iterator[Round]:
+    batch_size = size * world if split else size
+    if kind == "stream":
+        return IterableDatasetShard(range(n), batch_size, False, world, 0, split, even).rounds()
+    sampler = BatchSampler(SequentialSampler(range(n)), batch_size, drop_last=False)
+    return BatchSamplerShard(sampler, world, 0, split, even).rounds()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "stream"])
+@pytest.mark.parametrize(("split", "even"), [(False, True), (False, False), (True, True)])
+def test_every_case(kind: str, split: bool, even: bool) -> None:
+    cases = list(itertools.product(WORLDS, SIZES, LENGTHS))
+    assert len(cases) == 7200
+    for world, size, n in cases:
+        assert kept(deal(kind, n, size, world, split, even), world, even=even) == list(range(n)), (world, size, n)
+
+
+def test_each_rank_gets_its_share_of_every_round() -> None:
+    for world, size, n in itertools.product(WORLDS, (1, 2, 5, 9), (1, 7, 36, 50, 181)):
+        rounds = list(deal("dataset", n, size, world, False, True))
+        sampler = BatchSampler(SequentialSampler(range(n)), size, drop_last=False)
+        for rank in range(world):
+            shard = BatchSamplerShard(sampler, world, rank)
+            assert list(shard) == [shares[rank] for shares, _ in rounds]
+            assert shard.tail == rounds[-1].tail
+            stream = IterableDatasetShard(range(n), size, False, world, rank)
+            assert list(stream) == list(itertools.chain.from_iterable(shard))
+
+
+# Some cases, with real ranks.
+
+
+def prepared(kind: str, n: int, size: int, options: dict[str, Any]) -> Any:
+    dispatch = {"dispatched": True, "dispatched stream": True, "stream": False}.get(kind)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch, **options))
+    dataset: Any = Stream(n) if "stream" in kind else Numbers(n)
+    return accelerator, accelerator.prepare(DataLoader(dataset, batch_size=size))
+
+
+def gathered(accelerator: Any, batches: Any) -> tuple[list[int], list[str]]:
+    """The samples of an epoch, as tensors and as objects. Per sample there are two more rows in another tensor."""
+    tensors: list[int] = []
+    objects: list[str] = []
+    for batch in batches:
+        found = accelerator.gather_for_metrics({"ids": batch, "tokens": batch.repeat_interleave(2)})
+        assert found["tokens"].tolist() == found["ids"].repeat_interleave(2).tolist()
+        tensors += found["ids"].tolist()
+        objects += accelerator.gather_for_metrics([str(sample) for sample in batch.tolist()])
+    return tensors, objects
+
+
+def epochs_of(kind: str, n: int, size: int, skip: int, options: dict[str, Any]) -> list[Any]:
+    """A whole epoch, one after a break, the rest of one, and one with another loader inside."""
+    accelerator, loader = prepared(kind, n, size, options)
+    inner_n = size * accelerator.num_processes if "even_batches" in options else size + 1
+    inner = accelerator.prepare(DataLoader(Numbers(inner_n), batch_size=size))
+    whole = gathered(accelerator, loader)
+    for batch in loader:
+        accelerator.gather_for_metrics(batch)
+        break
+    assert len(accelerator.gather(torch.zeros(7))) == len(accelerator.gather_for_metrics(torch.zeros(7)))
+    again = gathered(accelerator, loader)
+    rest = gathered(accelerator, skip_first_batches(loader, skip))
+    nested = []
+    for batch in loader:
+        assert gathered(accelerator, inner)[0] == list(range(inner_n))
+        nested += accelerator.gather_for_metrics(batch).tolist()
+    return [whole, again, rest, nested]
+
+
+def check(found: list[Any], n: int, first: int) -> None:
+    samples = list(range(n))
+    objects = [str(sample) for sample in samples]
+    assert found == [(samples, objects), (samples, objects), (samples[first:], objects[first:]), samples]
+
+
+drawn_cases = {
+    "kind": st.sampled_from(["dataset", "stream", "dispatched", "dispatched stream"]),
+    "n": st.integers(1, 24),
+    "size": st.integers(1, 9),
+    "skip": st.integers(0, 3),
+    "how": st.sampled_from(["even", "ragged", "split"]),
+}
+drawn = settings(deadline=None, max_examples=12)
+
+
+def draw(running: Ranks, world: int, kind: str, n: int, size: int, skip: int, how: str) -> None:
+    options: dict[str, Any] = {"even": {}, "ragged": {"even_batches": False}, "split": {"split_batches": True}}[how]
+    batch_size = size * world if how == "split" else size
+    if how == "ragged":
+        n += -n % (size * world)  # every rank has a batch in the last round, if not as long a one
+        n -= min(size - 1, 1)
+    for found in running.run(epochs_of, kind, n, batch_size, skip, options):
+        check(found, n, min(n, skip * size * world))
+
+
+@drawn
+@given(**drawn_cases)
+def test_two_ranks(two_ranks: Ranks, kind: str, n: int, size: int, skip: int, how: str) -> None:
+    draw(two_ranks, 2, kind, n, size, skip, how)
+
+
+@drawn
+@given(**drawn_cases)
+def test_three_ranks(three_ranks: Ranks, kind: str, n: int, size: int, skip: int, how: str) -> None:
+    draw(three_ranks, 3, kind, n, size, skip, how)
+
+
+def test_four_ranks() -> None:
+    with ranks.running(4) as four:
+        for kind, n, size, how in [
+            ("dataset", 1, 2, "even"), ("stream", 13, 3, "even"), ("dispatched", 29, 2, "even"),
+            ("dispatched stream", 18, 9, "even"), ("dataset", 33, 2, "split"), ("dataset", 24, 3, "ragged"),
+        ]:  # fmt: skip
+            draw(four, 4, kind, n, size, 1, how)
+
+
+def test_one_rank() -> None:
+    for kind, n, size in itertools.product(["dataset", "stream", "dispatched"], (1, 4, 10), (1, 3)):
+        check(epochs_of(kind, n, size, 1, {}), n, min(n, size))

@@ -1,0 +1,63 @@
+"""The order in which samples are read."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler, chain_of
+
+
+def test_seedable_sampler_depends_on_seed_and_epoch_only() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=3)
+    torch.manual_seed(1)
+    first, second = list(sampler), list(sampler)
+    torch.manual_seed(2)
+    sampler.set_epoch(0)
+    assert [list(sampler), list(sampler)] == [first, second]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first == torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def test_rank_0_draws_what_plain_torch_draws() -> None:
+    torch.manual_seed(5)
+    plain = [list(RandomSampler(range(9))) for _ in range(2)]
+    torch.manual_seed(5)
+    sampler = SynchronizedSampler(RandomSampler(range(9)), lambda value: value)
+    assert [list(sampler) for _ in range(2)] == plain
+    assert len(sampler) == 9
+
+
+def test_other_ranks_follow_rank_0() -> None:
+    said: list[Any] = []
+
+    def listen(value: Any) -> Any:
+        said.append(value)
+        return value
+
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    samplers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[0])]
+    followers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[1])]
+    for sampler, follower in zip(samplers, followers, strict=True):
+        order = list(SynchronizedSampler(sampler, listen))
+        torch.rand(3)  # the follower's global generator stands elsewhere
+        assert list(SynchronizedSampler(follower, lambda _: said[-1])) == order
+
+
+def test_skipping_leaves_all_else_as_it_is() -> None:
+    inner = BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)
+    skipping = SkipBatchSampler(inner, 3)
+    assert list(skipping) == list(skipping) == [[6, 7], [8]]
+    assert (len(skipping), skipping.batch_size, skipping.drop_last) == (2, 2, False)
+    assert (list(SkipBatchSampler(inner, 7)), len(SkipBatchSampler(inner, 7))) == ([], 0)
+    assert list(chain_of(skipping)) == [skipping, inner, inner.sampler]
+    assert list(copy.deepcopy(skipping)) == [[6, 7], [8]]
+
+
+def test_skipping_batches_that_have_no_end() -> None:
+    assert list(itertools.islice(SkipBatchSampler(([i] for i in itertools.count()), 2), 2)) == [[2], [3]]
