@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import os
 import pathlib
 import threading
@@ -30,9 +29,9 @@ from notebook_accel.launching.messages import RankDump, Reason
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Record
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.stacks import RankStack, Stacks, read_dump
+from notebook_accel.launching.stacks import Stacks
+from notebook_accel.launching.watch import Watch
 
 __all__ = ["Control", "Job"]
 
@@ -111,11 +110,7 @@ class Job:
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size)
-        self._infos = [RankInfo(rank) for rank in ranks]
-        self._silence = SilenceWatch(spec.world_size)
-        self._sources = spec.sources
-        self._asked_stacks = threading.Condition()
-        self._stacks: Stacks | None = None  # the latest answer
+        self._watch = Watch(spec.world_size, spec.sources)
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
@@ -193,7 +188,7 @@ class Job:
     @property
     def ranks(self) -> list[RankInfo]:
         """What is known about each rank: process, device, memory, last step."""
-        return [copy.copy(info) for info in self._infos]
+        return self._watch.ranks
 
     def logs(self, rank: int, tail: int | None = None) -> str:
         """What a rank has written to its standard output and error.
@@ -217,14 +212,9 @@ class Job:
         Raises:
             RunError: The agent, which asks the ranks, has not answered in time.
         """
-        with self._asked_stacks:
-            before = self._stacks
-            self._tell(lambda control: control.inspect())
-            self._asked_stacks.wait_for(lambda: self.done or self._stacks is not before, timeout_s)
-            if self._stacks is not before and self._stacks is not None:
-                return self._stacks
-        if self.done:
-            return Stacks([RankStack(info.rank, info.pid, "ended") for info in self._infos])
+        stacks = self._watch.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        if stacks is not None:
+            return stacks
         raise RunError(
             f"The ranks of {self.name!r} could not be asked where they stand within {timeout_s:g} s.",
             why="The agent, the process that looks after them, doesn't answer: it may be stopped.",
@@ -266,7 +256,7 @@ class Job:
 
         What it comes to is among the ``events``.
         """
-        if self._silence.is_due(now_s):
+        if self._watch.is_silence_due(now_s):
             self._tell(lambda control: control.inspect())
 
     def attach(self, control: Control) -> None:
@@ -276,18 +266,12 @@ class Job:
     def deliver(self, rank: int, event: Event) -> None:
         """Takes one event of a rank. Called by the engine's thread."""
         self._record.add(rank, event)
-        self._infos[rank].add(event)
-        self._silence.add(rank, event)
+        self._watch.add(rank, event)
         self._pending.append((rank, event))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
-        answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
-        stacks = Stacks([answered.get(info.rank, RankStack(info.rank, None, "unarmed")) for info in self._infos])
-        with self._asked_stacks:
-            self._stacks = stacks
-            self._asked_stacks.notify_all()
-        for rank, silent in self._silence.judge(stacks, time.monotonic()):
+        for rank, silent in self._watch.answer(dumps, time.monotonic()):
             self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
@@ -298,8 +282,7 @@ class Job:
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
         self._ended.set()
-        with self._asked_stacks:
-            self._asked_stacks.notify_all()
+        self._watch.end()
 
     # ----------------------------------------------------------------------------------------------------------------
 

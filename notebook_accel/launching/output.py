@@ -98,8 +98,8 @@ class LogTail:
         self.descriptor = descriptor
         self._allowance = allowance
         self._say = say
-        self._position = 0  # of the first byte that was neither said nor passed over
-        self._seen_size = 0
+        # Of the first byte that was neither said nor passed over. A rank that is started once more goes on in its log.
+        self._position = self._seen_size = os.fstat(descriptor).st_size
         self._left_out = 0
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from notebook_accel.launching.output import Allowance, LogTail, open_log
 class Log:
     """A log in memory, the tail that follows it, and what that has said."""
 
-    def __init__(self, world_size: int = 1) -> None:
-        self.descriptor, _ = open_log("", 0)
+    def __init__(self, world_size: int = 1, descriptor: int | None = None) -> None:
+        self.descriptor = open_log("", 0)[0] if descriptor is None else descriptor
         self.said: list[events.Output] = []
         self.tail = LogTail(self.descriptor, Allowance(world_size), self.said.append)
         self.now_s = 0.0
@@ -159,6 +159,15 @@ def test_log_that_somebody_empties_is_followed_on() -> None:
     os.ftruncate(log.descriptor, 0)
     log.write(b"after\n")
     assert log.finish() == ["before, and longer", "after"]
+
+
+def test_rank_that_is_started_once_more_goes_on_in_its_log() -> None:
+    log = Log()
+    log.write(b"of the first one\n")
+    again = Log(descriptor=os.dup(log.descriptor))
+    again.write(b"of the second one\n")
+    assert again.finish() == ["of the second one"]
+    log.tail.close()
 
 
 def test_log_is_the_users_own_file(tmp_path: pathlib.Path) -> None:
