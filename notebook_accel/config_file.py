@@ -38,7 +38,7 @@ _ASKS: Mapping[str, _Ask] = {
         _Ask("a TPU pod"),
     ),
     "compute_environment": _Ask("a cloud service", ("LOCAL_MACHINE",)),
-    "debug": _Ask("Accelerate's debug mode"),
+    "debug": _Ask("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
     "deepspeed_config": _Ask("DeepSpeed"),
     "distributed_type": _Ask("another way of training", ("MULTI_CPU", "MULTI_GPU")),
     "downcast_bf16": _Ask("another meaning of float on TPUs"),
