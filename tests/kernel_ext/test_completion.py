@@ -40,6 +40,12 @@ def test_values_of_a_flag_that_has_a_few(notebook: kernels.Kernel, line: str) ->
     assert "--num_processes" not in _offered(notebook, line)
 
 
+def test_subcommands(notebook: kernels.Kernel) -> None:
+    assert _offered(notebook, "%distributed st") == ["status", "stop", "stacks"]
+    assert {"config", "doctor", "logs"} <= set(_offered(notebook, "%distributed "))
+    assert "doctor" not in _offered(notebook, "%distributed stop ")
+
+
 def test_the_body_of_the_cell_is_python(notebook: kernels.Kernel) -> None:
     notebook.run("mountains = 1")
     assert "mountains" in _offered(notebook, "%%distributed -n 2\nmount")
@@ -48,5 +54,6 @@ def test_the_body_of_the_cell_is_python(notebook: kernels.Kernel) -> None:
 def test_it_goes_with_the_extension(notebook: kernels.Kernel) -> None:
     notebook.run("%unload_ext notebook_accel")
     assert "--num_processes" not in _offered(notebook, "%%distributed --num")
+    assert "status" not in _offered(notebook, "%distributed st")
     notebook.run("%load_ext notebook_accel")
     assert "--num_processes" in _offered(notebook, "%%distributed --num")

@@ -63,17 +63,16 @@ def _values(kernel: kernels.Kernel, code: str, *expressions: str) -> list[object
     return list(eval(outcome.result))
 
 
-def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kernel) -> None:
-    cell = kernel.start("import notebook_accel; notebook_accel.config_widget()", allow_stdin=True)
-    assert cell.finish().status == "ok"
-    (shown,) = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "execute_result"]
-    assert shown[_VIEW]["model_id"]
-    cell = kernel.start("notebook_accel.config_widget()")
-    assert cell.finish().status == "ok"
-    (shown,) = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "execute_result"]
-    assert set(shown) == {"text/plain"}
-    assert "notebook-accel config\n" in shown["text/plain"]
-    assert 'write_basic_config(mixed_precision="no")' in shown["text/plain"]
+@pytest.mark.parametrize("code", ["notebook_accel.config_widget()", "%distributed config"])
+def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kernel, code: str) -> None:
+    assert kernel.run("import notebook_accel\n%load_ext notebook_accel").status == "ok"
+    for is_watched in (True, False):
+        cell = kernel.start(code, allow_stdin=is_watched)
+        assert cell.finish().status == "ok"
+        (shown,) = [message["content"]["data"] for message in cell.messages if message["msg_type"] == "execute_result"]
+        assert set(shown) == ({_VIEW, "text/plain"} if is_watched else {"text/plain"})
+        assert "notebook-accel config\n" in shown["text/plain"]
+        assert 'write_basic_config(mixed_precision="no")' in shown["text/plain"]
 
 
 def test_outside_a_kernel_it_is_text() -> None:
