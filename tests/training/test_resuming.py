@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from notebook_accel import Accelerator, DataLoaderConfiguration
+from notebook_accel import Accelerator, DataLoaderConfiguration, environment
 from notebook_accel.utils import set_seed
 from tests.training.ranks import Ranks
 
@@ -153,8 +153,8 @@ def all_resumed(folder: str, kind: str, steps: int, options: dict[str, Any], sto
     ("map", 1, {"use_seedable_sampler": True}),
     ("stream", 2, {}),
 ])  # fmt: skip
-def test_after_any_micro_batch(tmp_path: pathlib.Path, kind: str, steps: int, options: dict[str, Any]) -> None:
-    assert all_resumed(str(tmp_path), kind, steps, options, list(range(1, 23))) == ([], 4)
+def test_after_a_micro_batch(tmp_path: pathlib.Path, kind: str, steps: int, options: dict[str, Any]) -> None:
+    assert all_resumed(str(tmp_path), kind, steps, options, [1, 2, 3, 4, 6, 10, 11, 12, 13, 21, 22]) == ([], 4)
 
 
 def test_with_worker_processes(tmp_path: pathlib.Path) -> None:
@@ -169,3 +169,81 @@ def test_with_worker_processes(tmp_path: pathlib.Path) -> None:
 ])  # fmt: skip
 def test_on_two_ranks(two_ranks: Ranks, tmp_path: pathlib.Path, kind: str, steps: int, options: dict[str, Any]) -> None:
     assert two_ranks.run(all_resumed, str(tmp_path), kind, steps, options, [1, 2, 5, 6, 7, 9]) == [([], 4)] * 2
+
+
+def finish(program: Program, batches: Any) -> list[torch.Tensor]:
+    """Ends two epochs of which the first goes on with ``batches``."""
+    for batches_of_epoch in (batches, program.loader):
+        for x, y in batches_of_epoch:
+            program.step(x, y)
+        program.scheduler.scheduler.step()
+    return [parameter.detach().clone() for parameter in program.net.parameters()]
+
+
+def test_batches_that_are_skipped_by_hand_are_skipped_once(tmp_path: pathlib.Path) -> None:
+    expected = Program().run()
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    rest = program.accelerator.skip_first_batches(program.loader, 4)
+    assert all(map(torch.equal, finish(program, rest), expected))
+    assert program.micro_batches == 11 - 4 + 11
+
+
+def test_programs_that_count_batches_over_all_epochs(tmp_path: pathlib.Path) -> None:
+    """Saved after the last batch of an epoch, there is none to skip in the next."""
+    Program().run(tmp_path / "state", stop_after=11)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.scheduler.scheduler.step()
+    rest = program.accelerator.skip_first_batches(program.loader, 0)
+    for x, y in rest:
+        program.step(x, y)
+    program.scheduler.scheduler.step()
+    weights = [parameter.detach().clone() for parameter in program.net.parameters()]
+    assert program.micro_batches == 11
+    assert all(map(torch.equal, weights, Program().run()))
+
+
+def test_after_the_last_batch_the_epoch_ends(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=11)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    assert program.loader.epoch == 0
+    assert list(program.loader) == []
+    assert program.loader.epoch == 1
+    assert len(list(program.loader)) == 11
+
+
+def test_another_epoch_is_read_from_its_beginning(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.loader.set_epoch(0)
+    assert len(list(program.loader)) == 7
+    program.accelerator.load_state(tmp_path / "state")
+    program.loader.set_epoch(3)
+    assert len(list(program.loader)) == 11
+    with environment.patched({environment.COMPAT: "accelerate"}):
+        program.accelerator.load_state(tmp_path / "state")
+    assert len(list(program.loader)) == 11
+
+
+def test_loader_of_other_data_begins_anew_and_says_so(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=4)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Augmented(), batch_size=11))
+    with pytest.warns(UserWarning, match="had 11 batches when it was saved and has 2 now"):
+        loader.load_state_dict({**Program().loader.state_dict(), "batches": 4, "begun": None})
+    assert len(list(loader)) == 2
+
+
+def test_saved_again_before_anything_was_read(tmp_path: pathlib.Path) -> None:
+    expected = Program().run()
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.accelerator.save_state(tmp_path / "again")
+    last = Program()
+    last.accelerator.load_state(tmp_path / "again")
+    assert all(map(torch.equal, last.run(), expected))
