@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.errors import (
+        CheckpointError,
         ConfigError,
         LaunchError,
         NotebookAccelError,
@@ -30,8 +31,14 @@ if TYPE_CHECKING:
     from notebook_accel.reporting import report
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
+    from notebook_accel.training.batch_size import find_executable_batch_size
+    from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
+    from notebook_accel.training.process_control import DistributedType, PartialState
+    from notebook_accel.training.profiling import ProfileKwargs
+    from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.skipping import skip_first_batches
+    from notebook_accel.training.states import AcceleratorState
 
 __version__ = "0.1.0"
 
@@ -39,39 +46,53 @@ __version__ = "0.1.0"
 # kernel must not import torch.
 _HOME = {
     "Accelerator": "training.accelerator",
+    "AcceleratorState": "training.states",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "DataLoaderConfiguration": "training.data",
+    "DistributedType": "training.process_control",
     "GradientAccumulationPlugin": "training.accumulation",
     "Job": "launching.job",
     "LaunchConfig": "config",
     "LaunchError": "errors",
     "NotebookAccelError": "errors",
+    "PartialState": "training.process_control",
     "PayloadError": "errors",
     "PreflightError": "errors",
+    "ProfileKwargs": "training.profiling",
+    "ProjectConfiguration": "training.checkpoint_folders",
     "RankFailedError": "errors",
     "Results": "launching.results",
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",
     "TrainingError": "errors",
+    "find_executable_batch_size": "training.batch_size",
     "notebook_launcher": "launching.launcher",
     "prepare_data_loader": "training.data",
     "report": "reporting",
     "skip_first_batches": "training.skipping",
+    "synchronize_rng_states": "training.random_state",
     "write_basic_config": "launching.configuring",
 }
 
 __all__ = [
     "Accelerator",
+    "AcceleratorState",
+    "CheckpointError",
     "ConfigError",
     "DataLoaderConfiguration",
+    "DistributedType",
     "GradientAccumulationPlugin",
     "Job",
     "LaunchConfig",
     "LaunchError",
     "NotebookAccelError",
+    "PartialState",
     "PayloadError",
     "PreflightError",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "RankFailedError",
     "Results",
     "RunError",
@@ -79,10 +100,12 @@ __all__ = [
     "RunTimeoutError",
     "TrainingError",
     "config_widget",
+    "find_executable_batch_size",
     "notebook_launcher",
     "prepare_data_loader",
     "report",
     "skip_first_batches",
+    "synchronize_rng_states",
     "write_basic_config",
 ]
 

@@ -14,6 +14,7 @@
     │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
     │   └── SupervisorLostError         the process that looks after the ranks has gone
     └── TrainingError                   misuse of the training runtime inside a rank
+        ├── CheckpointError             a checkpoint that can't be written, or read, or belongs to something else
         └── CollectiveError             ranks that disagree about a collective, or one that didn't come to it
 
 An error says what happened, why, and what to type. Context is also there as attributes. Every error pickles, since
@@ -29,6 +30,7 @@ from typing import Any
 __all__ = [
     "CellError",
     "CellSyntaxError",
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "Finding",
@@ -252,6 +254,10 @@ class SupervisorLostError(RunError):
 
 class TrainingError(NotebookAccelError):
     """The training runtime was used in a way that can't work."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint can't be written or read, or was saved by other ranks or of another model. All ranks get it."""
 
 
 class CollectiveError(TrainingError):

@@ -40,6 +40,7 @@ _ONE_OF_EACH = [
     errors.RunTimeoutError("The run took longer than 5 s."),
     errors.SupervisorLostError("The agent has gone."),
     errors.TrainingError("prepare() was not called."),
+    errors.CheckpointError("There is no such folder."),
     errors.CollectiveError("The shapes differ."),
 ]
 

@@ -47,6 +47,17 @@ def test_second_notebook_accumulates_and_computes_in_bf16(kernel: kernels.Kernel
         assert float(apart) < 20
 
 
+def test_third_notebook_resumes_to_the_bit(kernel: kernels.Kernel) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "03_checkpoint_and_resume.ipynb")
+    *_, interrupted, resumed, uninterrupted, test = _run(path, kernel)
+    assert "stopped after 113 steps" in interrupted.result
+    assert "goes on in epoch 4, after 100 steps" in resumed.stdout
+    assert "equal to the bit: True" in uninterrupted.stdout
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95
+
+
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.name)
 def test_is_committed_without_outputs(path: pathlib.Path) -> None:
     notebook = nbformat.read(path, as_version=4)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -15,30 +16,37 @@ from torch.utils.data import DataLoader
 
 from notebook_accel.training import (
     accumulation,
-    collectives,
     data,
     handlers,
     models,
     optimizers,
     process_group,
+    profiling,
+    random_state,
+    refusals,
     schedule_hint,
     skipping,
     uneven,
 )
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
+from notebook_accel.training.checkpoint import CUSTOM, Contents
+from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.group_calls import GroupCalls
 from notebook_accel.training.handlers import AutocastKwargs
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import Precision
-from notebook_accel.training.process_control import ProcessControl
+from notebook_accel.training.profiling import ProfileKwargs
+from notebook_accel.training.project import Project
+from notebook_accel.training.states import AcceleratorState
 
 __all__ = ["Accelerator"]
 
 _T = TypeVar("_T")
 
 
-class Accelerator(ProcessControl):
+class Accelerator(GroupCalls, Project):
     """One rank of a training run.
 
     Making it joins the group that the environment describes; without one, this process trains alone. A further one in
@@ -52,6 +60,11 @@ class Accelerator(ProcessControl):
         gradient_accumulation_plugin: More about accumulation.
         dataloader_config: How loaders are prepared.
         cpu: Compute on the CPU, also where there are GPUs.
+        log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
+        project_dir: The folder of checkpoints and logs. The same as in ``project_config``.
+        project_config: More about it, such as numbered checkpoints.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. Orders
+            of samples agree without it.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
         downcast_bf16: On a TPU with bf16, have float32 replace float64 too.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
@@ -59,6 +72,7 @@ class Accelerator(ProcessControl):
 
     Attributes:
         gradient_state: Where training stands: ``sync_gradients``, ``end_of_dataloader``.
+        state: This rank and its precision.
 
     Raises:
         ConfigError: An option was given a value that it can't have.
@@ -75,17 +89,26 @@ class Accelerator(ProcessControl):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        rng_types: Iterable[Any] | None = None,
         step_scheduler_with_optimizer: bool = True,
         downcast_bf16: bool = False,
         kwargs_handlers: Iterable[object] | None = None,
+        **others: Any,
     ) -> None:
+        refusals.refuse(others)
         self._handlers = handlers.Handlers.of(kwargs_handlers)
+        self._rng_types = random_state.check_rng_types(rng_types or ())
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
         config = dataloader_config or DataLoaderConfiguration()
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
-        super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
+        runtime = process_group.join(cpu=cpu, options=self._handlers.group)
+        super().__init__(runtime, project_dir=project_dir, configuration=project_config, log_with=log_with)
         precision = functools.partial(Precision, autocast=self._handlers.autocast, scaler=self._handlers.scaler)
         self._precision = precision(mixed_precision, self._runtime.device, downcast_bf16=downcast_bf16)
+        self.state = AcceleratorState.of(self._runtime, self._precision)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -137,7 +160,9 @@ class Accelerator(ProcessControl):
     ) -> DataLoaderShard:
         """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
         placed = self._device_placement if device_placement is None else device_placement
-        prepare = functools.partial(data.share_out, state=self.gradient_state, config=self._loading)
+        prepare = functools.partial(
+            data.share_out, state=self.gradient_state, config=self._loading, rng_types=self._rng_types
+        )
         device = self.device if placed else None
         return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
 
@@ -198,8 +223,14 @@ class Accelerator(ProcessControl):
         self._runtime.release_memory()
         return [None] * len(objects)
 
+    clear = free_memory
+
     def end_training(self) -> None:
-        """Forgets all that was prepared and leaves the group, which ends with the last Accelerator of this process."""
+        """Ends trackers, forgets all that was prepared and leaves the group.
+
+        The group ends with the last Accelerator of this process.
+        """
+        self._finish_trackers()
         self.free_memory()
         self._runtime.leave()
 
@@ -245,6 +276,10 @@ class Accelerator(ProcessControl):
             chosen = self._optimizers if optimizer is None else optimizer
             optimizers.unscale(chosen if isinstance(chosen, Sequence) else [chosen], self._precision.scaler)
 
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Runs torch's profiler around the body, and gives it to the body as ``with ... as``."""
+        return profiling.profile(profile_handler or self._handlers.profile, self.process_index)
+
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -259,42 +294,6 @@ class Accelerator(ProcessControl):
         """Clips gradients to ``[-clip_value, clip_value]`` where they sync. Can be called for every micro-batch."""
         clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
         clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
-
-    # All ranks together
-
-    def gather(self, tensor: Any) -> Any:
-        """The ranks' tensors one after the other, on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
-
-        Takes nested lists, tuples and mappings of tensors. With one process they come back as they are.
-
-        Raises:
-            CollectiveError: Shapes or types differ between ranks; noticed before it happens where ranks are CPUs.
-        """
-        return collectives.gather(self._runtime, tensor, self.gradient_state.tail)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like ``gather``, with each sample of an epoch once: what was repeated to fill the last batches is left out.
-
-        Args:
-            input_data: Nested tensors with as many rows for each sample of the batch that is out, mostly one; or a
-                list of objects.
-            use_gather_object: Gather a list as objects although its items are tensors.
-        """
-        return collectives.gather_for_metrics(
-            self._runtime, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
-        )
-
-    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
-        """The ``"sum"`` or ``"mean"`` of the ranks' tensors, element by element, in new tensors."""
-        return collectives.reduce(self._runtime, tensor, reduction)
-
-    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Fills the ranks' tensors with those of one rank, in place, and returns them."""
-        return collectives.broadcast(self._runtime, tensor, from_process)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pads the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
-        return collectives.pad_across_processes(self._runtime, tensor, dim, pad_index, pad_first)
 
     # Where training stands
 
@@ -317,6 +316,18 @@ class Accelerator(ProcessControl):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def _contents(self) -> Contents:
+        prepared = [item for _, item in self._prepared]
+        states: dict[str, list[Any]] = {
+            "optimizer": [*self._optimizers],
+            "scheduler": [item for item in prepared if isinstance(item, AcceleratedScheduler)],
+            "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
+            CUSTOM: self._registered,
+        }
+        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
+        loaders = [item for item in prepared if isinstance(item, DataLoaderShard)]
+        return Contents(models, states, loaders, self.gradient_state)
 
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:

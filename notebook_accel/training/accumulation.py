@@ -142,6 +142,20 @@ class GradientState:
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window stands, for a checkpoint."""
+        return {
+            "sync_gradients": self.sync_gradients,
+            "divisor": self._divisor,
+            "micro_batches": self._micro_batches,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where ``state_dict`` has stood."""
+        self.sync_gradients = state["sync_gradients"]
+        self._divisor = state["divisor"]
+        self._micro_batches = state["micro_batches"]
+
     @property
     def adjust_scheduler(self) -> bool:
         """As in the plugin."""

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import collectives, process_group
+from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.dataset_views import EpochStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
@@ -122,6 +122,7 @@ def share_out(
     config: DataLoaderConfiguration,
     device: torch.device | None = None,
     place: RankPlace | None = None,
+    rng_types: Sequence[str] = (),
 ) -> DataLoaderShard:
     """A rank's share of ``loader``.
 
@@ -132,6 +133,7 @@ def share_out(
         config: How to share it out.
         device: Where batches are moved to; ``None`` leaves them where they are.
         place: The rank that gets this share, if it isn't this process's.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins.
 
     Raises:
         ConfigError: The loader can't be shared out as it is, or not as ``config`` wants it.
@@ -146,9 +148,22 @@ def share_out(
             send_to_device, device=device, non_blocking=config.non_blocking or loader.pin_memory
         )
     options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
+    if rng_types:
+        options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
     if sharing.dispatches:
         return DataLoaderDispatcher(loader, state=state, to_device=to_device, runtime=runtime, **options)
     return DataLoaderShard(loader, state=state, to_device=to_device, **options)
+
+
+def _synchronizing(
+    runtime: Runtime, rng_types: Sequence[str], loader: DataLoader[Any], before: Callable[[], None] | None
+) -> Callable[[], None]:
+    def synchronize() -> None:
+        random_state.synchronize(runtime, rng_types, loader.generator)
+        if before is not None:
+            before()
+
+    return synchronize
 
 
 def refuse_data(objects: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.profiling import ProfileKwargs
 
 __all__ = [
     "AutocastKwargs",
@@ -146,6 +147,7 @@ class Handlers:
     autocast: AutocastKwargs = AutocastKwargs()
     ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
     group: InitProcessGroupKwargs = InitProcessGroupKwargs()
+    profile: ProfileKwargs = dataclasses.field(default=ProfileKwargs())
     scaler: GradScalerKwargs = GradScalerKwargs()
 
     @classmethod

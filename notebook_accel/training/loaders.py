@@ -7,13 +7,16 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.reporting import Counter
 from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.dataset_views import MarkedBatch
 from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.position import Position, Resumption
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
+from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Tail
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +40,8 @@ class DataLoaderShard(DataLoader[Any]):
         to_device: Moves a batch to the device; ``None`` leaves batches where they are.
         before_epoch: Called on every rank when an epoch begins.
         is_marked: Whether each batch comes with the round that it is part of, as a ``MarkedBatch``.
-        clock: Counts the epochs; a loader that goes on where another one stopped has the same.
+        clock: Counts the epochs.
+        position: Where the loader stands; a loader that goes on where another one stopped has the same.
         skipped: Batches that are left out at the beginning of each epoch.
         options: What ``torch.utils.data.DataLoader`` is told besides.
 
@@ -45,6 +49,7 @@ class DataLoaderShard(DataLoader[Any]):
         source: The loader that it was made from.
         shard: What deals out the batches, ``None`` if there is one rank only.
         counter: How far the running epoch is, for whoever watches.
+        position: Where the loader stands, for checkpoints.
         skipped: Batches that are left out at the beginning of each epoch.
     """
 
@@ -59,16 +64,20 @@ class DataLoaderShard(DataLoader[Any]):
         before_epoch: Callable[[], None] | None = None,
         is_marked: bool = False,
         clock: EpochClock | None = None,
+        position: Position | None = None,
         skipped: int = 0,
         **options: Any,
     ) -> None:
+        clock = clock or EpochClock()
+        position = position or Position(clock)
         self._arguments = {
             "state": state,
             "shard": shard,
             "to_device": to_device,
             "before_epoch": before_epoch,
             "is_marked": is_marked,
-            "clock": clock or EpochClock(),
+            "clock": clock,
+            "position": position,
             **options,
         }
         if skipped:
@@ -81,12 +90,13 @@ class DataLoaderShard(DataLoader[Any]):
         self.shard = shard
         self.skipped = skipped
         self.counter = Counter()
+        self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
         self._gradients = state
         self._to_device = to_device
         self._before_epoch = before_epoch
         self._is_marked = is_marked
-        self._clock: EpochClock = self._arguments["clock"]
+        self._clock = clock
 
     @property
     def total_batch_size(self) -> int:
@@ -102,9 +112,22 @@ class DataLoaderShard(DataLoader[Any]):
         """Samples of all ranks together."""
         return len(self.source.dataset)  # type: ignore[arg-type]  # raises TypeError where the dataset has no length
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that is running, or else the one that comes next, from 0: where a loop goes on when resumed."""
+        return self.position.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: the epoch, the batches that are out, the random numbers that they were drawn by."""
+        return self.position.state_dict(self._generators(), self._total())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next pass go on where ``state_dict`` has stood."""
+        self.position.load_state_dict(state, self._generators(), self._total())
+
     def set_epoch(self, epoch: int) -> None:
         """Tells sampler and dataset which epoch is next, counted from 0. Without this, each epoch follows the last."""
-        self._clock.set(epoch)
+        self.position.set_epoch(epoch)
         for part in self._told():
             part.set_epoch(epoch)
 
@@ -114,13 +137,26 @@ class DataLoaderShard(DataLoader[Any]):
         return type(self)(self.source, self.dataset, **arguments)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        self._begin_epoch()
-        with self._gradients.iterating(self.counter, self.counter.total) as current:
+        resumption = self.position.take()
+        rest = self if resumption is None or resumption.is_told else self.skipping(resumption.batches)
+        return rest._iterate(resumption)
+
+    def _iterate(self, resumption: Resumption | None) -> Iterator[Any]:
+        position = self.position
+        # Read in this process, a batch may have drawn random numbers, and read again it would be another one.
+        keeps_ahead = self.num_workers == 0
+        with position.beginning(resumption, self._generators()):
+            self._begin_epoch()
             batches = self._read()
             following = self._fetch(batches)
+        if resumption is not None and resumption.ahead:
+            following = self._moved(self._kept(resumption.ahead[0]))
+        with self._gradients.iterating(self.counter, self.counter.total) as current, position.running(self.counter):
             while following is not _END:
                 batch = following
                 following = self._fetch(batches)
+                if keeps_ahead:
+                    position.ahead = following
                 if self._is_marked:
                     batch, current.tail = batch
                 self.counter.step += 1
@@ -143,8 +179,7 @@ class DataLoaderShard(DataLoader[Any]):
             part.set_epoch(epoch)
         if self._before_epoch is not None:
             self._before_epoch()
-        length = self._length()
-        self.counter.start(epoch=epoch + 1, total=None if length is None else self.skipped + length)
+        self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped
 
     def _told(self) -> list[Any]:
@@ -157,8 +192,14 @@ class DataLoaderShard(DataLoader[Any]):
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
-        batch = next(batches, _END)
         # Copied when it is read, one step before it is used, so that the copy can go on while the model computes.
+        return self._moved(next(batches, _END))
+
+    def _kept(self, ahead: Any) -> Any:
+        """A batch as it was before it became part of a checkpoint."""
+        return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
+
+    def _moved(self, batch: Any) -> Any:
         return batch if self._to_device is None or batch is _END else self._to_device(batch)
 
     def _is_last_of_all(self, following: Any) -> bool:
@@ -167,9 +208,16 @@ class DataLoaderShard(DataLoader[Any]):
             return following.tail is not None and following.tail.missing > 0
         return getattr(self.shard, "rounds_of_all", None) == self.counter.step
 
-    def _length(self) -> int | None:
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the order of the batches is drawn from, besides torch's own."""
+        parts = (self, *chain_of(self._batches), self.dataset, self.source.dataset)
+        found = [getattr(part, "generator", None) for part in parts]
+        return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+    def _total(self) -> int | None:
+        """Batches of an epoch, those that are skipped included; ``None`` if nobody knows."""
         try:
-            return len(self)
+            return self.skipped + len(self)
         except TypeError:  # a stream, or a sampler that doesn't know how long it is
             return None
 

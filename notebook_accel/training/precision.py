@@ -108,12 +108,26 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss multiplied by the scale."""
+        self._update()
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and when it grows, as of the next loss."""
+        self._update()
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with what ``state_dict`` has returned."""
+        self._has_stepped = False
+        self._unscaled.clear()
+        self._scaler.load_state_dict(state)
+
+    def _update(self) -> None:
         if self._has_stepped:
             self._scaler.update()
             self._unscaled.clear()
             self._has_stepped = False
-        scaled: torch.Tensor = self._scaler.scale(loss)
-        return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the optimizer's gradients back to their real size, unless they are already."""

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from notebook_accel.training import collectives, process_group
+from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.runtimes.runtime import Runtime
 
-__all__ = ["PartialState", "ProcessControl"]
+__all__ = ["DistributedType", "PartialState", "ProcessControl"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class DistributedType(str, enum.Enum):
+    """How the ranks compute and talk to each other. Equal to its name as text.
+
+    The last ones never occur here; programs that run with other launchers ask for them.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    XLA = "XLA"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+_BY_DEVICE = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xla": DistributedType.XLA,
+}
 
 
 class ProcessControl:
@@ -28,6 +51,7 @@ class ProcessControl:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._is_triggered = False
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +93,11 @@ class ProcessControl:
         """Whether there are other ranks."""
         return self.num_processes > 1
 
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the ranks compute and talk to each other; ``NO`` for a single one."""
+        return _BY_DEVICE[self.device.type] if self.use_distributed else DistributedType.NO
+
     # All ranks together
 
     def wait_for_everyone(self) -> None:
@@ -82,6 +111,30 @@ class ProcessControl:
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Lets the first rank of each machine run the body before the others."""
         return collectives.first(self._runtime, is_first=self.is_local_main_process)
+
+    def set_trigger(self) -> None:
+        """Lets ``check_trigger`` say true on every rank, for a decision that one rank takes, such as to stop early."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called ``set_trigger`` since the last time. All ranks have to ask."""
+        is_triggered = torch.tensor([int(self._is_triggered)], device=self.device)
+        self._is_triggered = False
+        return bool(collectives.reduce(self._runtime, is_triggered, "sum").item())
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of ``inputs``, such as prompts.
+
+        Args:
+            inputs: A list, a tuple, a tensor, or a mapping of such of one length. With more ranks than items some
+                ranks get none.
+            apply_padding: Give every rank as many, by repeating the last item, so that results can be gathered.
+
+        Raises:
+            TrainingError: ``inputs`` is something else.
+        """
+        yield splitting.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
 
     # One rank alone
 

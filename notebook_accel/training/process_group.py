@@ -15,7 +15,7 @@ from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["current", "join"]
+__all__ = ["current", "join", "rank_place"]
 
 # The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
 _latest: weakref.ref[Runtime] | None = None
@@ -54,3 +54,8 @@ def current(*, cpu: bool = False) -> Runtime:
     """The way to the other ranks that this process has already; joins if it has none."""
     runtime = None if _latest is None else _latest()
     return runtime if runtime is not None and not runtime.has_left else join(cpu=cpu)
+
+
+def rank_place() -> RankPlace:
+    """This rank's place among all, also before it has joined and after it has left."""
+    return torch_group.current_place() or RankPlace.from_environment()

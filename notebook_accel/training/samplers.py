@@ -61,7 +61,7 @@ class SynchronizedSampler(Sampler[Any]):
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
         self._sampler = copy.copy(sampler)
-        self._generator: torch.Generator | None = sampler.generator
+        self.generator: torch.Generator | None = sampler.generator
         self._from_rank_0 = from_rank_0
 
     def __len__(self) -> int:
@@ -73,11 +73,11 @@ class SynchronizedSampler(Sampler[Any]):
             self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._generator is None:
+        if self.generator is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             self._sampler.generator = torch.Generator().manual_seed(self._from_rank_0(seed))
         else:
-            self._generator.set_state(self._from_rank_0(self._generator.get_state()))
+            self.generator.set_state(self._from_rank_0(self.generator.get_state()))
         yield from self._sampler
 
 

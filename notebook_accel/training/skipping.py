@@ -33,6 +33,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(f"num_batches is {num_batches!r}.", fix="a whole number from 0")
     if isinstance(dataloader, DataLoaderShard):
+        dataloader.position.tell(num_batches)
         return dataloader.skipping(num_batches)
     if not isinstance(dataloader, DataLoader):
         raise ConfigError(

@@ -1,0 +1,147 @@
+"""A model's weights in files, with the names and the layout that the Hugging Face libraries read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from notebook_accel.errors import CheckpointError, ConfigError
+from notebook_accel.training.durable_files import written
+
+__all__ = ["read_weights", "save_model", "write_object", "write_weights"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_FORMAT = {"format": "pt"}  # without it Transformers refuses the file
+_SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def write_weights(state: Mapping[str, Any], path: pathlib.Path, *, safe: bool) -> None:
+    """Writes a state dict to one file: safetensors, or torch's own format.
+
+    Tensors that are the same one under several names are written once, as safetensors' own ``save_model`` does it.
+
+    Raises:
+        CheckpointError: There is something in it that isn't a tensor, which safetensors can't hold.
+    """
+    if not safe:
+        write_object(dict(state), path)
+        return
+    distinct, same = _without_repetitions(state)
+    with written(path) as draft:
+        save_file(distinct, draft, {**_FORMAT, **same})
+
+
+def write_object(value: Any, path: pathlib.Path) -> None:
+    """``torch.save`` to a file that is there whole or not at all."""
+    with written(path) as draft:
+        torch.save(value, draft)
+
+
+def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
+    """The state dict that ``write_weights`` has written, on the CPU.
+
+    Raises:
+        CheckpointError: The file isn't whole.
+    """
+    try:
+        if not safe:
+            state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+            return state
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it isn't a mapping
+            same = {name: kept for name, kept in (file.metadata() or {}).items() if kept in state}
+    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
+    return {**state, **{name: state[kept] for name, kept in same.items()}}
+
+
+def save_model(
+    state: Mapping[str, Any], folder: pathlib.Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+) -> None:
+    """Writes weights to ``model.safetensors``, or to numbered shards and an index of them.
+
+    Each file is there whole or not at all, the index comes last, and the shards of an earlier model go.
+
+    Raises:
+        CheckpointError: There is something in it that isn't a tensor, which safetensors can't hold.
+        ConfigError: ``max_shard_size`` isn't a size, or ``folder`` is a file.
+    """
+    limit_bytes = _size_bytes(max_shard_size)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"A model is saved to a folder; {folder} is a file.", fix="give it another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    distinct, same = _without_repetitions(state) if safe_serialization else (dict(state), {})
+    shards = _sharded(distinct, limit_bytes)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
+        places.update(dict.fromkeys(shard, name))
+        own = {again: first for again, first in same.items() if first in shard}
+        with written(folder / name) as draft:
+            save_file(shard, draft, {**_FORMAT, **own}) if safe_serialization else torch.save(shard, draft)
+    names = {*places.values()}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(map(_bytes_of, distinct.values()))}, "weight_map": places}
+        names.add(f"{stem}.{suffix}.index.json")
+        with written(folder / f"{stem}.{suffix}.index.json") as draft:
+            draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name in os.listdir(folder):
+        if _SHARD.fullmatch(name) and name not in names:
+            (folder / name).unlink()
+
+
+def _without_repetitions(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each tensor under its first name, none sharing memory with another; and the other names with that first one."""
+    first: dict[Any, str] = {}
+    storages: set[Any] = set()
+    distinct: dict[str, torch.Tensor] = {}
+    same: dict[str, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{name} of the model's state is {type(tensor).__name__}, and safetensors holds tensors only.",
+                fix="safe_serialization=False",
+            )
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        place = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in first:
+            same[name] = first[place]
+            continue
+        first[place] = name
+        distinct[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
+        storages.add(storage)
+    return distinct, same
+
+
+def _sharded(state: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:
+    shards: list[dict[str, Any]] = [{}]
+    size_bytes = 0
+    for name, tensor in state.items():
+        if shards[-1] and size_bytes + _bytes_of(tensor) > limit_bytes:
+            shards.append({})
+            size_bytes = 0
+        shards[-1][name] = tensor
+        size_bytes += _bytes_of(tensor)
+    return shards
+
+
+def _bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _size_bytes(size: int | str) -> int:
+    """What ``"5GB"`` means: a power of ten, as at Hugging Face; ``"5GiB"`` is one of two."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(size).strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"max_shard_size is {size!r}.", fix='a size such as "500MB" or "10GB", or a number of bytes')
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,0 +1,84 @@
+"""Collectives as functions, for code that has no ``Accelerator``: they take the group that this process is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from notebook_accel.training import collectives, process_group, trees
+from notebook_accel.training.process_control import PartialState
+
+__all__ = [
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "send_to_device",
+    "tqdm",
+    "wait_for_everyone",
+]
+
+
+def gather(tensor: Any) -> Any:
+    """The ranks' tensors one after the other, on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+    """
+    return collectives.gather(process_group.current(), tensor)
+
+
+def gather_object(object: Any) -> list[Any]:  # noqa: A002  the name that Accelerate documents
+    """The ranks' lists put into one, in order of rank. Items can be anything that pickles.
+
+    Raises:
+        TrainingError: It isn't a list or a tuple.
+    """
+    return collectives.gather_object(process_group.current(), object)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The ``"mean"`` or ``"sum"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
+    reduced = collectives.reduce(process_group.current(), tensor, reduction)
+    return reduced if scale == 1.0 else trees.map_leaves(lambda leaf: leaf * scale, reduced)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Fills the ranks' tensors with those of one rank, in place, and returns them."""
+    return collectives.broadcast(process_group.current(), tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replaces the items of a list by those of one rank, in place, and returns it."""
+    return collectives.broadcast_object_list(process_group.current(), object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pads the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
+    return collectives.pad_across_processes(process_group.current(), tensor, dim, pad_index, pad_first)
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Nested tensors on a device."""
+    return trees.send_to_device(tensor, device, non_blocking=non_blocking)
+
+
+def wait_for_everyone() -> None:
+    """Returns when every rank has called it."""
+    collectives.wait_for_everyone(process_group.current())
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A bar of the package tqdm, on the first rank of each machine only.
+
+    Args:
+        args: Of ``tqdm.auto.tqdm``.
+        main_process_only: ``False`` shows one a rank.
+        kwargs: Of ``tqdm.auto.tqdm``.
+    """
+    from tqdm.auto import tqdm as bar  # not a dependency
+
+    if main_process_only and not PartialState().is_local_main_process:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

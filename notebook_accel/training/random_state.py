@@ -1,0 +1,129 @@
+"""Random numbers: seeds, and the state of every generator that training draws from."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from notebook_accel.errors import ConfigError
+from notebook_accel.training import collectives, process_group
+from notebook_accel.training.runtimes.runtime import Runtime
+
+__all__ = [
+    "capture",
+    "check_rng_types",
+    "plain",
+    "restore",
+    "set_seed",
+    "snapshot",
+    "synchronize",
+    "synchronize_rng_states",
+]
+
+_RNG_TYPES = ("torch", "cuda", "numpy", "python", "generator")
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds Python's, NumPy's and torch's generators, those of GPUs included.
+
+    Args:
+        seed: The seed.
+        device_specific: Add the rank, so that ranks draw different numbers.
+        deterministic: Let torch use algorithms that give the same bits each time, where it has such.
+    """
+    if device_specific:
+        seed += process_group.rank_place().rank
+    random.seed(seed)
+    torch.manual_seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed % 2**32)  # it takes no larger ones
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def snapshot() -> dict[str, Any]:
+    """The state of this process's generators on the host, as they give it."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:  # else nobody has drawn from it
+        import numpy
+
+        state["numpy"] = numpy.random.get_state(legacy=True)
+    return state
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot made of what ``torch.load(weights_only=True)`` reads."""
+    version, words, gauss = state["python"]
+    made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        made["numpy"] = (str(name), torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
+    return made
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of this process's generators, a GPU's too, made of what ``torch.load(weights_only=True)`` reads."""
+    state = plain(snapshot())
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Puts the generators back to where ``capture`` or ``plain`` has them, a GPU's if ``device`` is one."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
+    if "cuda" in state and device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
+    """The names of generators, as ``synchronize`` takes them.
+
+    Raises:
+        ConfigError: There is no such generator.
+    """
+    names = tuple(str(getattr(kind, "value", kind)) for kind in types)
+    for name in names:
+        if name not in _RNG_TYPES:
+            raise ConfigError(f"rng_types has {name!r}.", fix=f"some of {', '.join(map(repr, _RNG_TYPES))}")
+    return names
+
+
+def synchronize(runtime: Runtime, types: Iterable[str], generator: torch.Generator | None = None) -> None:
+    """Gives every rank rank 0's state of the named generators."""
+    if runtime.place.world_size == 1:
+        return
+    own = capture(runtime.device)
+    if generator is not None:
+        own["generator"] = generator.get_state()
+    from_rank_0 = collectives.broadcast_object(runtime, {name: own[name] for name in types if name in own})
+    if generator is not None and "generator" in from_rank_0:
+        generator.set_state(from_rank_0.pop("generator"))
+    restore({**own, **from_rank_0}, runtime.device)
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """Gives every rank rank 0's state of some generators.
+
+    Args:
+        rng_types: Some of ``"torch"``, ``"cuda"``, ``"numpy"``, ``"python"`` and ``"generator"``.
+        generator: What ``"generator"`` means.
+
+    Raises:
+        ConfigError: There is no such generator.
+    """
+    synchronize(process_group.current(), check_rng_types(rng_types), generator)

@@ -1,0 +1,67 @@
+"""Loggers that know of ranks: one line of a message, not one a rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training import collectives, process_group
+
+__all__ = ["RankLogger", "get_logger"]
+
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # Python 3.10 can't subscript it
+
+_warned: set[tuple[str, object]] = set()
+
+
+class RankLogger(_Adapter):
+    """A logger whose messages come from rank 0, unless they are asked of every rank.
+
+    Each method takes two more arguments: ``main_process_only`` (true) and ``in_order`` (false), which lets the ranks
+    speak one after the other; all of them have to call it then.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Logs on rank 0, on every rank, or on every rank in order."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        if not self.isEnabledFor(level):
+            return
+        rank = process_group.rank_place().rank
+        if main_process_only and rank != 0:
+            return
+        if main_process_only or not in_order:
+            self.logger.log(level, msg, *args, **kwargs)
+            return
+        runtime = process_group.current()
+        for turn in range(runtime.place.world_size):
+            if turn == rank:
+                self.logger.log(level, msg, *args, **kwargs)
+            collectives.wait_for_everyone(runtime)
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """A warning that is logged the first time only."""
+        if (self.logger.name, msg) not in _warned:
+            _warned.add((self.logger.name, msg))
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> RankLogger:
+    """A logger of that name whose messages come from rank 0 only.
+
+    Args:
+        name: As for ``logging.getLogger``.
+        log_level: Such as ``"INFO"``. By default ``ACCELERATE_LOG_LEVEL``, else what ``logging`` is set to.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return RankLogger(logger, {})

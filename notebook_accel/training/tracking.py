@@ -1,0 +1,195 @@
+"""Trackers: where a run's numbers are written, for people to look at later. They work on rank 0."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from notebook_accel.errors import ConfigError
+
+__all__ = ["GeneralTracker", "JSONLinesTracker", "TensorBoardTracker", "find", "resolve", "start"]
+
+
+class GeneralTracker:
+    """A tracker. One of your own has these attributes and methods, whether it is a subclass of this or not.
+
+    Attributes:
+        name: What ``get_tracker`` finds it by.
+        requires_logging_directory: Whether it writes files.
+    """
+
+    name = "none"
+    requires_logging_directory = False
+
+    @property
+    def tracker(self) -> Any:
+        """The library's own object."""
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keeps what the run was told."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes values of a step."""
+
+    def finish(self) -> None:
+        """Writes what isn't written yet, at the end."""
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Numbers and text in TensorBoard's format.
+
+    Args:
+        run_name: A folder below ``logging_dir``.
+        logging_dir: Where TensorBoard is told to look.
+        options: Of ``torch.utils.tensorboard.SummaryWriter``.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # needs tensorboard, which few runs do
+
+        self.writer: Any = SummaryWriter(pathlib.Path(logging_dir) / run_name, **options)
+
+    @property
+    def tracker(self) -> Any:
+        return self.writer
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        plain = {name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in values.items()}
+        self.writer.add_hparams(plain, metric_dict={}, run_name=".")
+        self.writer.flush()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            else:
+                self.writer.add_scalar(name, _plain(value), global_step=step, **kwargs)
+        self.writer.flush()
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+class JSONLinesTracker(GeneralTracker):
+    """One line of JSON for each ``log``, in ``metrics.jsonl``; it needs nothing but a disk.
+
+    Args:
+        run_name: A folder below ``logging_dir``.
+        logging_dir: Where runs are kept.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        self._folder = pathlib.Path(logging_dir) / run_name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.path = self._folder / "metrics.jsonl"
+
+    @property
+    def tracker(self) -> Any:
+        return self.path
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        text = json.dumps(values, indent=2, default=_plain)
+        (self._folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        line = json.dumps({"time_s": time.time(), "step": step, **values, **kwargs}, default=_plain)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+_KNOWN: dict[str, Any] = {"tensorboard": TensorBoardTracker, "jsonl": JSONLinesTracker}
+
+
+def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Any]:
+    """Trackers by name, and objects of users' own, as ``start`` takes them.
+
+    Raises:
+        ConfigError: There is no such tracker, it isn't installed, or it needs a folder and there is none.
+    """
+    asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    found: list[Any] = []
+    for item in asked:
+        name = getattr(item, "value", item)  # of an enumeration
+        if name == "all":
+            found += [known for known in _KNOWN if known != "tensorboard" or _has_tensorboard()]
+        else:
+            found.append(name)
+    found = [item for number, item in enumerate(found) if item not in found[:number]]
+    for item in found:
+        _check(item, logging_dir)
+    return found
+
+
+def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
+    if isinstance(item, str) and item not in _KNOWN:
+        raise ConfigError(
+            f"log_with has {item!r}, and there is no such tracker.",
+            fix=f"one of {', '.join(map(repr, _KNOWN))}, or an object with name, store_init_configuration and log",
+        )
+    if not isinstance(item, str) and not (hasattr(item, "name") and callable(getattr(item, "log", None))):
+        raise ConfigError(
+            f"log_with has a {type(item).__name__}, which is no tracker.",
+            fix="an object with name, store_init_configuration(values), log(values, step) and finish()",
+        )
+    if item == "tensorboard" and not _has_tensorboard():
+        raise ConfigError("log_with='tensorboard' needs a package that isn't there.", fix="pip install tensorboard")
+    needs_folder = _KNOWN[item].requires_logging_directory if isinstance(item, str) else False
+    if (needs_folder or getattr(item, "requires_logging_directory", False)) and logging_dir is None:
+        raise ConfigError(
+            f"The tracker {getattr(item, 'name', item)!r} writes files, and there is no folder for them.",
+            fix='Accelerator(project_dir="runs/first", ...)',
+        )
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def start(
+    trackers: Sequence[Any],
+    run_name: str,
+    logging_dir: str | os.PathLike[str] | None,
+    options: Mapping[str, Mapping[str, Any]],
+) -> list[Any]:
+    """The trackers of a run, of which those that were named are made now."""
+    return [
+        _KNOWN[item](run_name, logging_dir, **options.get(item, {})) if isinstance(item, str) else item
+        for item in trackers
+    ]
+
+
+def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
+    """A tracker by its name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    for tracker in trackers:
+        if tracker.name == name:
+            return tracker.tracker if unwrap else tracker
+    there = ", ".join(repr(tracker.name) for tracker in trackers) or "none: init_trackers wasn't called"
+    raise ConfigError(f"There is no tracker {name!r}.", fix=f"those that are there: {there}")
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or array as numbers, and what JSON has no word for as text."""
+    if not hasattr(value, "tolist"):
+        return value if isinstance(value, (int, float, bool)) else str(value)
+    plain = value.tolist()
+    while isinstance(plain, list) and len(plain) == 1:
+        plain = plain[0]
+    return plain

@@ -1,0 +1,172 @@
+"""Ranks that are killed while they save, again and again: ``python -m tests.training.killed_savers MODE FOLDER``.
+
+All are forked from this process, which has imported torch and done nothing else. Each first loads what the one before
+it has left. Prints one line of JSON: the numbers of the checkpoints that were found, and how often ranks were killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from notebook_accel import Accelerator, ProjectConfiguration
+from notebook_accel.errors import CheckpointError
+from tests.training.ranks import free_port
+
+_CHANGES = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove")
+_KILLS = 12
+_LONGEST_S = 0.15
+
+
+class Number:
+    """Something that users register."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Training:
+    """Training whose every part says how far it is."""
+
+    def __init__(self, folder: str, *, numbered: bool) -> None:
+        configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=numbered, total_limit=2)
+        self.accelerator = Accelerator(cpu=True, project_config=configuration)
+        self.folder = None if numbered else f"{folder}/state"
+        model = torch.nn.Linear(40, 40)
+        self.net, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        self.number = Number()
+        self.accelerator.register_for_checkpointing(self.number)
+
+    def save(self, number: int) -> None:
+        self.number.value = number
+        self.optimizer.param_groups[0]["lr"] = float(number)
+        for parameter in self.net.parameters():
+            parameter.data.fill_(number)
+        self.accelerator.save_state(self.folder)
+
+    def load(self) -> int:
+        """The number of the last checkpoint, of which every part has to be; -1 if there is none yet."""
+        try:
+            self.accelerator.load_state(self.folder)
+        except CheckpointError as error:
+            if "There is no checkpoint" in str(error):
+                return -1
+            raise
+        number = self.number.value
+        assert self.optimizer.param_groups[0]["lr"] == number
+        assert all(bool((parameter == number).all()) for parameter in self.net.parameters())
+        return number
+
+
+def _killed_at(change: int, folder: str) -> None:
+    """Kills this process when it is about to make its n-th change in a folder."""
+    count = itertools.count()
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event in _CHANGES and str(args[0]).startswith(folder) and next(count) == change:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def _fork(work: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
+    """A child, and a pipe that it can write numbers to."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    status = 1
+    try:
+        os.close(reading)
+        work(lambda number: os.write(writing, f"{number}\n".encode()) and None)
+        status = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _read(descriptor: int) -> list[int]:
+    with os.fdopen(descriptor) as file:
+        return [int(line) for line in file]
+
+
+def at_every_change(folder: str, *, numbered: bool) -> dict[str, Any]:
+    """One rank, killed at each change that saving makes in the folder, one after the other."""
+    found: list[int] = []
+
+    def begin(_: Callable[[int], None]) -> None:
+        training = Training(folder, numbered=numbered)
+        for number in range(3):
+            training.save(number)
+
+    pid, pipe = _fork(begin)
+    assert (_read(pipe), os.waitpid(pid, 0)[1]) == ([], 0)
+    for change in itertools.count():
+
+        def work(say: Callable[[int], None], change: int = change) -> None:
+            training = Training(folder, numbered=numbered)
+            number = training.load()
+            say(number)
+            _killed_at(change, folder)
+            training.save(number + 1)
+
+        pid, pipe = _fork(work)
+        found += _read(pipe)
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            return {"found": found, "kills": change}
+    raise AssertionError
+
+
+def at_random_moments(folder: str, *, numbered: bool) -> dict[str, Any]:
+    """Two ranks that save over and over, of which one is killed at a random moment and then the other."""
+    moments = random.Random(5)
+    found: list[list[int]] = []
+    for _ in range(_KILLS):
+        port = free_port()
+
+        def work(say: Callable[[int], None], rank: int, port: int = port) -> None:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in place.items()})
+            training = Training(folder, numbered=numbered)
+            number = training.load()
+            say(number)
+            for following in itertools.count(number + 1):
+                training.save(following)
+
+        ranks = [_fork(lambda say, rank=rank: work(say, rank)) for rank in range(2)]
+        found.append([_first_line(pipe) for _, pipe in ranks])
+        time.sleep(moments.uniform(0.0, _LONGEST_S))
+        for pid, _ in moments.sample(ranks, 2):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return {"found": found, "kills": _KILLS}
+
+
+def _first_line(pipe: int) -> int:
+    with os.fdopen(pipe) as file:
+        return int(file.readline())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).state_dict()  # the first one imports half of torch
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
+    modes = {"changes": at_every_change, "moments": at_random_moments}
+    print(json.dumps(modes[sys.argv[1]](sys.argv[2], numbered=sys.argv[3] == "numbered")))

@@ -1,0 +1,235 @@
+"""Saving and loading by all ranks together, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from notebook_accel import Accelerator, ConfigError, ProjectConfiguration, TrainingError
+from notebook_accel.errors import CheckpointError
+from tests.training.ranks import Ranks
+
+
+class Register:
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def prepared(width: int = 3, **options: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(cpu=True, **options)
+    model = torch.nn.Linear(width, 2)
+    net, optimizer, _ = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters()), DataLoader(torch.arange(4), batch_size=2)
+    )
+    return accelerator, net, optimizer
+
+
+def numbered(folder: pathlib.Path, **options: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, **options)
+
+
+def test_numbered_checkpoints(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared(project_config=numbered(tmp_path, total_limit=3, iteration=8))
+    for _ in range(4):
+        folder = accelerator.save_state()
+    assert folder == str(tmp_path / "checkpoints" / "checkpoint_11")
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11", "checkpoint_9"]
+    again, _, _ = prepared(project_config=numbered(tmp_path))
+    assert again.load_state() == folder
+    assert again.save_iteration == 12
+    other, _, _ = prepared(project_config=numbered(tmp_path, iteration=11))
+    with pytest.raises(ConfigError, match="checkpoint_11 already"):
+        other.save_state()
+
+
+def test_files_have_the_names_that_accelerates_have(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    accelerator.register_for_checkpointing(Register())
+    accelerator.save_state(tmp_path / "state")
+    assert sorted(os.listdir(tmp_path / "state")) == [
+        "checkpoint.json", "custom_checkpoint.bin", "model.safetensors", "optimizer.bin", "rank_0.bin",
+    ]  # fmt: skip
+    accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    assert (tmp_path / "state" / "pytorch_model.bin").exists()
+    assert not (tmp_path / "state" / "model.safetensors").exists()
+    assert accelerator.load_state(tmp_path / "state") == str(tmp_path / "state")
+
+
+def test_what_others_keep_in_the_folder_stays_there(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "log").write_text("mine")
+    for _ in range(2):
+        accelerator.save_state(tmp_path)
+    assert (tmp_path / "events" / "log").read_text() == "mine"
+    assert accelerator.load_state(tmp_path) == str(tmp_path)
+
+
+def test_registered_objects(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    with pytest.raises(TrainingError, match="int can't be part of a checkpoint"):
+        accelerator.register_for_checkpointing(3)
+    kept = Register({"best": torch.ones(2)})
+    accelerator.register_for_checkpointing(kept)
+    accelerator.save_state(tmp_path / "state")
+    kept.value = None
+    accelerator.load_state(tmp_path / "state")
+    assert kept.value["best"].tolist() == [1, 1]
+    kept.value = pathlib.Path("an object of some class")
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="weights_only"):
+        accelerator.load_state(tmp_path / "state")
+    kept.value = None
+    accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
+    assert kept.value == pathlib.Path("an object of some class")
+
+
+def test_hooks(tmp_path: pathlib.Path) -> None:
+    accelerator, net, _ = prepared()
+    seen: list[Any] = []
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        torch.save(weights.pop(), f"{folder}/mine")
+        seen.append(models)
+
+    def load(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(f"{folder}/mine"))
+
+    saving, loading = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(tmp_path / "state")
+    assert sorted(os.listdir(tmp_path / "state")) == ["checkpoint.json", "mine", "optimizer.bin", "rank_0.bin"]
+    before = net.weight.detach().clone()
+    net.weight.data.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(net.weight, before)
+    assert seen == [[net]]
+    saving.remove()
+    loading.remove()
+    accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "model.safetensors").exists()
+
+
+def test_a_model_alone_to_evaluate_it(tmp_path: pathlib.Path) -> None:
+    accelerator, net, _ = prepared()
+    accelerator.save_state(tmp_path / "state")
+    evaluating = Accelerator(cpu=True)
+    model = evaluating.prepare(torch.nn.Linear(3, 2))
+    evaluating.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, net.weight)
+
+
+def test_no_folder() -> None:
+    accelerator, _, _ = prepared()
+    with pytest.raises(ConfigError, match="no folder"):
+        accelerator.save_state()
+    with pytest.raises(ConfigError, match="no folder"):
+        accelerator.load_state()
+
+
+def spoil(folder: pathlib.Path, how: str) -> None:
+    file = folder / {"optimizer": "optimizer.bin", "rank": "rank_0.bin"}.get(how, "model.safetensors")
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "no manifest":
+        (folder / "checkpoint.json").unlink()
+    elif how == "half a manifest":
+        (folder / "checkpoint.json").write_text("{")
+    elif how == "other bytes":
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    else:
+        file.unlink()
+
+
+def load_spoilt(folder: str, how: str, width: int = 3) -> Any:
+    """The error of this rank, and what the group can still do."""
+    accelerator, net, _ = prepared(width)
+    before = accelerator.get_state_dict(net)["weight"].clone()
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        still = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+        assert torch.equal(accelerator.get_state_dict(net)["weight"], before)
+        return str(error), still
+    return None
+
+
+def save_one(folder: str) -> None:
+    prepared()[0].save_state(folder)
+
+
+@pytest.mark.parametrize(("how", "text"), [
+    ("truncated", "model.safetensors has"),
+    ("optimizer", "optimizer.bin is missing"),
+    ("rank", "rank_0.bin is missing"),
+    ("no manifest", "isn't a checkpoint"),
+    ("half a manifest", "isn't a checkpoint"),
+    ("other bytes", "can't be read"),
+])  # fmt: skip
+def test_spoilt_checkpoint_is_an_error_on_every_rank(
+    two_ranks: Ranks, tmp_path: pathlib.Path, how: str, text: str
+) -> None:
+    two_ranks.run(save_one, str(tmp_path / "state"))
+    spoil(tmp_path / "state", how)
+    for message, still in two_ranks.run(load_spoilt, str(tmp_path / "state"), how):
+        assert text in message
+        assert still == [0, 1]
+
+
+def test_checkpoint_that_is_not_there(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    two_ranks.run(save_one, str(tmp_path / "state"))
+    for message, still in two_ranks.run(load_spoilt, str(tmp_path / "other"), ""):
+        assert "There is no checkpoint" in message
+        assert f"use another one of {tmp_path}: state" in message
+        assert still == [0, 1]
+
+
+def test_checkpoint_of_another_model(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    two_ranks.run(save_one, str(tmp_path / "state"))
+    for message, still in two_ranks.run(load_spoilt, str(tmp_path / "state"), "", 5):
+        assert "weight: (2, 3) in the checkpoint, (2, 5) in the model" in message
+        assert still == [0, 1]
+
+
+def test_checkpoint_of_another_world_size(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    two_ranks.run(save_one, str(tmp_path / "state"))
+    accelerator, _, _ = prepared()
+    with pytest.raises(CheckpointError, match="saved by 2 ranks, and now there are 1") as raised:
+        accelerator.load_state(tmp_path / "state")
+    assert "num_processes=2" in raised.value.fix
+    manifest = json.loads((tmp_path / "state" / "checkpoint.json").read_text())
+    assert manifest["world_size"] == 2
+    assert {"rank_0.bin", "rank_1.bin"} <= set(manifest["files"])
+
+
+def save_with_a_failing_rank(folder: str) -> Any:
+    accelerator, _, _ = prepared()
+    accelerator.save_state(folder)
+
+    def fail(*_: Any) -> None:
+        if accelerator.process_index == 1:
+            raise OSError("no space left")
+
+    accelerator.register_save_state_pre_hook(fail)
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error), accelerator.load_state(folder) == folder, os.listdir(os.path.dirname(folder))
+
+
+def test_a_rank_that_can_not_write(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for message, loads, left in two_ranks.run(save_with_a_failing_rank, str(tmp_path / "state")):
+        assert "Rank 1 could not write its part of a checkpoint: OSError: no space left" in message
+        assert loads
+        assert left == ["state"]

@@ -1,0 +1,237 @@
+"""The names that users of Accelerate import, and what they do without an ``Accelerator``."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import notebook_accel
+from notebook_accel import Accelerator, AcceleratorState, ConfigError, DistributedType, TrainingError, utils
+from notebook_accel.logging import get_logger
+from notebook_accel.state import GradientState, PartialState
+from tests.training.ranks import Ranks
+
+_DOORS = {
+    "notebook_accel": "Accelerator AcceleratorState DataLoaderConfiguration DistributedType GradientAccumulationPlugin "
+    "PartialState ProfileKwargs ProjectConfiguration find_executable_batch_size notebook_launcher prepare_data_loader "
+    "skip_first_batches synchronize_rng_states",
+    "notebook_accel.state": "AcceleratorState DistributedType GradientState PartialState",
+    "notebook_accel.logging": "get_logger",
+    "notebook_accel.utils": "DataLoaderConfiguration DistributedType GradientAccumulationPlugin ProfileKwargs "
+    "ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather gather_object "
+    "pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
+    "write_basic_config",
+}
+
+
+@pytest.mark.parametrize("door", _DOORS)
+def test_names(door: str) -> None:
+    module = importlib.import_module(door)
+    for name in _DOORS[door].split():
+        assert hasattr(module, name), name
+
+
+def test_states_are_those_of_the_latest_accelerator() -> None:
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
+    assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
+    assert GradientState() is accelerator.gradient_state
+    assert GradientState().num_steps == 3
+    assert PartialState().device == accelerator.device
+    assert accelerator.distributed_type is DistributedType.NO
+    assert not accelerator.use_distributed
+
+
+def test_plugins_that_can_not_be_honoured() -> None:
+    for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_backend"):
+        with pytest.raises(ConfigError, match=name):
+            Accelerator(**{name: object()})
+        Accelerator(**{name: None})
+    Accelerator(dynamo_backend="no")
+    with pytest.raises(TypeError, match="mixed_precison"):
+        Accelerator(mixed_precison="bf16")
+    with pytest.raises(ConfigError, match="rng_types has 'dice'"):
+        Accelerator(rng_types=["dice"])
+
+
+def together() -> Any:
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    objects = [rank, "a"]
+    return (
+        utils.gather(torch.tensor([rank])).tolist(),
+        utils.reduce(torch.tensor([float(rank)]), "sum", scale=2.0).tolist(),
+        utils.reduce(torch.tensor([float(rank)])).tolist(),
+        utils.broadcast(torch.tensor([rank]), 1).tolist(),
+        utils.gather_object([rank]),
+        utils.broadcast_object_list(objects, 1) is objects and objects,
+        utils.pad_across_processes(torch.ones(rank + 1)).tolist(),
+        str(state.distributed_type.value),
+        state.distributed_type == "MULTI_CPU",
+    )
+
+
+def test_collectives_without_an_accelerator(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(together)
+    common = ([0, 1], [2.0], [0.5], [1], [0, 1], [1, "a"])
+    assert first == (*common, [1, 0], "MULTI_CPU", True)
+    assert second == (*common, [1, 1], "MULTI_CPU", True)
+
+
+def parts(inputs: Any, apply_padding: bool) -> Any:
+    with PartialState(cpu=True).split_between_processes(inputs, apply_padding=apply_padding) as part:
+        return part
+
+
+@pytest.mark.parametrize(("inputs", "plain", "padded"), [
+    ([1, 2, 3, 4, 5], ([1, 2], [3, 4], [5]), ([1, 2], [3, 4], [5, 5])),
+    ((1, 2), ((1,), (2,), ()), ((1,), (2,), (2,))),
+    ([], ([], [], []), ([], [], [])),
+    ({"a": [1, 2], "b": ["x", "y"]}, ({"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}, {"a": [], "b": []}),
+     ({"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}, {"a": [2], "b": ["y"]})),
+])  # fmt: skip
+def test_splitting(three_ranks: Ranks, inputs: Any, plain: Any, padded: Any) -> None:
+    assert tuple(three_ranks.run(parts, inputs, False)) == plain
+    assert tuple(three_ranks.run(parts, inputs, True)) == padded
+
+
+def split_others() -> Any:
+    state = PartialState(cpu=True)
+    with state.split_between_processes(torch.arange(3), apply_padding=True) as part:
+        tensor = part.tolist()
+    errors = []
+    for wrong in ("text", {"a": [1], "b": [1, 2]}):
+        with pytest.raises(TrainingError) as raised, state.split_between_processes(wrong):
+            pass
+        errors.append(raised.value.what)
+    return tensor, errors
+
+
+def test_splitting_tensors_and_what_can_not_be_split(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(split_others)
+    assert (first[0], second[0]) == ([0, 1], [2, 2])
+    assert "can't cut str" in first[1][0]
+    assert "'a' has 1, 'b' has 2" in first[1][1]
+
+
+def trigger() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    return [accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def test_triggers(two_ranks: Ranks) -> None:
+    assert two_ranks.run(trigger) == [[True, False]] * 2
+
+
+def seeds() -> Any:
+    utils.set_seed(5, device_specific=True)
+    own = (torch.rand(1).item(), random.random(), float(np.random.rand()))
+    PartialState(cpu=True)
+    utils.synchronize_rng_states(["torch", "numpy"])
+    return own, (torch.rand(1).item(), float(np.random.rand())), random.random()
+
+
+def test_seeds(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(seeds)
+    assert all(one != other for one, other in zip(first[0], second[0], strict=True))
+    assert first[1] == second[1]
+    assert first[2] != second[2]
+    utils.set_seed(5)
+    assert (torch.rand(1).item(), random.random(), float(np.random.rand())) == first[0]
+    with pytest.raises(ConfigError, match="'dice'"):
+        utils.synchronize_rng_states(["dice"])
+
+
+def search() -> Any:
+    rank = PartialState(cpu=True).process_index
+    tried = []
+
+    @utils.find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int, more: str) -> str:
+        tried.append(batch_size)
+        if batch_size > (60 if rank else 90):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return f"{batch_size} {more}"
+
+    @notebook_accel.find_executable_batch_size(starting_batch_size=2)
+    def never(batch_size: int) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    @notebook_accel.find_executable_batch_size
+    def fails(batch_size: int) -> int:
+        if rank:
+            raise ValueError("not about memory")
+        return batch_size
+
+    value = train("fine")
+    with pytest.raises(TrainingError, match="every batch size down to 1"):
+        never()
+    with pytest.raises(TypeError, match="Leave it out"):
+        fails(3)
+    with pytest.raises((ValueError, TrainingError), match="not about memory"):
+        fails()
+    return value, tried
+
+
+def test_ranks_agree_on_a_batch_size(two_ranks: Ranks) -> None:
+    assert two_ranks.run(search) == [("57 fine", [100, 90, 81, 72, 64, 57])] * 2
+
+
+def log_lines() -> str:
+    logger = get_logger("notebook_accel_test", log_level="INFO")
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s %(funcName)s"))
+    logger.logger.addHandler(handler)
+    PartialState(cpu=True)
+    logger.info("once %d", 1)
+    logger.warning("each", main_process_only=False)
+    logger.error("in order", main_process_only=False, in_order=True)
+    for _ in range(2):
+        logger.warning_once("warned")
+    logger.debug("not shown")
+    logger.logger.removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_loggers(two_ranks: Ranks) -> None:
+    assert two_ranks.run(log_lines) == [
+        "INFO once 1 log_lines\nWARNING each log_lines\nERROR in order log_lines\nWARNING warned warning_once\n",
+        "WARNING each log_lines\nERROR in order log_lines\n",
+    ]
+
+
+def test_basic_configuration_file(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    assert utils.write_basic_config("bf16", path) == path
+    assert notebook_accel.config.load(path) == {"mixed_precision": "bf16"}
+    assert utils.write_basic_config("no", path) is False
+    assert "already" in capsys.readouterr().out
+    assert notebook_accel.config.load(path) == {"mixed_precision": "bf16"}
+    with pytest.raises(ConfigError, match="int8"):
+        utils.write_basic_config("int8", tmp_path / "other")
+
+
+def test_profile(tmp_path: pathlib.Path) -> None:
+    options = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), record_shapes=True)
+    with Accelerator().profile(options) as profiler:
+        torch.ones(3) @ torch.ones(3)
+    assert any("dot" in event.key for event in profiler.key_averages())
+    assert (tmp_path / "profile_0.json").stat().st_size > 0
+    with pytest.raises(ConfigError, match="'tpu'"):
+        utils.ProfileKwargs(activities=["tpu"])
+
+
+def test_bars_on_the_main_process_only() -> None:
+    assert list(utils.tqdm(range(3), disable=True)) == [0, 1, 2]
+    assert list(utils.tqdm(range(3), main_process_only=False, file=io.StringIO())) == [0, 1, 2]

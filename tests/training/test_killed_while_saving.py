@@ -1,0 +1,46 @@
+"""Whenever ranks are killed, the last complete checkpoint is there and loads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+def run(mode: str, folder: pathlib.Path, naming: str) -> Any:
+    command = [sys.executable, "-m", "tests.training.killed_savers", mode, str(folder), naming]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("naming", ["numbered", "one name"])
+def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str) -> None:
+    result = run("changes", tmp_path, naming)
+    found = result["found"]
+    assert result["kills"] >= 20
+    assert len(found) == result["kills"] + 1
+    assert found[0] == 2
+    # Never back, and never more than the one that was being written when the rank was killed.
+    assert all(0 <= following - number <= 1 for number, following in itertools.pairwise(found))
+    assert found[-1] > 2
+    left = os.listdir(tmp_path / "checkpoints" if naming == "numbered" else tmp_path)
+    assert not [name for name in left if name.startswith(".")]
+    assert len(left) == (2 if naming == "numbered" else 1)
+
+
+@pytest.mark.parametrize("naming", ["numbered", "one name"])
+def test_at_random_moments_on_two_ranks(tmp_path: pathlib.Path, naming: str) -> None:
+    result = run("moments", tmp_path, naming)
+    found = result["found"]
+    assert result["kills"] == len(found) == 12
+    assert all(first == second for first, second in found)
+    numbers = [first for first, _ in found]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] > 2

@@ -1,0 +1,249 @@
+"""Training that was interrupted and resumed computes what uninterrupted training does, to the bit."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from notebook_accel import Accelerator, DataLoaderConfiguration, environment
+from notebook_accel.utils import set_seed
+from tests.training.ranks import Ranks
+
+_EPOCHS = 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of one operation that wait for each other take most of the time where others compute too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+_SAMPLES = 22
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Augmented(Dataset[Batch]):
+    """Samples that are drawn anew each time they are read, from all generators."""
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> Batch:
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return torch.full((4,), float(index)) / _SAMPLES + noise / 10, torch.tensor(index % 3)
+
+
+class Stream(IterableDataset[Batch]):
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = torch.randperm(_SAMPLES, generator=self.generator) if self.generator else torch.arange(_SAMPLES)
+        for index in order.tolist():
+            yield torch.full((4,), float(index)) / _SAMPLES, torch.tensor(index % 3)
+
+
+class Program:
+    """A training program: it can be stopped after any micro-batch, and another one of it goes on from the checkpoint.
+
+    Args:
+        kind: Which loader.
+        steps: Micro-batches in an accumulation window.
+        options: Of the loaders.
+    """
+
+    def __init__(self, kind: str = "map", steps: int = 1, **options: Any) -> None:
+        set_seed(7, device_specific=True)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = lr_scheduler.StepLR(optimizer, 5, gamma=0.7)
+        generator = torch.Generator().manual_seed(3)
+        loaders: dict[str, Any] = {
+            "map": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True),
+            "generator": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, generator=generator),
+            "workers": lambda: DataLoader(Stream2(), batch_size=2, shuffle=True, num_workers=1),
+            "stream": lambda: DataLoader(Stream(generator), batch_size=2),
+        }
+        config = DataLoaderConfiguration(**options)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, dataloader_config=config)
+        self.net, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loaders[kind](), scheduler
+        )
+        self.micro_batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"micro_batches": self.micro_batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.micro_batches = state["micro_batches"]
+
+    def run(self, folder: pathlib.Path | None = None, *, stop_after: int | None = None) -> list[torch.Tensor]:
+        """Trains to the end, or until the checkpoint after so many micro-batches; returns the weights."""
+        for _ in range(self.loader.epoch, _EPOCHS):
+            for x, y in self.loader:
+                self.step(x, y)
+                if self.micro_batches == stop_after:
+                    self.accelerator.save_state(folder)
+                    return []
+            self.scheduler.scheduler.step()  # once an epoch besides
+        return [parameter.detach().clone() for parameter in self.accelerator.unwrap_model(self.net).parameters()]
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        with self.accelerator.accumulate(self.net):
+            self.accelerator.backward(F.cross_entropy(self.net(x), y))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.micro_batches += 1
+
+
+class Stream2(Dataset[Batch]):
+    """Samples that are the same each time."""
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> Batch:
+        return torch.full((4,), float(index)) / _SAMPLES, torch.tensor(index % 3)
+
+
+def resumed(folder: str, stop_after: int, kind: str, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """The weights of a program that is stopped, and ended by another one in which everything is made anew."""
+    first = Program(kind, steps, **options)
+    first.accelerator.register_for_checkpointing(first)
+    first.run(pathlib.Path(folder), stop_after=stop_after)
+    assert first.micro_batches == stop_after
+    second = Program(kind, steps, **options)
+    second.accelerator.register_for_checkpointing(second)
+    torch.rand(5), random.random(), np.random.rand()  # whatever happens before doesn't matter
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The checkpoint was saved when the last batch")
+        second.accelerator.load_state(folder)
+        assert second.micro_batches == stop_after
+        return second.run()
+
+
+def all_resumed(folder: str, kind: str, steps: int, options: dict[str, Any], stops: list[int]) -> Any:
+    expected = Program(kind, steps, **options).run()
+    differing = [
+        stop
+        for stop in stops
+        if not all(map(torch.equal, resumed(f"{folder}/{stop}", stop, kind, steps, options), expected))
+    ]
+    return differing, len(expected)
+
+
+@pytest.mark.parametrize(("kind", "steps", "options"), [
+    ("map", 1, {}),
+    ("map", 3, {}),
+    ("generator", 4, {}),
+    ("map", 1, {"use_seedable_sampler": True}),
+    ("stream", 2, {}),
+])  # fmt: skip
+def test_after_a_micro_batch(tmp_path: pathlib.Path, kind: str, steps: int, options: dict[str, Any]) -> None:
+    assert all_resumed(str(tmp_path), kind, steps, options, [1, 2, 3, 4, 6, 10, 11, 12, 13, 21, 22]) == ([], 4)
+
+
+def test_with_worker_processes(tmp_path: pathlib.Path) -> None:
+    assert all_resumed(str(tmp_path), "workers", 1, {}, [1, 4, 11, 14]) == ([], 4)
+
+
+@pytest.mark.parametrize(("kind", "steps", "options"), [
+    ("map", 2, {}),
+    ("generator", 4, {"split_batches": True}),
+    ("stream", 2, {"dispatch_batches": False}),
+    ("generator", 1, {"dispatch_batches": True}),
+])  # fmt: skip
+def test_on_two_ranks(two_ranks: Ranks, tmp_path: pathlib.Path, kind: str, steps: int, options: dict[str, Any]) -> None:
+    assert two_ranks.run(all_resumed, str(tmp_path), kind, steps, options, [1, 2, 5, 6, 7, 9]) == [([], 4)] * 2
+
+
+def finish(program: Program, batches: Any) -> list[torch.Tensor]:
+    """Ends two epochs of which the first goes on with ``batches``."""
+    for batches_of_epoch in (batches, program.loader):
+        for x, y in batches_of_epoch:
+            program.step(x, y)
+        program.scheduler.scheduler.step()
+    return [parameter.detach().clone() for parameter in program.net.parameters()]
+
+
+def test_batches_that_are_skipped_by_hand_are_skipped_once(tmp_path: pathlib.Path) -> None:
+    expected = Program().run()
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    rest = program.accelerator.skip_first_batches(program.loader, 4)
+    assert all(map(torch.equal, finish(program, rest), expected))
+    assert program.micro_batches == 11 - 4 + 11
+
+
+def test_programs_that_count_batches_over_all_epochs(tmp_path: pathlib.Path) -> None:
+    """Saved after the last batch of an epoch, there is none to skip in the next."""
+    Program().run(tmp_path / "state", stop_after=11)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.scheduler.scheduler.step()
+    rest = program.accelerator.skip_first_batches(program.loader, 0)
+    for x, y in rest:
+        program.step(x, y)
+    program.scheduler.scheduler.step()
+    weights = [parameter.detach().clone() for parameter in program.net.parameters()]
+    assert program.micro_batches == 11
+    assert all(map(torch.equal, weights, Program().run()))
+
+
+def test_after_the_last_batch_the_epoch_ends(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=11)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    assert program.loader.epoch == 0
+    assert list(program.loader) == []
+    assert program.loader.epoch == 1
+    assert len(list(program.loader)) == 11
+
+
+def test_another_epoch_is_read_from_its_beginning(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.loader.set_epoch(0)
+    assert len(list(program.loader)) == 7
+    program.accelerator.load_state(tmp_path / "state")
+    program.loader.set_epoch(3)
+    assert len(list(program.loader)) == 11
+    with environment.patched({environment.COMPAT: "accelerate"}):
+        program.accelerator.load_state(tmp_path / "state")
+    assert len(list(program.loader)) == 11
+
+
+def test_loader_of_other_data_begins_anew_and_says_so(tmp_path: pathlib.Path) -> None:
+    Program().run(tmp_path / "state", stop_after=4)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Augmented(), batch_size=11))
+    with pytest.warns(UserWarning, match="had 11 batches when it was saved and has 2 now"):
+        loader.load_state_dict({**Program().loader.state_dict(), "batches": 4, "begun": None})
+    assert len(list(loader)) == 2
+
+
+def test_saved_again_before_anything_was_read(tmp_path: pathlib.Path) -> None:
+    expected = Program().run()
+    Program().run(tmp_path / "state", stop_after=4)
+    program = Program()
+    program.accelerator.load_state(tmp_path / "state")
+    program.accelerator.save_state(tmp_path / "again")
+    last = Program()
+    last.accelerator.load_state(tmp_path / "again")
+    assert all(map(torch.equal, last.run(), expected))

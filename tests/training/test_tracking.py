@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accel import Accelerator, ConfigError
+from notebook_accel.training import tracking
+from tests.training.ranks import Ranks
+
+
+class Own:
+    name = "own"
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.said.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.said.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.said.append("finished")
+
+
+def test_lines_of_json(tmp_path: pathlib.Path) -> None:
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
+    assert accelerator.trackers == []
+    accelerator.init_trackers("digits", {"lr": 0.1, "path": tmp_path})
+    accelerator.log({"loss": torch.tensor([0.5]), "note": "fine"}, step=3)
+    accelerator.log({"loss": torch.tensor(0.25)}, log_kwargs={"jsonl": {"split": "test"}})
+    path = accelerator.get_tracker("jsonl", unwrap=True)
+    accelerator.end_training()
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["loss"], first["note"], first["step"]) == (0.5, "fine", 3)
+    assert (second["loss"], second["split"], second["step"]) == (0.25, "test", None)
+    assert json.loads((tmp_path / "digits" / "hparams.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
+
+
+def track(folder: str) -> Any:
+    own = Own()
+    accelerator = Accelerator(cpu=True, log_with=[own, "jsonl"], project_dir=folder)
+    accelerator.init_trackers("run", {"a": 1})
+    accelerator.log({"loss": 1.0}, step=2, log_kwargs={"own": {"more": True}})
+    accelerator.get_tracker("own").log({"by hand": 1})
+    accelerator.end_training()
+    return own.said
+
+
+def test_only_rank_0_tracks(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    first, second = two_ranks.run(track, str(tmp_path))
+    assert first == [{"a": 1}, ({"loss": 1.0}, 2, {"more": True}), ({"by hand": 1}, None, {}), "finished"]
+    assert second == []
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="'wandb', and there is no such tracker"):
+        Accelerator(log_with=["jsonl", "wandb"], project_dir=tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        Accelerator(log_with="jsonl")
+    with pytest.raises(ConfigError, match="object, which is no tracker"):
+        Accelerator(log_with=object())
+    accelerator = Accelerator(log_with=Own())
+    accelerator.init_trackers("run")
+    with pytest.raises(ConfigError, match="no tracker 'jsonl'") as raised:
+        accelerator.get_tracker("jsonl")
+    assert "'own'" in raised.value.fix
+
+
+def test_all_that_there_are(tmp_path: pathlib.Path) -> None:
+    there = tracking.resolve(["all", "jsonl"], str(tmp_path))
+    assert "jsonl" in there
+    assert len(set(there)) == len(there)
+    assert ("tensorboard" in there) == (importlib.util.find_spec("tensorboard") is not None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is there")
+def test_tensorboard_that_is_not_installed(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="isn't there") as raised:
+        Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    assert raised.value.fix == "pip install tensorboard"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard isn't there")
+def test_tensorboard(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run", {"lr": 0.1, "layers": [1, 2]})
+    accelerator.log({"loss": torch.tensor(0.5), "note": "fine"}, step=1)
+    accelerator.log({"loss": 0.25, "both": {"a": 1, "b": 2}}, step=2)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
