@@ -211,17 +211,6 @@ def test_loggers(two_ranks: Ranks) -> None:
     ]
 
 
-def test_basic_configuration_file(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
-    assert utils.write_basic_config("bf16", path) == path
-    assert notebook_accel.config.load(path) == {"mixed_precision": "bf16"}
-    assert utils.write_basic_config("no", path) is False
-    assert "already" in capsys.readouterr().out
-    assert notebook_accel.config.load(path) == {"mixed_precision": "bf16"}
-    with pytest.raises(ConfigError, match="int8"):
-        utils.write_basic_config("int8", tmp_path / "other")
-
-
 def test_profile(tmp_path: pathlib.Path) -> None:
     options = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), record_shapes=True)
     with Accelerator().profile(options) as profiler:
@@ -232,6 +221,21 @@ def test_profile(tmp_path: pathlib.Path) -> None:
         utils.ProfileKwargs(activities=["tpu"])
 
 
-def test_bars_on_the_main_process_only() -> None:
-    assert list(utils.tqdm(range(3), disable=True)) == [0, 1, 2]
-    assert list(utils.tqdm(range(3), main_process_only=False, file=io.StringIO())) == [0, 1, 2]
+def bars() -> tuple[list[int], str]:
+    PartialState(cpu=True)
+    shown = io.StringIO()
+    return list(utils.tqdm(range(3), file=shown)), shown.getvalue()
+
+
+def test_bars_on_the_main_process_only(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(bars)
+    assert first[0] == second[0] == [0, 1, 2]
+    assert "3/3" in first[1]
+    assert second[1] == ""
+
+
+def test_profile_settings_are_a_handler(tmp_path: pathlib.Path) -> None:
+    accelerator = Accelerator(kwargs_handlers=[utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))])
+    with accelerator.profile():
+        torch.ones(3) @ torch.ones(3)
+    assert (tmp_path / "profile_0.json").exists()
