@@ -97,12 +97,14 @@ class Magics:
             bind=self._shell.push,
             background=given.background,
         )
-        if parsed.calls:
-            self._define_here(parsed)
         if given.background:
+            self._define_here(parsed)
             self._bind(given.out, job)
             return job
-        results = following.follow(job)
+        try:
+            results = following.follow(job)
+        finally:  # not before: an interrupt in it would leave the run to itself
+            self._define_here(parsed)
         self._bind(given.out, results)
         return results if any(value is not None for value in results) else None
 
@@ -145,7 +147,12 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:
-        """Defines the function here too, with what it needs. Names that the notebook has already stay as they are."""
+        """Defines the function that the cell launches here too, with what it needs.
+
+        Names that the notebook has already stay as they are.
+        """
+        if not cell.calls:
+            return
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
         kept = {name: value for name, value in self._shell.user_ns.items() if name != cell.calls}

@@ -119,6 +119,8 @@ class RankState:
             self.state = "finished"
         elif isinstance(event, events.Ended):
             self._end(event)
+        elif isinstance(event, events.Started):
+            self.state, self.note = "running", ""  # also where an earlier process of this rank has died
         else:
             if self.state == "starting":
                 self.state = "running"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
-import errno
 import os
 import socket
 import struct
@@ -35,13 +34,20 @@ class ClosedError(ConnectionError):
 
 
 class Message:
-    """One received frame: ``body`` and the descriptors that came with it, which now belong to the receiver."""
+    """One received frame.
 
-    __slots__ = ("body", "descriptors")
+    Attributes:
+        body: What was sent.
+        descriptors: What came with it, which now belongs to the receiver.
+        is_whole: Whether all descriptors are there; there are none if this process has no room for all of them.
+    """
 
-    def __init__(self, body: bytes, descriptors: list[int]) -> None:
+    __slots__ = ("body", "descriptors", "is_whole")
+
+    def __init__(self, body: bytes, descriptors: list[int], *, is_whole: bool = True) -> None:
         self.body = body
         self.descriptors = descriptors
+        self.is_whole = is_whole
 
 
 class Connection:
@@ -55,7 +61,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._received = bytearray()
-        self._descriptors: collections.deque[int] = collections.deque()
+        self._descriptors: collections.deque[list[int]] = collections.deque()  # one list a frame that has some
         self._outbox: collections.deque[memoryview] = collections.deque()
         self._lock = threading.Lock()
         self.queued_bytes = 0
@@ -78,7 +84,7 @@ class Connection:
     def close(self) -> None:
         """Closes this end, and every received descriptor that nobody has taken."""
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            _close_all(self._descriptors.popleft())
         self._socket.close()
 
     def shutdown(self) -> None:
@@ -88,9 +94,15 @@ class Connection:
 
     def set_send_deadline(self, seconds: float) -> None:
         """How long ``send`` may wait for a reader before it raises ``TimeoutError``. Reading is not concerned."""
+        self._set_deadline(socket.SO_SNDTIMEO, seconds)
+
+    def set_receive_deadline(self, seconds: float) -> None:
+        """How long ``receive`` may wait before it returns nothing."""
+        self._set_deadline(socket.SO_RCVTIMEO, seconds)
+
+    def _set_deadline(self, option: int, seconds: float) -> None:
         whole, part = divmod(seconds, 1)
-        timeval = struct.pack("ll", int(whole), int(part * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))
 
     def set_blocking(self, blocking: bool) -> None:
         """``False`` for an event loop, which then uses ``queue`` and ``flush`` instead of ``send``."""
@@ -161,7 +173,6 @@ class Connection:
 
         Raises:
             ClosedError: The other end has gone and everything that it sent has been returned.
-            OSError: This process has no room for the descriptors that came.
         """
         while not (frames := self._complete_frames()):
             try:
@@ -178,13 +189,14 @@ class Connection:
             data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return b""
+        # Linux ends a read after the first byte with descriptors, so they are those of one frame. Those that a process
+        # with too many open files has no room for are dropped, be it some or all.
+        numbers = array.array("i")
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers = array.array("i")
                 numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
-                self._descriptors.extend(numbers)
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "too many open files in this process to take the descriptors that came")
+        if numbers or flags & socket.MSG_CTRUNC:
+            self._descriptors.append(numbers.tolist())
         return data
 
     def _complete_frames(self) -> list[Message]:
@@ -196,10 +208,19 @@ class Connection:
             if len(self._received) < end:
                 break
             body = bytes(memoryview(self._received)[start + _HEADER.size : end])
-            frames.append(Message(body, [self._descriptors.popleft() for _ in range(count)]))
+            descriptors = self._descriptors.popleft() if count else []
+            is_whole = len(descriptors) == count
+            if not is_whole:
+                _close_all(descriptors)
+            frames.append(Message(body, descriptors if is_whole else [], is_whole=is_whole))
             start = end
         del self._received[:start]
         return frames
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

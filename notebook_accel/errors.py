@@ -178,7 +178,8 @@ class RankEnd:
         if self.error and not self.stopped:
             return f"rank {self.rank}: {self.error}"
         if self.stopped:
-            return f"rank {self.rank}: stopped"
+            went_on = self.signal == signal.SIGKILL
+            return f"rank {self.rank}: stopped" + (" by SIGKILL, since it went on after the grace" if went_on else "")
         if self.signal is not None:
             return f"rank {self.rank}: killed by {signal_name(self.signal)}"
         return f"rank {self.rank}: exited with status {self.exit_code}"

@@ -21,6 +21,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Memory",
+    "MemoryShortage",
     "Metrics",
     "Output",
     "Progress",
@@ -130,6 +131,22 @@ class Finished(_Event, frozen=True, kw_only=True):
     result_bytes: int
 
 
+class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
+    """How little host memory there was, in the seconds before a rank's end.
+
+    Attributes:
+        free_bytes: The least that was free.
+        limit_bytes: What there is in all.
+        is_machine: Whether that is the machine's memory, or what the container may have of it.
+        was_seen: Whether the system has counted a process that it killed for want of memory.
+    """
+
+    free_bytes: int
+    limit_bytes: int
+    is_machine: bool
+    was_seen: bool
+
+
 class Ended(_Event, frozen=True, kw_only=True):
     """The rank's process is gone. Said by the agent, since a rank that is killed can't say it.
 
@@ -137,11 +154,15 @@ class Ended(_Event, frozen=True, kw_only=True):
         exit_code: Its exit status, ``None`` if a signal ended it.
         signal: The signal's number, ``None`` if it exited.
         stopped: Whether the agent had sent the signal, because the run was to end.
+        peak_bytes: The most host memory that it had, 0 if not known.
+        shortage: If there was hardly any left.
     """
 
     exit_code: int | None = None
     signal: int | None = None
     stopped: bool = False
+    peak_bytes: int = 0
+    shortage: MemoryShortage | None = None
 
 
 class Silent(_Event, frozen=True, kw_only=True):

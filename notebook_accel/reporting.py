@@ -160,7 +160,7 @@ class Reporter:
         while not self._stop.is_set():
             self._sample()
             if samples % _MEMORY_PERIOD_SAMPLES == 0:
-                self._sample_memory()
+                self.say_memory()
             samples += 1
             self._stop.wait(_SAMPLE_PERIOD_S)
 
@@ -195,7 +195,8 @@ class Reporter:
                 device=self._device,
             )
 
-    def _sample_memory(self) -> None:
+    def say_memory(self) -> None:
+        """Says how much memory is in use now."""
         if self._device_memory is None:
             self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=_host_bytes(), kind="host"))
             return

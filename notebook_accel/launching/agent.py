@@ -7,10 +7,11 @@ gone, so has everything that it started.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import socket
-import sys
 import time
 
 import msgspec
@@ -18,10 +19,11 @@ import msgspec
 from notebook_accel import events
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import messages
-from notebook_accel.launching.inspection import Inspection, dump_file
+from notebook_accel.launching.forking import open_rank, order
+from notebook_accel.launching.inspection import Inspection
 from notebook_accel.launching.loop import Loop
-from notebook_accel.launching.output import Allowance, LogTail, open_log
-from notebook_accel.launching.processes import die_with_parent
+from notebook_accel.launching.memory import MemoryWatch
+from notebook_accel.launching.processes import end_with_parent
 from notebook_accel.launching.runs import Rank, Run, reason_of
 from notebook_accel.launching.templates import TemplateProcess, Templates
 
@@ -32,6 +34,7 @@ _TICK_S = 0.1
 _MOST_QUEUED_BYTES = 4 << 20
 _TEMPLATE_FAILED = "The process that ranks are forked from could not be started."
 _TEMPLATE_LOST = "The process that ranks are forked from has died."
+_MORE_ROOM = "end what else runs here, or raise the limits on open files and processes (ulimit -n, ulimit -u)"
 
 
 class Agent:
@@ -51,6 +54,7 @@ class Agent:
         self._templates = Templates(
             self._loop, became_ready=self._start_waiting, heard=self._heard_of_rank, lost=self._template_lost
         )
+        self._memory = MemoryWatch()
         self._is_quitting = False
         kernel.set_blocking(False)
         self._loop.watch(kernel.fileno(), self._read_kernel)
@@ -75,11 +79,14 @@ class Agent:
         for run in list(self._runs.values()):
             run.tick(now_s)
             self._read_logs(run, now_s)
+            if run.is_over:
+                self._run_ended(run)
         for job_id, inspection in list(self._inspections.items()):
             if (dumps := inspection.look(now_s)) is not None:
                 del self._inspections[job_id]
                 self._tell_kernel(messages.Inspected(job_id=job_id, ranks=dumps))
         self._templates.tick(now_s)
+        self._memory.tick(now_s)
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,10 @@ class Agent:
                 self._templates.start(told)
             elif isinstance(told, messages.Launch):
                 self._accept(told, message)
+            elif isinstance(told, messages.Interrupt):
+                self._interrupt(told.job_id)
+            elif isinstance(told, messages.Respawn):
+                self._respawn(told)
             elif isinstance(told, messages.End):
                 self._end(told)
             elif isinstance(told, messages.Inspect):
@@ -108,12 +119,15 @@ class Agent:
 
     # Templates -----------------------------------------------------------------------------------------------------
 
-    def _heard_of_rank(self, said: messages.Forked | messages.Exited) -> None:
+    def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         run = self._runs[said.job_id]
+        rank = run.ranks[said.rank]
         if isinstance(said, messages.Forked):
-            run.ranks[said.rank].forked(said.pid)
+            rank.forked(said.pid)
+        elif isinstance(said, messages.Exited):
+            self._rank_ended(run, rank, said.status, said.peak_bytes)
         else:
-            self._rank_ended(run, run.ranks[said.rank], said.status)
+            self._not_started(run, said.rank, said.why)
 
     def _template_lost(self, template: TemplateProcess) -> None:
         for run in list(template.runs):
@@ -130,13 +144,16 @@ class Agent:
     # Runs ----------------------------------------------------------------------------------------------------------
 
     def _accept(self, launch: messages.Launch, message: Message) -> None:
+        if not message.is_whole:
+            self._refuse(Run(launch, []), f"The run could not be started: {os.strerror(errno.EMFILE)}.", _MORE_ROOM)
+            return
         self._waiting.append(Run(launch, message.descriptors))
         self._templates.start_if_there_is_none()
         self._start_waiting()
 
-    def _refuse(self, run: Run, text: str) -> None:
+    def _refuse(self, run: Run, text: str, fix: str = "") -> None:
         run.close_descriptors()
-        self._tell_kernel(messages.Broken(text=text, job_id=run.launch.job_id))
+        self._tell_kernel(messages.Broken(text=text, fix=fix, job_id=run.launch.job_id))
 
     def _start_waiting(self) -> None:
         template = self._templates.ready
@@ -148,46 +165,55 @@ class Agent:
 
     def _start(self, run: Run, template: TemplateProcess) -> None:
         try:
-            store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
+            run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
         except OSError as error:
             self._refuse(run, f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}.")
             return
         run.started()
         template.runs.append(run)
         self._runs[run.launch.job_id] = run
-        payload, *results = run.descriptors
+        for number in range(run.launch.world_size):
+            if not self._fork(run, template, number):
+                break
+        if not run.keeps:
+            run.close_descriptors()
+
+    def _respawn(self, told: messages.Respawn) -> None:
+        run = self._runs.get(told.job_id)
+        if run is None or run.reason or run.ranks[told.rank].status is None:
+            return  # it has ended meanwhile, or is there again
+        os.ftruncate(run.descriptors[1 + told.rank], 0)  # what the one before had begun to write
+        self._fork(run, self._templates.of(run), told.rank)
+
+    def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:
+        """Orders one rank; returns whether another can be ordered."""
         try:
-            for number, result in enumerate(results):
-                self._fork(run, template, number, [payload, result], store)
+            rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._say(run, rank, event))
+            run.put(rank)
+            self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
+            if complaint:
+                self._say(run, rank, events.Output(text=complaint))
+            with contextlib.closing(theirs):
+                template.connection.send(*order(run, rank, theirs))
         except (ClosedError, TimeoutError):
             template.process.kill()  # what follows from its end is done where it is noticed, for all reasons alike
-        store.close()
-        run.close_descriptors()
+            return False
+        except OSError as error:
+            self._not_started(run, number, str(error))
+            return False
+        return True
 
-    def _fork(self, run: Run, template: TemplateProcess, number: int, files: list[int], store: socket.socket) -> None:
-        ours, theirs = Connection.pair()
-        ours.set_blocking(False)
-        log, complaint = open_log(run.launch.log_folder, number)
-        tail = LogTail(log, Allowance(run.launch.world_size), lambda event: self._say(run, rank, event))
-        rank = Rank(number, ours, tail, dump_file(number))
-        run.ranks.append(rank)
-        if complaint:
-            self._say(run, rank, events.Output(text=complaint))
-        self._loop.watch(ours.fileno(), lambda: self._read_rank(run, rank))
-        order = messages.Fork(
-            job_id=run.launch.job_id,
-            rank=number,
-            world_size=run.launch.world_size,
-            port=store.getsockname()[1],
-            listens=number == 0,
-        )
-        listening = [store.fileno()] if order.listens else []
-        try:
-            template.connection.send(messages.encode(order), [*files, theirs.fileno(), log, rank.dump, *listening])
-        finally:
-            theirs.close()
+    def _not_started(self, run: Run, number: int, why: str) -> None:
+        text = f"Rank {number} of {run.launch.world_size} could not be started: {why}."
+        rank = run.ranks[number] if number < len(run.ranks) else None
+        if run.keeps and rank is not None:
+            self._say(run, rank, events.Output(text=text))
+        else:
+            run.refuse(text)
+        if rank is not None and rank.status is None:
+            self._rank_ended(run, rank, 1)
 
-    def _rank_ended(self, run: Run, rank: Rank, status: int) -> None:
+    def _rank_ended(self, run: Run, rank: Rank, status: int, peak_bytes: int = 0) -> None:
         rank.status = status
         self._read_rank(run, rank)
         rank.log.finish()
@@ -197,18 +223,27 @@ class Agent:
             exit_code=status if status >= 0 else None,
             signal=-status if status < 0 else None,
             stopped=rank.was_told_to_end and status != 0,
+            peak_bytes=peak_bytes,
+            shortage=self._memory.shortage() if status else None,
         )
         self._say(run, rank, ended)
-        if not rank.said_finished and not run.reason:
-            run.end("stop", "failed")
-        if run.is_over:
-            self._run_ended(run)
+        if not rank.said_finished:
+            run.rank_failed(rank)
 
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
-        self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
+        if run.refusal:
+            self._refuse(run, run.refusal, _MORE_ROOM)
+        else:
+            run.close_descriptors()
+            self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
         self._templates.release(run)
         run.ended()
+
+    def _interrupt(self, job_id: str) -> None:
+        for run in [*self._waiting, *self._runs.values()]:
+            if run.launch.job_id == job_id:
+                run.interrupt()
 
     def _end(self, told: messages.End) -> None:
         for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
@@ -252,8 +287,7 @@ class Agent:
                 run.release()
         elif isinstance(event, events.Failed):
             rank.said_failed = True
-            if not run.reason:  # not only when it exits: its threads and children may take their time
-                run.end("stop", "failed")
+            run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
@@ -265,7 +299,6 @@ class Agent:
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:
     """Runs the agent. Called in a new interpreter by the kernel."""
-    die_with_parent(int(kernel_pid), signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells us
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    end_with_parent(int(kernel_pid))
     Agent(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid)).serve()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -71,11 +73,20 @@ def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
     """A view that fails says so, and the training goes on: nobody would want to lose it to a picture of it."""
     try:
         return act()
-    except Exception as error:  # noqa: BLE001 - views may come from anywhere
+    except Exception as error:
+        if _was_raised_by_a_signal(error):
+            raise
         print(
             f"The view of {job.name!r} has failed ({type(error).__name__}: {error}); the run goes on.", file=sys.stderr
         )
         return otherwise
+
+
+def _was_raised_by_a_signal(error: Exception) -> bool:
+    """Whether a signal handler of the user's has raised it, which Python may call in the middle of anything."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _end_interrupted(job: Job) -> None:

@@ -28,9 +28,10 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger
 def dump_file(rank: int) -> int:
     """A memory file that a rank's stacks are written to, each time at its end."""
     made = os.memfd_create(f"notebook-accel-stacks-{rank}")
-    descriptor = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.close(made)
-    return descriptor
+    try:
+        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    finally:
+        os.close(made)
 
 
 def arm(dump: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
+    LaunchError,
     NotebookAccelError,
     ProcessStartError,
     RankFailedError,
@@ -24,8 +25,8 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.events import Event
-from notebook_accel.launching import logs
-from notebook_accel.launching.messages import RankDump, Reason
+from notebook_accel.launching import explanations, logs
+from notebook_accel.launching.messages import OnDeath, RankDump, Reason
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Record
 from notebook_accel.launching.results import Results
@@ -43,8 +44,8 @@ Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
 class Control(Protocol):
     """What an engine lets one do with a run that it has started."""
 
-    def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in the ranks; after the grace they are ended."""
+    def interrupt(self, *, escalate: bool) -> None:
+        """Raises KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
 
     def stop(self) -> None:
         """Ends the ranks: SIGTERM, and SIGKILL after the grace."""
@@ -54,6 +55,9 @@ class Control(Protocol):
 
     def inspect(self) -> None:
         """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
+
+    def respawn(self, rank: int) -> None:
+        """Starts a rank that is gone once more."""
 
 
 class Job:
@@ -66,6 +70,8 @@ class Job:
         world_size: Number of ranks.
         devices: What they run on, such as ``2 CPUs``.
         is_background: Whether nobody waits for it in the cell that started it.
+        on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
+            without any rank, until it is stopped or all have finished.
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
@@ -89,6 +95,7 @@ class Job:
         result_files: Sequence[int],
         log_folder: pathlib.Path | None = None,
         bind: Callable[[dict[str, Any]], object] | None = None,
+        on_death: OnDeath = "stop",
     ) -> None:
         self.id = job_id
         self.name = spec.name
@@ -96,6 +103,7 @@ class Job:
         self.world_size = spec.world_size
         self.devices = devices
         self.is_background = is_background
+        self.on_death = on_death
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.log_folder = log_folder
@@ -109,7 +117,7 @@ class Job:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
-        self._record = Record(spec.world_size)
+        self._record = Record(spec.world_size, config.start_method)
         self._watch = Watch(spec.world_size, spec.sources)
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
@@ -173,9 +181,14 @@ class Job:
                 self._outcome = self._read_results()
         return self._outcome
 
-    def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end."""
-        self._tell(lambda control: control.interrupt())
+    def interrupt(self, *, escalate: bool = True) -> None:
+        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
+
+        Args:
+            escalate: End ranks that go on after it: SIGTERM after the grace, SIGKILL after it once more. Otherwise what
+                they do then is up to them, and the run goes on.
+        """
+        self._tell(lambda control: control.interrupt(escalate=escalate))
 
     def stop(self) -> None:
         """Ends the run. Doesn't wait for the end."""
@@ -184,6 +197,23 @@ class Job:
     def kill(self) -> None:
         """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
         self._tell(lambda control: control.kill())
+
+    def respawn(self, rank: int) -> None:
+        """Starts a rank that has died once more, as a fresh process that runs the function from its beginning.
+
+        Raises:
+            LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
+        """
+        why = ""
+        if self.on_death != "keep":
+            why = "It was launched with on_death='stop', so that all ranks end when one does."
+        elif self.done:
+            why = "The run has ended."
+        elif not self._record.is_dead(rank):
+            why = "It is running."
+        if why:
+            raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
+        self._tell(lambda control: control.respawn(rank))
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -315,9 +345,10 @@ class Job:
         if self._reason in ("stopped", "interrupted"):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
         if self._reason == "template lost":
+            shortage = self._record.shortage
             return SupervisorLostError(
                 "The process that the ranks were forked from has died, and the ranks with it.",
-                why="Something killed it; often that is the system, when memory runs out.",
+                why=f"Out of host memory. {explanations.of_shortage(shortage)}" if shortage else "Something killed it.",
                 fix="run the cell again: a new one is started",
             )
         failure = self._record.first_failure(self._shipped)

@@ -15,6 +15,7 @@ from notebook_accel.errors import ConfigError, LaunchError, PreflightError
 from notebook_accel.launching import following, local, logs, preflight, registry, sources
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.messages import OnDeath
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
@@ -164,6 +165,7 @@ def launch_function(
     config: LaunchConfig,
     *,
     background: bool = False,
+    on_death: OnDeath = "stop",
 ) -> Job:
     """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start."""
     label = getattr(function, "__name__", type(function).__name__)
@@ -171,7 +173,7 @@ def launch_function(
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(target, roots, config, background=background, name=config.name or label)
+    return _launch(target, roots, config, background=background, name=config.name or label, on_death=on_death)
 
 
 def launch_cell(
@@ -224,6 +226,7 @@ def _launch(
     background: bool,
     name: str,
     bind: Callable[[dict[str, Any]], object] | None = None,
+    on_death: OnDeath = "stop",
     **of_cell: Any,
 ) -> Job:
     devices = preflight.Devices.find(config)
@@ -258,6 +261,7 @@ def _launch(
             result_files=result_files,
             log_folder=log_folder,
             bind=bind,
+            on_death=on_death,
         )
         registry.add(job)
         _start(job, payload, result_files)

@@ -19,13 +19,14 @@ from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.errors import ConfigError, LaunchError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching import messages
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.processes import bootstrap
+from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 
 __all__ = ["LocalEngine", "check_size", "engine"]
 
 MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
+_LOOK_PERIOD_S = 0.5
 
 
 def check_size(world_size: int) -> None:
@@ -82,6 +83,7 @@ class _Agent:
         self._prepared_for: object = None
         self._connection, self._theirs = Connection.pair()
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
+        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._errors = serialization.memory_file("notebook-accel-agent-log")
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
@@ -110,6 +112,7 @@ class _Agent:
             grace_s=job.config.grace_s,
             timeout_s=job.config.timeout_s,
             log_folder="" if job.log_folder is None else str(job.log_folder),
+            on_death=job.on_death,
         )
         try:
             self._send(launch, [payload, *result_files])
@@ -117,26 +120,24 @@ class _Agent:
             self._jobs.pop(job.id, None)
             raise
 
-    def end(self, job_id: str, how: messages.How) -> None:
+    def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
-            self._send(messages.End(job_id=job_id, how=how))
-
-    def inspect(self, job_id: str) -> None:
-        with contextlib.suppress(LaunchError):
-            self._send(messages.Inspect(job_id=job_id))
+            self._send(message)
 
     def close(self) -> None:
         self._is_closing = True
         with contextlib.suppress(LaunchError):
             self._send(messages.Quit())
         self._connection.shutdown()
-        assert self._process is not None
-        try:
-            self._process.wait(_CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._wait_for_its_end()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_DEADLINE_S)
+
+    def _resume(self) -> None:
+        """Whoever has stopped the agent has stopped all that it looks after, and everybody waits."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            resume_if_stopped(self._process.pid)
 
     def close_in_fork(self) -> None:
         """In a process that the kernel has forked: it must not hold the agent's line open."""
@@ -147,6 +148,7 @@ class _Agent:
         message: messages.ToAgent,
         descriptors: Sequence[int] = (),
     ) -> None:
+        self._resume()
         try:
             _undisturbed(lambda: self._connection.send(messages.encode(message), descriptors))
         except (ClosedError, TimeoutError, OSError) as error:
@@ -176,8 +178,11 @@ class _Agent:
         try:
             with contextlib.suppress(ClosedError, OSError):
                 while True:
-                    for frame in self._connection.receive():
+                    frames = self._connection.receive()
+                    for frame in frames:
                         self._heard(messages.decode_for_kernel(frame.body))
+                    if not frames and self._jobs:
+                        self._resume()
         finally:
             self._lost()
 
@@ -197,7 +202,7 @@ class _Agent:
         elif said.job_id:
             job = self._jobs.pop(said.job_id, None)
             if job is not None:
-                job.end("", ProcessStartError(said.text, why=self._last_words()))
+                job.end("", ProcessStartError(said.text, why=self._last_words(), fix=said.fix))
         else:
             self._prepared_for = None  # the next launch tries again, and says why if that fails too
 
@@ -206,7 +211,7 @@ class _Agent:
         assert self._process is not None
         self._connection.shutdown()  # whatever has ended the reading, this ends the agent
         self._connection.close()
-        self._process.wait()
+        self._wait_for_its_end()
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
@@ -215,6 +220,15 @@ class _Agent:
         self._jobs.clear()
         os.close(self._errors)
         self._errors = -1  # the number may soon be another file's
+
+    def _wait_for_its_end(self) -> None:
+        assert self._process is not None
+        self._resume()
+        try:
+            self._process.wait(_CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _loss(self) -> SupervisorLostError:
         return SupervisorLostError(
@@ -257,17 +271,23 @@ class _LocalControl:
         self._agent = agent
         self._job_id = job_id
 
-    def interrupt(self) -> None:
-        self._agent.end(self._job_id, "interrupt")
+    def interrupt(self, *, escalate: bool) -> None:
+        if escalate:
+            self._agent.tell(messages.End(job_id=self._job_id, how="interrupt"))
+        else:
+            self._agent.tell(messages.Interrupt(job_id=self._job_id))
 
     def stop(self) -> None:
-        self._agent.end(self._job_id, "stop")
+        self._agent.tell(messages.End(job_id=self._job_id, how="stop"))
 
     def kill(self) -> None:
-        self._agent.end(self._job_id, "kill")
+        self._agent.tell(messages.End(job_id=self._job_id, how="kill"))
+
+    def respawn(self, rank: int) -> None:
+        self._agent.tell(messages.Respawn(job_id=self._job_id, rank=rank))
 
     def inspect(self) -> None:
-        self._agent.inspect(self._job_id)
+        self._agent.tell(messages.Inspect(job_id=self._job_id))
 
 
 _engine = LocalEngine()

@@ -1,9 +1,9 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
-kernel -> agent      Prepare, Launch, Inspect, End, Quit
+kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Inspect, Quit
 agent -> kernel      Said, Inspected, RunEnded, Broken
 agent -> template    Fork
-template -> agent    Ready, Forked, Exited
+template -> agent    Ready, Forked, NotForked, Exited
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ __all__ = [
     "Exited",
     "Fork",
     "Forked",
+    "FromTemplate",
     "Inspect",
     "Inspected",
+    "Interrupt",
     "Launch",
+    "NotForked",
     "Prepare",
     "Quit",
     "RankDump",
     "Ready",
+    "Respawn",
     "RunEnded",
     "Said",
     "ToAgent",
@@ -36,6 +40,7 @@ __all__ = [
 ]
 
 How = Literal["interrupt", "stop", "kill"]
+OnDeath = Literal["stop", "keep"]
 Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost"]
 
 
@@ -62,6 +67,20 @@ class Launch(_Message, frozen=True, kw_only=True):
     grace_s: float
     timeout_s: float | None
     log_folder: str
+    on_death: OnDeath = "stop"
+
+
+class Interrupt(_Message, frozen=True, kw_only=True):
+    """Raise KeyboardInterrupt in the ranks of a run, and nothing more: they go on as they see fit."""
+
+    job_id: str
+
+
+class Respawn(_Message, frozen=True, kw_only=True):
+    """Fork a rank that is gone once more."""
+
+    job_id: str
+    rank: int
 
 
 class End(_Message, frozen=True, kw_only=True):
@@ -121,9 +140,10 @@ class RunEnded(_Message, frozen=True, kw_only=True):
 
 
 class Broken(_Message, frozen=True, kw_only=True):
-    """No template can be had, or a run could not be started."""
+    """No template can be had, or a run could not be started: why, and what to do about it."""
 
     text: str
+    fix: str = ""
     job_id: str = ""
 
 
@@ -155,21 +175,34 @@ class Forked(_Message, frozen=True, kw_only=True):
     pid: int
 
 
+class NotForked(_Message, frozen=True, kw_only=True):
+    """The rank could not be forked. ``why`` is what the system says."""
+
+    job_id: str
+    rank: int
+    why: str
+
+
 class Exited(_Message, frozen=True, kw_only=True):
-    """The rank is gone, and so is every process of its group. ``status`` is as from ``os.waitstatus_to_exitcode``."""
+    """The rank is gone, and so is every process of its group.
+
+    ``status`` is as from ``os.waitstatus_to_exitcode``; ``peak_bytes`` is the most memory that it had.
+    """
 
     job_id: str
     rank: int
     status: int
+    peak_bytes: int
 
 
-ToAgent: TypeAlias = Prepare | Launch | Inspect | End | Quit
+ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Inspect | Quit
 ToKernel: TypeAlias = Said | Inspected | RunEnded | Broken
+FromTemplate: TypeAlias = Ready | Forked | NotForked | Exited
 
 _encoder = msgspec.msgpack.Encoder()
 _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
-_from_template: msgspec.msgpack.Decoder[Ready | Forked | Exited] = msgspec.msgpack.Decoder(Ready | Forked | Exited)
+_from_template: msgspec.msgpack.Decoder[FromTemplate] = msgspec.msgpack.Decoder(FromTemplate)
 _for_template = msgspec.msgpack.Decoder(Fork)
 
 
@@ -188,7 +221,7 @@ def decode_for_kernel(body: bytes) -> ToKernel:
     return _for_kernel.decode(body)
 
 
-def decode_from_template(body: bytes) -> Ready | Forked | Exited:
+def decode_from_template(body: bytes) -> FromTemplate:
     """What the template told the agent."""
     return _from_template.decode(body)
 

@@ -44,8 +44,10 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
         why = str(error.strerror)
     in_memory = os.memfd_create(f"notebook-accel-log-{rank}")
     # Opened a second time, since that is the way to have it written at its end only.
-    descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
-    os.close(in_memory)
+    try:
+        descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
+    finally:
+        os.close(in_memory)
     return descriptor, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
 
 
@@ -99,7 +101,7 @@ class LogTail:
         self._allowance = allowance
         self._say = say
         # Of the first byte that was neither said nor passed over. A rank that is started once more goes on in its log.
-        self._position = self._seen_size = os.fstat(descriptor).st_size
+        self._position = self._seen_size = self.size_bytes
         self._left_out = 0
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-__all__ = ["bootstrap", "die_with_parent", "kill_group"]
+__all__ = ["bootstrap", "die_with_parent", "end_with_parent", "kill_group", "resume_if_stopped"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -22,6 +22,29 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Ends this process by SystemExit, through every ``finally``, when its parent ends, or at SIGTERM.
+
+    The signal asked for is SIGCONT, since any other but SIGKILL would wait for ever in a process that is stopped.
+    """
+    pid = os.getpid()
+
+    def end_if_orphaned(*_: object) -> None:
+        if os.getpid() == pid and os.getppid() != parent_pid:  # not in a fork of this process, which has other parents
+            sys.exit(0)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGCONT, end_if_orphaned)
+    die_with_parent(parent_pid, signal.SIGCONT)
+
+
+def resume_if_stopped(pid: int) -> None:
+    """Lets a child that somebody has stopped with SIGSTOP go on: others wait for it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        if file.read().rpartition(b") ")[2][:1] == b"T":
+            os.kill(pid, signal.SIGCONT)
 
 
 def kill_group(leader_pid: int) -> None:

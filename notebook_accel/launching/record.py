@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import re
-import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from notebook_accel import serialization
 from notebook_accel.errors import RankEnd, RankFailedError, signal_name
-from notebook_accel.events import Ended, Event, Failed, Finished, Output, Started
+from notebook_accel.events import Ended, Event, Failed, Finished, Memory, MemoryShortage, Output, Started
+from notebook_accel.launching import explanations
 
 __all__ = ["Record"]
 
 _LAST_LINES = 10
-_WHY_KILLED = "Nothing of notebook-accel sent it. Often it is the system, when the machine's memory runs out."
+_MOST_CRASH_CHARACTERS = 50_000
 
 
 class Record:
@@ -25,6 +23,7 @@ class Record:
 
     Args:
         world_size: Number of ranks.
+        start_method: How they come into being.
 
     Attributes:
         has_started: Whether a rank has begun to run the user's code.
@@ -32,11 +31,14 @@ class Record:
         failures: What each rank raised that raised something.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, start_method: str) -> None:
         self.has_started = False
         self.finished: set[int] = set()
         self.failures: dict[int, Failed] = {}
         self._world_size = world_size
+        self._start_method = start_method
+        self._memory: dict[int, Memory] = {}
+        self._crashes: dict[int, str] = {}
         self._ends: dict[int, Ended] = {}
         self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(world_size)]
 
@@ -49,14 +51,32 @@ class Record:
         """Takes what matters of an event."""
         if isinstance(event, Output):
             self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
+            self._note_crash(rank, event)
         elif isinstance(event, Failed):
             self.failures[rank] = event
         elif isinstance(event, Ended):
             self._ends[rank] = event
+        elif isinstance(event, Memory):
+            self._memory[rank] = event
         elif isinstance(event, Finished):
             self.finished.add(rank)
         elif isinstance(event, Started):
             self.has_started = True
+            for earlier in (self.failures, self._ends):  # of the same rank, which has been started again
+                earlier.pop(rank, None)
+
+    def _note_crash(self, rank: int, event: Output) -> None:
+        if rank in self._crashes or explanations.CRASH in event.text:
+            self._crashes[rank] = (self._crashes.get(rank, "") + event.text + "\n")[-_MOST_CRASH_CHARACTERS:]
+
+    @property
+    def shortage(self) -> MemoryShortage | None:
+        """Of host memory, if there was one when a rank ended."""
+        return next((end.shortage for end in self._ends.values() if end.shortage is not None), None)
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank is gone without a result, and none has been started in its place."""
+        return rank in self._ends and rank not in self.finished
 
     def first_failure(self, shipped: Sequence[Any]) -> RankFailedError | None:
         """The error of the rank that failed first. One that only lost its peer comes after every other reason.
@@ -82,11 +102,13 @@ class Record:
         failed = self.failures[rank]
         message = f": {failed.message}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
+        why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory)
         error = RankFailedError(
             f"rank {rank} of {self._world_size} failed{where}: {failed.kind}{message}",
             rank=rank,
             world_size=self._world_size,
-            fix=_advice(failed),
+            why=why,
+            fix=fix,
             remote_traceback=failed.traceback,
             exit_code=1,
         )
@@ -100,11 +122,14 @@ class Record:
             if end.signal is not None
             else f"exited with status {end.exit_code} before its function returned"
         )
+        of_what, why, fix = explanations.of_death(end, start_method=self._start_method)
         return RankFailedError(
-            f"rank {rank} of {self._world_size} {how}.",
+            f"rank {rank} of {self._world_size} {how}{of_what}.",
             rank=rank,
             world_size=self._world_size,
-            why=_WHY_KILLED if end.signal == signal.SIGKILL else "",
+            why=why,
+            fix=fix,
+            remote_traceback=explanations.of_crash(self._crashes.get(rank, "")),
             exit_code=end.exit_code,
             signal=end.signal,
         )
@@ -128,11 +153,3 @@ def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
                 return cause
     stand_in: type[Exception] = type(failed.kind, (Exception,), {})
     return stand_in(failed.message)
-
-
-def _advice(failed: Failed) -> str:
-    """A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source."""
-    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
-    if found is None or found[1] not in vars(sys.modules["__main__"]):
-        return ""
-    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import time
 
 from notebook_accel.channel import Connection
@@ -40,6 +41,7 @@ class Rank:
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
+        must_exit_s: When it is killed if it hasn't exited, in seconds of ``time.monotonic()``; ``None``: no deadline.
     """
 
     number: int
@@ -51,12 +53,16 @@ class Rank:
     said_finished: bool = False
     said_failed: bool = False
     was_told_to_end: bool = False
+    must_exit_s: float | None = None
+    _waiting_signal: signal.Signals | None = None
 
     def forked(self, pid: int) -> None:
         """It exists from now on; if its end was decided before, it ends now."""
         self.pid = pid
         if self.was_told_to_end:
             self.signal(signal.SIGKILL)
+        elif self._waiting_signal is not None:
+            self.signal(self._waiting_signal)
 
     def close(self) -> None:
         """Closes what leads to it. For when it is gone."""
@@ -67,11 +73,13 @@ class Rank:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal: to the rank itself, so that its own code can react; SIGKILL to all that it has started."""
         if self.pid is None:
-            return
-        if number == signal.SIGKILL:
+            self._waiting_signal = number
+        elif number == signal.SIGKILL:
             kill_group(self.pid)
         else:
             with contextlib.suppress(ProcessLookupError):
+                # One that somebody has stopped couldn't react; and whichever thread then goes on first would take it.
+                os.kill(self.pid, signal.SIGCONT)
                 os.kill(self.pid, number)
 
 
@@ -81,15 +89,20 @@ class Run:
 
     Attributes:
         launch: What the kernel asked for.
-        descriptors: What came with it, until the ranks have it.
+        descriptors: What came with it, until the ranks have it; to the end if ranks may be started again.
         ranks: In order; empty until the run is started.
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
+        refusal: Why it could not be started, as the user is told it; empty if it could.
+        store: Listens for the ranks' store, until rank 0 has it; to the end if rank 0 may be started again.
     """
 
     launch: messages.Launch
     descriptors: list[int]
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     reason: messages.Reason = ""
+    refusal: str = ""
+    store: socket.socket | None = None
+    _is_interrupted_at_start: bool = False
     _how: messages.How | None = None
     _log_folder: int | None = None
     _next_look_s: float = 0.0
@@ -103,9 +116,16 @@ class Run:
         return [rank for rank in self.ranks if rank.status is None]
 
     @property
+    def keeps(self) -> bool:
+        """Whether it goes on when a rank has died, also without any."""
+        return self.launch.on_death == "keep"
+
+    @property
     def is_over(self) -> bool:
-        """Whether every rank has exited."""
-        return not self.alive
+        """Whether every rank has exited, and none will come in its place."""
+        if self.alive:
+            return False
+        return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     def started(self) -> None:
         """Its time runs from now on."""
@@ -125,6 +145,31 @@ class Run:
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
 
+    def put(self, rank: Rank) -> None:
+        """Takes a rank, in place of an earlier one of the same number if there was one."""
+        self.ranks[rank.number : rank.number + 1] = [rank]
+        if self._is_interrupted_at_start:
+            rank.signal(signal.SIGINT)
+
+    def refuse(self, text: str) -> None:
+        """It could not be started as a whole."""
+        self.refusal = self.refusal or text
+        self.end("kill", "failed")
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in the ranks that run the user's code, and leaves the rest to them."""
+        self._is_interrupted_at_start = not self.ranks
+        for rank in self.alive:
+            if not rank.said_finished and not rank.said_failed:
+                rank.signal(signal.SIGINT)
+
+    def rank_failed(self, rank: Rank) -> None:
+        """A rank has raised something, or is gone without a result. Unless the run keeps on, the others end as well."""
+        if self.keeps:
+            rank.must_exit_s = time.monotonic() + _EXIT_DEADLINE_S
+        elif not self.reason:
+            self.end("stop", "failed")
+
     def release(self) -> None:
         """Every rank has finished: lets them go. They wait for it, since rank 0 serves the store that all use."""
         for rank in self.alive:
@@ -137,6 +182,9 @@ class Run:
             self.end("interrupt", "timeout")  # which says where each rank stood
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
+        for rank in self.alive:
+            if rank.must_exit_s is not None and now_s > rank.must_exit_s:
+                rank.signal(signal.SIGKILL)
 
     def with_new_output(self, now_s: float) -> list[Rank]:
         """The ranks that have written something; none if it is too soon to look again."""
@@ -152,10 +200,13 @@ class Run:
         logs.remove_old()
 
     def close_descriptors(self) -> None:
-        """Closes what came with the launch."""
+        """Closes what came with the launch, and the store's socket."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
+        if self.store is not None:
+            self.store.close()
+            self.store = None
 
     def _step(self, now_s: float) -> None:
         number = self._steps.pop(0)

@@ -7,6 +7,7 @@ faster. It does nothing else: what can go wrong in a rank goes wrong in the rank
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -18,8 +19,8 @@ import traceback
 import weakref
 
 from notebook_accel.channel import ClosedError, Connection, Message
-from notebook_accel.launching import messages, worker
-from notebook_accel.launching.processes import die_with_parent, kill_group
+from notebook_accel.launching import interruption, messages, worker
+from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group
 
 __all__ = ["main"]
 
@@ -60,16 +61,36 @@ class Template:
 
     def _fork(self, message: Message) -> None:
         order = messages.decode_for_template(message.body)
-        template_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_rank(order, message.descriptors, template_pid)
+        try:
+            pid = self._forked(order, message)
+        except OSError as error:  # no more processes or open files: this rank can't be, others still are
+            said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=order.rank, why=str(error))
+        else:
+            said = messages.Forked(job_id=order.job_id, rank=order.rank, pid=pid)
         for descriptor in message.descriptors:
             os.close(descriptor)
-        watch = os.pidfd_open(pid)
+        self._agent.send(messages.encode(said))
+
+    def _forked(self, order: messages.Fork, message: Message) -> int:
+        if not message.is_whole:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        template_pid = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a rank has no use for this process's handler
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_rank(order, message.descriptors, template_pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            watch = os.pidfd_open(pid)
+        except OSError:
+            kill_group(pid)
+            os.waitpid(pid, 0)
+            raise
         self._ranks[watch] = (order.job_id, order.rank, pid)
         self._selector.register(watch, selectors.EVENT_READ)
-        self._agent.send(messages.encode(messages.Forked(job_id=order.job_id, rank=order.rank, pid=pid)))
+        return pid
 
     def _become_rank(self, order: messages.Fork, descriptors: list[int], template_pid: int) -> None:
         """In the child. Never returns."""
@@ -97,9 +118,14 @@ class Template:
         os.close(watch)
         # The rank is a zombie: its number is still its own, so this reaches its workers and nobody else's.
         kill_group(pid)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        self._agent.send(messages.encode(messages.Exited(job_id=job_id, rank=rank, status=code)))
+        _, status, usage = os.wait4(pid, 0)
+        exited = messages.Exited(
+            job_id=job_id,
+            rank=rank,
+            status=os.waitstatus_to_exitcode(status),
+            peak_bytes=1024 * usage.ru_maxrss,
+        )
+        self._agent.send(messages.encode(exited))
 
 
 def _leave_nothing_to_undo() -> None:
@@ -110,9 +136,9 @@ def _leave_nothing_to_undo() -> None:
 
 def main(agent_descriptor: str, agent_pid: str) -> None:
     """Runs the template. Called in a new interpreter by the agent."""
-    die_with_parent(int(agent_pid), signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through the `finally` that ends what ranks have started
+    interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
+    end_with_parent(int(agent_pid))  # through the `finally` that ends what ranks have started
     # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     started = time.monotonic()

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.launching import messages
 from notebook_accel.launching.loop import Loop
-from notebook_accel.launching.processes import bootstrap
+from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.runs import Run
 
 __all__ = ["TemplateProcess", "Templates"]
 
 _READY_DEADLINE_S = 180.0
 _SEND_DEADLINE_S = 10.0
+_LOOK_PERIOD_S = 0.5
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +55,7 @@ class Templates:
         loop: Loop,
         *,
         became_ready: Callable[[], None],
-        heard: Callable[[messages.Forked | messages.Exited], None],
+        heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None],
         lost: Callable[[TemplateProcess], None],
     ) -> None:
         self._loop = loop
@@ -64,6 +65,7 @@ class Templates:
         self._current: TemplateProcess | None = None  # the one for new runs
         self._all: list[TemplateProcess] = []  # and those whose last ranks still run
         self._prepare: messages.Prepare | None = None
+        self._next_look_s = 0.0
 
     @property
     def ready(self) -> TemplateProcess | None:
@@ -96,6 +98,10 @@ class Templates:
             assert self._prepare is not None, "a kernel prepares before it launches"
             self.start(self._prepare)
 
+    def of(self, run: Run) -> TemplateProcess:
+        """The template that forks a run's ranks."""
+        return next(template for template in self._all if run in template.runs)
+
     def release(self, run: Run) -> None:
         """A run has ended; the template that forked its ranks goes if nobody needs it any more."""
         for template in list(self._all):
@@ -104,8 +110,12 @@ class Templates:
                 self._drop_if_unused(template)
 
     def tick(self, now_s: float) -> None:
-        """Kills what was not ready in time; its end is noticed as any other."""
+        """Lets go on what somebody has stopped; kills what was not ready in time: its end is noticed as any other."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_PERIOD_S
         for template in self._all:
+            resume_if_stopped(template.process.pid)
             if not template.is_ready and now_s > template.deadline_s:
                 template.process.kill()
 

@@ -9,6 +9,7 @@ import ast
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import importlib.machinery
 import linecache
@@ -23,12 +24,13 @@ from typing import Any
 from notebook_accel import code_places, events, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import failure, inspection, messages, stand_ins, store, streams
+from notebook_accel.launching import failure, inspection, interruption, messages, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["Target", "open_namespace", "run"]
 
 _SEND_DEADLINE_S = 30.0
+_SILENT_EXIT_S = 2.0
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
 
@@ -66,10 +68,12 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
     last, status = _run_to_the_end(spec, place, payload, result, listening)
     streams.flush()
     reporter.close()
+    if status != 0:
+        reporter.say_memory()  # it may have failed for want of it
     reporter.send(last)
     if status == 0:
         _wait_for_release(link)
-    _leave()
+    _leave(is_waited_for=status == 0)
     return status
 
 
@@ -79,10 +83,12 @@ def _run_to_the_end(
     """Everything that can raise; the rank's last word and its exit status."""
     shipped: list[Any] = []
     try:
+        interruption.watch(place.master_port)
         _take_over_environment(spec, place)
         for descriptor in listening:  # rank 0 has one
             store.serve(place, descriptor)
         store.join()
+        interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
         reporting.reporter().send(events.Started(pid=os.getpid()))
         module = _become_main(payload)
         opened = open_namespace(spec, payload, module.__dict__)
@@ -97,10 +103,13 @@ def _run_to_the_end(
         if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
             os._exit(0)
         pulled = {name: failure.look_up(module.__dict__, name) for name in spec.pull} if place.rank == 0 else {}
-        return events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped)), 0
-    except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
+        interruption.note_only()
+    except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        error = interruption.settle(raised)
         saved = place.rank == 0 and _save_pulled(spec, result, shipped)
         return failure.describe(error, spec, shipped, saved=saved), 1
+    return finished, 0
 
 
 def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
@@ -129,8 +138,10 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
 
 def _reset_process() -> None:
     """Undoes what is right for the template and wrong for a rank."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    faulthandler.enable(2, all_threads=False)  # a crash in native code says which line of Python has called it
     sys.argv = [""]
     # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
     random.seed()
@@ -203,16 +214,31 @@ def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], sh
 def _wait_for_release(link: Connection) -> None:
     """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups.
 
-    It needs no deadline: the agent ends every run, an interrupt reaches here, and the template's end kills this rank.
+    It needs no deadline: the agent ends every run, and the template's end kills this rank.
     """
-    with contextlib.suppress(ClosedError, KeyboardInterrupt):
+    with contextlib.suppress(ClosedError):
         while True:
             link.receive()
 
 
-def _leave() -> None:
+def _leave(*, is_waited_for: bool) -> None:
     """What an interpreter's end does for the user's code, without taking torch apart, which takes long."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(KeyboardInterrupt):  # one that came before is no reason to leave this out
+        interruption.allow()
+    if is_waited_for:
+        late = threading.Timer(_SILENT_EXIT_S, _say_what_keeps_this_rank)
+        late.daemon = True
+        late.start()
+    with contextlib.suppress(Exception, KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
         atexit._run_exitfuncs()  # ends DataLoader workers, and runs what the user registered
     streams.flush()
+
+
+def _say_what_keeps_this_rank() -> None:
+    main = threading.main_thread()
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    kept_by = f"its threads {', '.join(threads)}" if threads else "what was registered with atexit"
+    text = f"[the function has returned; this rank waits at most a minute for {kept_by}. Interrupt to end it now.]\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())  # sys.stderr may be the user's by now

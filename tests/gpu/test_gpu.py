@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -133,3 +134,19 @@ time.sleep(120)""")
         notebook.interrupt() if by_interrupt else os.kill(rank, signal.SIGKILL)
         assert cell.finish(LAUNCH_S).status == "error"
         processes.wait_until(lambda: used_mib() < before + 200, "the device memory is free")
+
+
+def test_device_out_of_memory_shows_what_every_rank_had(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(
+        """%%distributed -n 1
+from notebook_accel import Accelerator
+Accelerator()
+held = torch.ones(1 << 30, device="cuda")
+torch.empty(1 << 50, device="cuda")""",
+        LAUNCH_S,
+    )
+    assert outcome.error_name == "RankFailedError"
+    used = re.search(r"Memory in use then, rank 0: (\d+\.\d) GiB of (\d+\.\d) GiB\.", outcome.traceback)
+    assert used is not None, outcome.traceback
+    assert 4.0 <= float(used[1]) < float(used[2])
+    assert "smaller batches" in outcome.traceback

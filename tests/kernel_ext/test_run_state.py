@@ -36,6 +36,7 @@ def _reduced(*sequence: events.Event, world_size: int = 1) -> RunState:
         ([events.Started(pid=1), events.Ended(signal=9)], "killed", "killed by SIGKILL"),
         ([events.Started(pid=1), events.Ended(exit_code=3)], "failed", "exited with status 3 before its end"),
         ([events.Started(pid=1), events.Ended(exit_code=0)], "failed", "exited with status 0 before its end"),
+        ([events.Started(pid=1), events.Ended(signal=9), events.Started(pid=2)], "running", ""),
     ],
 )
 def test_state_word(sequence: list[events.Event], word: str, note: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import time
 
@@ -166,6 +167,40 @@ if {RANK}:
 time.sleep(60)""")
     assert time.monotonic() - started < 30  # neither the thread's 60 s nor rank 0's
     assert "rank 1 of 2 failed" in outcome.traceback and "rank 0: stopped" in outcome.traceback
+
+
+def test_what_a_rank_still_does_at_its_exit_is_shown_and_can_be_interrupted(notebook: kernels.Kernel) -> None:
+    notebook.run("weights = 0")
+    cell = notebook.start("""%%distributed -n 2 --pull weights
+import threading
+weights = 1
+threading.Thread(target=time.sleep, args=(60,), name="uploading").start()""")
+    cell.wait_for_output("waits at most a minute for its threads uploading. Interrupt to end it now.")
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert rank_processes(notebook) == []
+    assert notebook.run("weights").result == "1"
+
+
+def test_rank_that_goes_on_after_the_grace_is_named_as_that(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2 --grace_s 0.2
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if {RANK}: raise ValueError("boom")
+time.sleep(60)""")
+    assert "rank 0: stopped by SIGKILL, since it went on after the grace" in outcome.traceback
+
+
+def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(
+        "%%distributed -n 1\nimport ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
+    )
+    assert "was killed by SIGSEGV" in outcome.traceback and "Native code has crashed" in outcome.traceback
+    assert re.search(
+        r'Traceback of rank 0:\n.*string_at\n  File "In\[\d+\]", line 4 in reads_nothing\n', outcome.traceback
+    )
 
 
 def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:

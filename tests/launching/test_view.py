@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import signal
 
 import pytest
 
@@ -125,3 +126,22 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
         "The view of 'train' has failed (ValueError: closed already); the run goes on.",
     ]
+
+
+def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
+    class Shown:
+        def refresh(self) -> None:
+            signal.raise_signal(signal.SIGALRM)  # it may come at any moment, in here too
+
+        def close(self) -> None:
+            """Nothing."""
+
+    def too_late(*_: object) -> None:
+        raise TimeoutError("the user's own")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    try:
+        with pytest.raises(TimeoutError, match="the user's own"):
+            following._draw_until_done(job, Shown())
+    finally:
+        signal.signal(signal.SIGALRM, before)

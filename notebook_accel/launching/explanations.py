@@ -1,0 +1,103 @@
+"""Why a rank has failed, and what to do about it, where the failure itself doesn't say so."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+
+from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
+
+__all__ = ["CRASH", "of_crash", "of_death", "of_exception", "of_shortage"]
+
+_KILLED = "Nothing of notebook-accel sent it."
+_CRASHED = "Native code has crashed, below the first of the lines of Python that are shown here, the innermost first."
+CRASH = "Fatal Python error: "  # how Python's faulthandler begins
+_OURS = f'  File "{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}'
+_LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all that it loads"
+_LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
+_NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
+_MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
+_BUILT_IN_THE_FUNCTION = "Under fork, a model that each rank builds for itself may take more memory than there is."
+_BUILD_OUTSIDE = (
+    "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
+)
+# What torch's DataLoader says of a worker that was killed.
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
+
+
+def of_death(end: Ended, *, start_method: str) -> tuple[str, str, str]:
+    """What to add to how a rank died, why it may have, and what to do.
+
+    Args:
+        end: How it died.
+        start_method: How the ranks came into being.
+    """
+    if end.signal == signal.SIGKILL:
+        if end.shortage is None:
+            return "", _KILLED, ""
+        used = f"The rank had used up to {_gib(end.peak_bytes)}. " if end.peak_bytes else ""
+        return ": out of host memory", used + of_shortage(end.shortage), _LESS_MEMORY
+    if end.signal == signal.SIGBUS:
+        return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
+    if end.signal == signal.SIGSEGV and start_method == "fork":
+        return "", _BUILT_IN_THE_FUNCTION, _BUILD_OUTSIDE
+    if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        return "", _CRASHED, ""
+    return "", "", ""
+
+
+def of_crash(written: str) -> str:
+    """The lines of the user's that had called native code when it crashed, the innermost first; empty if not known.
+
+    Args:
+        written: What the rank wrote to its standard error from its crash on.
+    """
+    frames = []
+    for line in written.partition(CRASH)[2].splitlines():
+        if line.startswith(_OURS):
+            break  # who has called the user's code
+        if line.startswith('  File "'):
+            frames.append(line)
+    return "\n".join(frames)
+
+
+def of_exception(failed: Failed, end: Ended | None, memory: Mapping[int, Memory]) -> tuple[str, str]:
+    """Why a rank may have raised what it did, and what to do.
+
+    Args:
+        failed: What it raised.
+        end: How its process ended, if it has.
+        memory: What each rank had last said of its memory.
+    """
+    if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
+        used = [
+            f"rank {rank}: {_gib(said.used_bytes)} of {_gib(said.total_bytes)}"
+            + (" of the host's" if said.kind == "host" else "")
+            for rank, said in sorted(memory.items())
+        ]
+        return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
+    if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
+        return f"Out of host memory. {of_shortage(end.shortage)}", _LESS_MEMORY
+    # A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source.
+    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    if found is None or found[1] not in vars(sys.modules["__main__"]):
+        return "", ""
+    return (
+        "",
+        f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}",
+    )
+
+
+def of_shortage(shortage: MemoryShortage) -> str:
+    """How short of memory the machine was, in a sentence or two."""
+    whose = "the machine" if shortage.is_machine else "the container"
+    left = f"Of the {_gib(shortage.limit_bytes)} that {whose} has, {_gib(shortage.free_bytes)} were left."
+    killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
+    return f"{left} {killer}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

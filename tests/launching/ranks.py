@@ -1,0 +1,175 @@
+"""What the tests of this folder run in ranks: importable there, and quick to import."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note(folder: str, what: str) -> None:
+    """Leaves a mark that the test, or another rank, waits for."""
+    pathlib.Path(folder, f"{rank()} {what}").touch()
+
+
+def wait_for(folder: str, mark: str) -> None:
+    deadline = time.monotonic() + 60
+    while not pathlib.Path(folder, mark).exists():
+        assert time.monotonic() < deadline, f"no {mark!r}"
+        time.sleep(0.01)
+
+
+def note_when_it_waits(folder: str) -> None:
+    """Notes ``waits`` as soon as the main thread has been in one and the same call for a while."""
+    main = threading.main_thread().ident
+    assert main is not None
+    place, since = None, time.monotonic()
+    while time.monotonic() - since < 0.3:
+        frame = sys._current_frames()[main]
+        if place != (id(frame), frame.f_lasti):
+            place, since = (id(frame), frame.f_lasti), time.monotonic()
+        time.sleep(0.01)
+    note(folder, "waits")
+
+
+def wait_for_each_other(how: str, folder: str) -> None:
+    """Both ranks wait, in C++ code, for what the other will never do."""
+    mine, other = torch.ones(3), 1 - rank()
+    noting = threading.Thread(target=note_when_it_waits, args=(folder,), daemon=True)
+    if how == "joining":
+        noting.start()
+        if rank() == 0:
+            dist.init_process_group("gloo")
+        time.sleep(60)
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(1, 4)).sum()
+    noting.start()
+    if rank() == 1 or how == "recv":
+        dist.recv(mine, other)
+    elif how == "all_reduce":
+        dist.all_reduce(mine)
+    elif how == "wait":
+        dist.all_reduce(mine, async_op=True).wait()
+    elif how == "backward":
+        loss.backward()
+    elif how == "store":
+        dist.distributed_c10d._get_default_store().get("never set")
+
+
+def interrupted_in(how: str, folder: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        accepted, _ = server.accept()
+        try:
+            try:
+                wait_for_each_other(how, folder)
+            finally:
+                note(folder, "finally")  # a call: where an interrupt would come that is late
+        except KeyboardInterrupt:
+            mine.sendall(b"x")  # raises if somebody has shut it down
+            assert accepted.recv(1) == b"x"
+            note(folder, "except")
+            raise
+        finally:
+            accepted.close()
+
+
+def goes_on_after_an_interrupt(folder: str) -> float:
+    """Brought out of a collective, destroys the group, makes another, and uses it."""
+    try:
+        wait_for_each_other("recv", folder)
+    except KeyboardInterrupt:
+        dist.destroy_process_group()
+    note(folder, "is out")
+    wait_for(folder, f"{1 - rank()} is out")
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(rank() + 1))
+    dist.all_reduce(total)
+    return float(total)
+
+
+def handles_it_itself(folder: str) -> float:
+    """SIGINT is a wish to this one, such as to end after the epoch; what it waits for comes all the same."""
+    signal.signal(signal.SIGINT, lambda *_: note(folder, "was asked"))
+    dist.init_process_group("gloo")
+    received = torch.zeros(1)
+    note(folder, "waits")
+    if rank() == 0:
+        dist.recv(received, 1)
+    else:
+        wait_for(folder, "1 was asked")
+        time.sleep(1.0)  # longer than anybody is patient
+        dist.send(torch.tensor([7.0]), 0)
+    wait_for(folder, f"{rank()} was asked")
+    return float(received)
+
+
+def says_whether_it_was_interrupted() -> str:
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    return "nothing"
+
+
+def dies_the_first_time(folder: str, who: int, how: str) -> tuple[int, float]:
+    """One rank dies; when it is there again, all make a group. Each rank's pid and the sum over the ranks."""
+    if rank() == who and not pathlib.Path(folder, f"{who} was here").exists():
+        note(folder, "was here")
+        if how == "raise":
+            raise ValueError("the first time")
+        os._exit(3)
+    if rank() == who:
+        note(folder, "is here again")
+    wait_for(folder, f"{who} is here again")
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(rank() + 1))
+    dist.all_reduce(total)
+    return os.getpid(), float(total)
+
+
+def waits(folder: str = "") -> int:
+    if folder:
+        note(folder, "waits")
+    time.sleep(120)
+    return rank()
+
+
+def takes_memory(size_bytes: int) -> int:
+    if rank() == 1:
+        return len(bytearray(os.urandom(1)) * size_bytes)
+    time.sleep(60)
+    return 0
+
+
+def has_no_device_memory_left() -> None:
+    if rank() == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    time.sleep(60)
+
+
+def leaves_a_daemon_behind(folder: str) -> None:
+    """A process in a session of its own goes on writing to this rank's standard output, until there is a mark."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.alarm(120)
+            while not pathlib.Path(folder, "end").exists():
+                os.write(1, b"from the daemon\n")
+                note(folder, "daemon writes")
+                time.sleep(0.001)
+        os._exit(0)
+    wait_for(folder, "0 daemon writes")
+    for number in range(1000):
+        print("line", number)

@@ -1,0 +1,65 @@
+"""KeyboardInterrupt in ranks: where it is raised, that it always is, and that it can leave them alive."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from notebook_accel import events
+from notebook_accel.launching.job import Job
+from tests import processes
+from tests.launching import ranks
+
+Launch = Callable[..., Job]
+
+
+def both(folder: pathlib.Path, what: str) -> bool:
+    return {f"0 {what}", f"1 {what}"} <= set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "wait", "backward", "recv", "store", "joining"])
+def test_rank_that_waits_for_another_is_brought_out_of_it(launch: Launch, tmp_path: pathlib.Path, how: str) -> None:
+    job = launch(ranks.interrupted_in, how, str(tmp_path), grace_s=20.0)
+    processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
+    job.interrupt()
+    assert job.wait(60)
+    assert both(tmp_path, "finally") and both(tmp_path, "except")  # and its own connection was whole
+    assert {rank: failed.kind for rank, failed in job._record.failures.items()} == dict.fromkeys(
+        range(2), "KeyboardInterrupt"
+    )
+    ended = {rank: event.exit_code for rank, event in job.events() if isinstance(event, events.Ended)}
+    assert ended == {0: 1, 1: 1}  # by themselves, not by a stronger signal
+
+
+def test_interrupt_that_does_not_escalate_leaves_ranks_alive_and_able_to_meet_again(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    job = launch(ranks.goes_on_after_an_interrupt, str(tmp_path), grace_s=0.1)
+    processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
+    job.interrupt(escalate=False)
+    assert job.results(timeout_s=60) == [3.0, 3.0]
+
+
+def test_users_own_handler_is_asked_and_its_collective_goes_on(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(ranks.handles_it_itself, str(tmp_path))
+    processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
+    job.interrupt(escalate=False)
+    assert job.results(timeout_s=60) == [7.0, 0.0]
+
+
+def test_interrupt_that_comes_while_ranks_are_being_made_is_not_lost(launch: Launch) -> None:
+    ends = []
+    for _ in range(15):
+        job = launch(ranks.says_whether_it_was_interrupted)
+        job.interrupt(escalate=False)
+        assert job.wait(30)
+        said = job.events()
+        failed = {rank: event.kind for rank, event in said if isinstance(event, events.Failed)}
+        # It may come before the function has begun, and then the run has failed, or inside of it.
+        ends.append(job.results() if job.status == "succeeded" else list(failed.values()))
+        assert set(ends[-1]) == {"KeyboardInterrupt"}
+        assert [event for _, event in said if isinstance(event, events.Output)] == []  # no traceback of ours
+    assert len(ends) == 15

@@ -1,0 +1,122 @@
+"""What one run, or one process, can't have costs that one and no other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+import resource
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from notebook_accel import events
+from notebook_accel.errors import ProcessStartError, RankFailedError
+from notebook_accel.launching.job import Job
+from tests import processes
+from tests.launching import ranks
+from tests.launching.conftest import pids_of
+
+Launch = Callable[..., Job]
+
+
+def supervisor(who: str) -> int:
+    [agent] = [child for child in processes.children(os.getpid()) if "notebook_accel.launching.agent" in child.command]
+    return agent.pid if who == "agent" else processes.children(agent.pid)[0].pid
+
+
+def allow_open_files(pid: int, more: int) -> None:
+    """So many more than the process has now."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, more, None)), hard))
+
+
+# Without room for what comes with a launch; for a rank's line; for its log; for what comes with a rank; for its pidfd.
+@pytest.mark.parametrize(("who", "more"), [("agent", 1), ("agent", 4), ("agent", 6), ("template", 0), ("template", 6)])
+def test_too_many_open_files_end_the_run_that_needs_more(
+    launch: Launch, tmp_path: pathlib.Path, who: str, more: int
+) -> None:
+    other = launch(ranks.waits, str(tmp_path))
+    processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
+    pid = supervisor(who)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    allow_open_files(pid, more)
+    try:
+        job = launch(ranks.rank)
+        assert job.wait(60)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert isinstance(job.error, ProcessStartError), job.error
+    assert "Too many open files" in str(job.error) and "ulimit -n" in job.error.fix
+    assert other.status == "running"
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert supervisor(who) == pid
+
+
+def test_process_that_a_rank_leaves_behind_delays_nothing_and_no_line_is_lost(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    job = launch(ranks.leaves_a_daemon_behind, str(tmp_path), num_processes=1)
+    assert job.results(timeout_s=60) == [None]
+    assert os.listdir(tmp_path) == ["0 daemon writes"]  # and goes on with it
+    (tmp_path / "end").touch()
+    lines = [line for _, event in job.events() if isinstance(event, events.Output) for line in event.text.split("\n")]
+    assert [line for line in lines if line != "from the daemon"] == [f"line {number}" for number in range(1000)]
+
+
+@pytest.fixture
+def little_memory(engine: object) -> Iterator[int]:
+    """A control group with little memory, and the template in it; its limit in bytes."""
+    root = pathlib.Path("/sys/fs/cgroup")
+    folder = (root / "memory" if (root / "memory").is_dir() else root) / f"notebook-accel-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"NOT TESTED: no control group can be made here ({error.strerror})")
+    limit_bytes = 512 << 20
+    v1 = folder / "memory.limit_in_bytes"
+    (v1 if v1.exists() else folder / "memory.max").write_text(str(limit_bytes))
+    agent, template = supervisor("agent"), supervisor("template")
+    groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
+    [path] = [path for _, controllers, path in groups if controllers == ("memory" if v1.exists() else "")]
+    before = folder.parent / path.lstrip("/")
+    for pid in (agent, template):
+        (folder / "cgroup.procs").write_text(str(pid))
+    yield limit_bytes
+    for pid in (agent, template):
+        (before / "cgroup.procs").write_text(str(pid))
+    processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
+    folder.rmdir()
+
+
+def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_memory: int) -> None:
+    job = launch(ranks.takes_memory, 4 * little_memory)
+    with pytest.raises(RankFailedError) as caught:
+        job.results(timeout_s=60)
+    error = caught.value
+    assert (error.rank, error.signal) == (1, signal.SIGKILL)
+    assert "was killed by SIGKILL: out of host memory" in error.what
+    assert "0.5 GiB that the container has" in error.why and "out-of-memory killer has ended a process" in error.why
+    assert "The rank had used up to 0." in error.why
+
+
+def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None:
+    job = launch(ranks.waits)
+    os.kill(pids_of(job)[1], signal.SIGKILL)
+    assert job.wait(30)
+    assert isinstance(job.error, RankFailedError)
+    assert (job.error.what, job.error.why) == (
+        "rank 1 of 2 was killed by SIGKILL.",
+        "Nothing of notebook-accel sent it.",
+    )
+    assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
+
+
+def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch) -> None:
+    with pytest.raises(RankFailedError, match="CUDA out of memory") as caught:
+        launch(ranks.has_no_device_memory_left).results(timeout_s=60)
+    assert "Memory in use then, rank 0: " in caught.value.why and ", rank 1: " in caught.value.why
+    assert "smaller batches" in caught.value.fix

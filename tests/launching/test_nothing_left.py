@@ -1,0 +1,118 @@
+"""Whoever was stopped with SIGSTOP: an interrupt ends the run, runs end well, and the kernel's end leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+
+import pytest
+
+from tests import kernels, processes
+from tests.launching.conftest import prepare
+
+WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
+WITH_WORKERS = """%%distributed -n 2
+from torch.utils.data import DataLoader
+batches = iter(DataLoader(range(1000), num_workers=2)); next(batches)
+print("up", flush=True)
+time.sleep(300)"""
+
+
+def find(kernel: kernels.Kernel, who: str) -> processes.Process:
+    """The agent, the template or a rank of a kernel."""
+    [agent] = [child for child in processes.children(kernel.pid) if "notebook_accel.launching.agent" in child.command]
+    if who == "agent":
+        return agent
+    [template] = processes.children(agent.pid)
+    return template if who == "template" else processes.children(template.pid)[0]
+
+
+def stop(kernel: kernels.Kernel, who: str) -> None:
+    process = find(kernel, who)
+    os.kill(process.pid, signal.SIGSTOP)
+    processes.wait_until(lambda: (now := processes.read(process.pid)) and now.state == "T", f"the {who} is stopped")
+
+
+@pytest.mark.parametrize("who", ["agent", "template", "rank"])
+def test_interrupt_reaches_ranks_whoever_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path, who: str) -> None:
+    cell = notebook.start(f"""%%distributed -n 2
+try:
+    print("up", flush=True)
+    time.sleep(60)
+finally:
+    open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").close()""")
+    cell.wait_for_output("0 │ up")
+    cell.wait_for_output("1 │ up")
+    agent = find(notebook, "agent")
+    stop(notebook, who)
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+    assert notebook.run(WORKS).result == "[0, 1]"
+    assert find(notebook, "agent") == agent
+
+
+@pytest.mark.parametrize("who", ["agent", "template"])
+def test_run_ends_well_though_somebody_was_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path, who: str) -> None:
+    cell = notebook.start(f"""%%distributed -n 2
+print("up", flush=True)
+while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
+int(os.environ["RANK"])""")
+    cell.wait_for_output("0 │ up")
+    cell.wait_for_output("1 │ up")
+    stop(notebook, who)
+    (tmp_path / "go").touch()
+    assert cell.finish().result == "[0, 1]"
+
+
+@pytest.mark.parametrize("stopped", [("rank", "agent"), ("template",)])
+def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, stopped: tuple[str, ...]) -> None:
+    with kernels.running(tmp_path) as kernel:
+        prepare(kernel)
+        worker = (
+            "from torch.utils.data import DataLoader\nmine = iter(DataLoader(range(99), num_workers=1)); next(mine)"
+        )
+        assert kernel.run(worker).status == "ok"
+        cell = kernel.start(WITH_WORKERS)
+        cell.wait_for_output("0 │ up")
+        cell.wait_for_output("1 │ up")
+        everything = kernel.descendants()
+        assert len(everything) >= 9  # the kernel's own worker, agent, template, two ranks, and two workers of each
+        for who in stopped:
+            stop(kernel, who)
+        kernel.kill()
+        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+
+
+def test_kernel_that_unloads_or_ends_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        for is_last in (False, True):
+            prepare(kernel)
+            kernel.run(WITH_WORKERS.replace("-n 2", "-n 2 --background --out job --view none"))
+            processes.wait_until(lambda: len(kernel.descendants()) >= 8, "agent, template, ranks and their workers")
+            everything = kernel.descendants()
+            stop(kernel, "rank")
+            stop(kernel, "agent")
+            if not is_last:
+                assert kernel.run("%unload_ext notebook_accel").status == "ok"
+                assert kernel.run("job.done, job.status").result == "(True, 'stopped')"
+                assert not any(process.is_alive for process in everything)
+    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+
+
+def test_nothing_of_the_kernels_own_is_changed(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    look = """import os, signal, torch.distributed
+def seen():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return handlers, mask, signal.set_wakeup_fd(-1), dict(os.environ), os.getcwd(), torch.distributed.is_initialized()
+"""
+    assert notebook.run(look + "before = seen()").status == "ok"
+    assert notebook.run(WORKS).result == "[0, 1]"
+    assert notebook.run("%%distributed -n 2\nraise ValueError").error_name == "RankFailedError"
+    cell = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ up")
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert notebook.run("before == seen(), len(before[0]) > 30").result == "(True, True)"
