@@ -20,7 +20,9 @@ from notebook_accel.errors import ConfigError
 
 __all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "to_text", "usable"]
 
-_IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_IN_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
+}  # fmt: skip
 
 
 _PREFIX = r"^([^$\n]|\$\$|\$(role_name|rank|local_rank)\b|\$\{(role_name|rank|local_rank)\})*$"
@@ -49,9 +51,21 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("Train on the CPU, with gloo, also where there are GPUs."),
     ] = False
     start_method: Annotated[
-        Literal["auto", "spawn"],
-        _help("How ranks come into being. spawn: clean processes, forked from a template that never saw the kernel."),
+        Literal["auto", "spawn", "fork", "inline"],
+        _help(
+            "How ranks come into being. auto: spawn. spawn: clean processes, forked from a template that never saw the "
+            "kernel. fork: forks of the kernel, which share its objects without a copy. inline: one rank, in the "
+            "kernel itself, for a debugger."
+        ),
     ] = "auto"
+    preload: Annotated[
+        tuple[str, ...],
+        _help("Modules that ranks find imported already, such as transformers: the template imports them, once."),
+    ] = ()
+    idle_timeout_s: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)],
+        _help("Seconds after a kernel's last run until the processes that are kept ready for the next one end."),
+    ] = 3600.0
     allow_initialized_cuda: Annotated[
         bool,
         _help("Go on although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
@@ -102,7 +116,7 @@ class Option(msgspec.Struct, frozen=True):
         help: What it does, in a sentence or two.
         default: Its default.
         choices: The allowed values where they are few, the default first, else empty.
-        kind: The type of a value: ``bool``, ``int``, ``float`` or ``str``.
+        kind: The type of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts.
         optional: Whether ``None`` is allowed.
     """
 
@@ -134,6 +148,7 @@ def _option(field: msgspec.inspect.Field) -> Option:
         msgspec.inspect.BoolType: bool,
         msgspec.inspect.IntType: int,
         msgspec.inspect.FloatType: float,
+        msgspec.inspect.VarTupleType: tuple,
     }
     return Option(
         name=field.name,
@@ -217,6 +232,8 @@ def from_text(option: Option, text: str) -> Any:
         return None
     if option.kind is bool:
         return True if is_true(text) else False if is_false(text) else text
+    if option.kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
         return option.kind(text)
     except ValueError:
@@ -254,6 +271,8 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
 def _is_of_kind(option: Option, value: Any) -> bool:
     if value is None:
         return option.optional
+    if option.kind is tuple:
+        return isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value)
     if isinstance(value, bool):  # which Python counts as an int
         return option.kind is bool
     return isinstance(value, (int, float) if option.kind is float else option.kind)

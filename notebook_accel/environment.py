@@ -20,6 +20,7 @@ __all__ = [
     "MIXED_PRECISION",
     "USE_CPU",
     "RankPlace",
+    "become",
     "import_path",
     "import_time_variables",
     "is_debugging",
@@ -160,6 +161,15 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def become(variables: Mapping[str, str]) -> None:
+    """Makes these this process's environment variables, and no others. Touches only those that differ."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager

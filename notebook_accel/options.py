@@ -17,7 +17,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
     for option in config.fields():
         flags = [f"--{option.name}", *_SHORT.get(option.name, ())]
-        text = option.help if option.default in (None, "") else f"{option.help} Default: {option.default}."
+        text = option.help if option.default in (None, "", ()) else f"{option.help} Default: {option.default}."
         text = text.replace("%", "%%")  # argparse formats it
         if option.kind is bool:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -30,6 +30,8 @@ _SHORT = {"num_processes": ("-n",)}
 
 
 def _metavar(option: config.Option) -> str:
+    if option.kind is tuple:
+        return "NAME,..."
     return "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
 
 

@@ -13,13 +13,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from notebook_accel import events
-from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.channel import ClosedError
 from notebook_accel.errors import ConfigError
 
-__all__ = ["Counter", "Reporter", "connect", "report", "reporter"]
+__all__ = ["Counter", "Reporter", "Sender", "connect", "disconnect", "report", "reporter"]
 
 _SAMPLE_PERIOD_S = 0.2
 _MEMORY_PERIOD_SAMPLES = 5
@@ -49,6 +49,18 @@ class Counter:
         reporter().begin(self, epoch, total)
 
 
+class Sender(Protocol):
+    """Where events go: a connection, or what takes its place."""
+
+    def send(self, body: bytes) -> None:
+        """Takes an encoded event.
+
+        Raises:
+            ClosedError: Nobody is there any more.
+            TimeoutError: Nobody has taken it for long.
+        """
+
+
 class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent.
 
@@ -56,7 +68,7 @@ class Reporter:
         connection: Where to, ``None`` outside a launched rank.
     """
 
-    def __init__(self, connection: Connection | None = None) -> None:
+    def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection
         self._lock = threading.Lock()
         self._shown: Counter | None = None
@@ -157,12 +169,12 @@ class Reporter:
 
     def _run(self) -> None:
         samples = 0
-        while not self._stop.is_set():
+        # Nothing has happened yet when it starts, and the user's code is about to begin.
+        while not self._stop.wait(_SAMPLE_PERIOD_S):
             self._sample()
             if samples % _MEMORY_PERIOD_SAMPLES == 0:
                 self.say_memory()
             samples += 1
-            self._stop.wait(_SAMPLE_PERIOD_S)
 
     def _sample(self) -> None:
         while self._posted:
@@ -243,12 +255,18 @@ def reporter() -> Reporter:
     return _reporter
 
 
-def connect(connection: Connection) -> Reporter:
+def connect(connection: Sender) -> Reporter:
     """Makes this process a rank that reports over ``connection``, and starts sampling."""
     global _reporter
     _reporter = Reporter(connection)
     _reporter.start()
     return _reporter
+
+
+def disconnect() -> None:
+    """Makes this process one that nobody listens to, as it was before ``connect``."""
+    global _reporter
+    _reporter = Reporter()
 
 
 def report(**metrics: Any) -> None:

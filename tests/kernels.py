@@ -77,6 +77,18 @@ class Cell:
         deadline = time.monotonic() + timeout_s
         self._read_until(lambda: text in self.stream("stdout") + self.stream("stderr"), f"output {text!r}", deadline)
 
+    def answer(self, text: str, timeout_s: float = 60.0) -> str:
+        """Waits until the cell asks for input and gives it; returns the question."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                request = self._client.get_stdin_msg(timeout=_POLL_S)
+            except queue.Empty:
+                self._check("a question", deadline)
+                continue
+            self._client.input(text)
+            return str(request["content"]["prompt"])
+
     def stream(self, name: str) -> str:
         """What came so far on ``stdout`` or ``stderr``."""
         return "".join(content["text"] for content in self._contents("stream") if content["name"] == name)

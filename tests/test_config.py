@@ -35,6 +35,8 @@ def _write(file: pathlib.Path, text: str) -> pathlib.Path:
     ({"timeout_s": "1 hour"}, "timeout_s='1 hour' is not a number."),
     ({"main_process_port": 65536}, "main_process_port=65536 can't be used: it has to be <= 65535."),
     ({"name": 5}, "name=5 is not text."),
+    ({"preload": "sklearn"}, "preload='sklearn' is not a list of names."),
+    ({"preload": ["sklearn", 3]}, "preload=['sklearn', 3] is not a list of names."),
     ({"gpus": 2}, "There is no option 'gpus'."),
 ])  # fmt: skip
 def test_bad_value_is_one_clear_line_and_a_fix(options: dict, complaint: str) -> None:
@@ -151,7 +153,7 @@ def test_every_option_says_what_it_is() -> None:
     for option in options:
         assert option.help.endswith(".")
         assert option.default == getattr(defaults, option.name)
-        assert option.kind in (bool, int, float, str)
+        assert option.kind in (bool, int, float, str, tuple)
         assert option.optional == (option.default is None)
         if option.choices:
             assert option.choices[0] == option.default

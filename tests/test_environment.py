@@ -76,3 +76,13 @@ def test_patched_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("text", "is_on"), [("yes", True), ("1", True), ("on", True), ("no", False), ("", False)])
 def test_debug_mode(name: str, text: str, is_on: bool) -> None:
     assert environment.is_debugging({name: text}) == is_on
+
+
+def test_become_leaves_exactly_these_variables() -> None:
+    before = dict(os.environ)
+    try:
+        environment.become({**before, "NEW": "1", "PATH": "/nowhere"})
+        assert dict(os.environ) == {**before, "NEW": "1", "PATH": "/nowhere"}
+    finally:
+        environment.become(before)
+    assert dict(os.environ) == before

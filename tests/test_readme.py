@@ -32,7 +32,7 @@ def test_table_has_every_option_as_it_is() -> None:
 
 
 def _default(option: config.Option) -> str:
-    return "" if option.default in (None, "") else f"`{option.default}`"
+    return "" if option.default in (None, "", ()) else f"`{option.default}`"
 
 
 def _choices(option: config.Option) -> str:

@@ -32,8 +32,10 @@ __all__ = ["main"]
 _TICK_S = 0.1
 # What may wait for a kernel that doesn't read. Past it, what ranks print stays in their logs for now.
 _MOST_QUEUED_BYTES = 4 << 20
-_TEMPLATE_FAILED = "The process that ranks are forked from could not be started."
-_TEMPLATE_LOST = "The process that ranks are forked from has died."
+_TEMPLATE_FAILED = messages.Broken(text="The process that ranks are forked from could not be started.")
+_TEMPLATE_LOST = messages.Broken(text="The process that ranks are forked from has died.")
+_PRELOAD_REFUSED = "A module that is named in preload can't be preloaded."
+_WITHOUT_PRELOAD = "leave it out of preload: ranks then import it themselves"
 _MORE_ROOM = "end what else runs here, or raise the limits on open files and processes (ulimit -n, ulimit -u)"
 
 
@@ -56,6 +58,8 @@ class Agent:
         )
         self._memory = MemoryWatch()
         self._is_quitting = False
+        self._idle_timeout_s: float | None = None
+        self._busy_until_s = time.monotonic()
         kernel.set_blocking(False)
         self._loop.watch(kernel.fileno(), self._read_kernel)
         # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
@@ -65,7 +69,7 @@ class Agent:
         """Until the kernel has gone or says so."""
         try:
             while not self._is_quitting:
-                self._loop.wait(_TICK_S if self._runs or self._waiting else None)
+                self._loop.wait(_TICK_S if self._runs or self._waiting else self._idle_timeout_s)
                 self._tick(time.monotonic())
                 self._flush()
         except ClosedError:
@@ -87,6 +91,11 @@ class Agent:
                 self._tell_kernel(messages.Inspected(job_id=job_id, ranks=dumps))
         self._templates.tick(now_s)
         self._memory.tick(now_s)
+        if self._runs or self._waiting:
+            self._busy_until_s = now_s
+        elif self._idle_timeout_s is not None and now_s > self._busy_until_s + self._idle_timeout_s:
+            self._busy_until_s = now_s  # ask again after as long, should the kernel not let it go
+            self._tell_kernel(messages.Idle())
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
@@ -94,6 +103,7 @@ class Agent:
         for message in self._kernel.receive():
             told = messages.decode_for_agent(message.body)
             if isinstance(told, messages.Prepare):
+                self._idle_timeout_s = told.idle_timeout_s
                 self._templates.start(told)
             elif isinstance(told, messages.Launch):
                 self._accept(told, message)
@@ -134,26 +144,37 @@ class Agent:
             run.end("kill", "template lost")
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
-        text = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
+        if template.pidfd >= 0:
+            return  # nobody else waits for it
+        broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
+        if template.refusal:
+            broken = messages.Broken(text=_PRELOAD_REFUSED, why=template.refusal, fix=_WITHOUT_PRELOAD)
+        if not template.is_ready:
+            self._tell_kernel(broken)  # before the refusals: the kernel's next launch may follow them at once
         waiting, self._waiting = self._waiting, []
         for run in waiting:
-            self._refuse(run, text)
-        if not template.is_ready:
-            self._tell_kernel(messages.Broken(text=text))
+            self._refuse(run, broken)
 
     # Runs ----------------------------------------------------------------------------------------------------------
 
     def _accept(self, launch: messages.Launch, message: Message) -> None:
+        self._idle_timeout_s = launch.idle_timeout_s
         if not message.is_whole:
-            self._refuse(Run(launch, []), f"The run could not be started: {os.strerror(errno.EMFILE)}.", _MORE_ROOM)
+            text = f"The run could not be started: {os.strerror(errno.EMFILE)}."
+            self._refuse(Run(launch, []), messages.Broken(text=text, fix=_MORE_ROOM))
+            return
+        if launch.template_pid:
+            *descriptors, line, pidfd = message.descriptors
+            connection = Connection.from_descriptor(line)
+            self._start(Run(launch, descriptors), self._templates.adopt(connection, launch.template_pid, pidfd))
             return
         self._waiting.append(Run(launch, message.descriptors))
-        self._templates.start_if_there_is_none()
+        self._templates.start_if_needed()
         self._start_waiting()
 
-    def _refuse(self, run: Run, text: str, fix: str = "") -> None:
+    def _refuse(self, run: Run, broken: messages.Broken) -> None:
         run.close_descriptors()
-        self._tell_kernel(messages.Broken(text=text, fix=fix, job_id=run.launch.job_id))
+        self._tell_kernel(msgspec.structs.replace(broken, job_id=run.launch.job_id))
 
     def _start_waiting(self) -> None:
         template = self._templates.ready
@@ -167,7 +188,8 @@ class Agent:
         try:
             run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
         except OSError as error:
-            self._refuse(run, f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}.")
+            text = f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}."
+            self._refuse(run, messages.Broken(text=text))
             return
         run.started()
         template.runs.append(run)
@@ -196,7 +218,7 @@ class Agent:
             with contextlib.closing(theirs):
                 template.connection.send(*order(run, rank, theirs))
         except (ClosedError, TimeoutError):
-            template.process.kill()  # what follows from its end is done where it is noticed, for all reasons alike
+            template.kill()  # what follows from its end is done where it is noticed, for all reasons alike
             return False
         except OSError as error:
             self._not_started(run, number, str(error))
@@ -233,7 +255,7 @@ class Agent:
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
         if run.refusal:
-            self._refuse(run, run.refusal, _MORE_ROOM)
+            self._refuse(run, messages.Broken(text=run.refusal, fix=_MORE_ROOM))
         else:
             run.close_descriptors()
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))

@@ -2,24 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.messages import OnDeath
+from notebook_accel.launching.spec import JobSpec
+from notebook_accel.launching.worker import Target
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Request"]
+
+_numbers = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A launch that nothing speaks against, before anything of it is on its way.
+
+    Attributes:
+        target: What the ranks run.
+        roots: What the user knows in it, by the words that a message uses for it, such as ``argument 1``.
+        spec: What a rank must know, but for the sources of the functions that are sent.
+        config: The options.
+        devices: What the ranks run on, such as ``2 CPUs``.
+        is_background: Whether nobody will wait for it in the cell.
+        bind: Takes the pulled names and their values.
+        on_death: What becomes of the other ranks when one has died.
+    """
+
+    target: Target
+    roots: Mapping[str, Any]
+    spec: JobSpec
+    config: LaunchConfig
+    devices: str
+    is_background: bool = False
+    bind: Callable[[dict[str, Any]], object] | None = None
+    on_death: OnDeath = "stop"
+
+    def make_job(
+        self,
+        spec: JobSpec,
+        *,
+        shipped: Sequence[Any] = (),
+        result_files: Sequence[int] = (),
+        log_folder: pathlib.Path | None = None,
+    ) -> Job:
+        """The handle on the run, for an engine to start."""
+        return Job(
+            f"{os.getpid()}-{next(_numbers)}",
+            spec,
+            self.config,
+            devices=self.devices,
+            is_background=self.is_background,
+            shipped=shipped,
+            result_files=result_files,
+            log_folder=log_folder,
+            bind=self.bind,
+            on_death=self.on_death,
+        )
 
 
 class Engine(Protocol):
-    """Something that can run a job's ranks."""
+    """Something that can run ranks."""
 
-    def start(self, job: Job, payload: int, result_files: Sequence[int]) -> None:
-        """Starts the ranks and returns; attaches a control to the job, delivers its events and ends it.
-
-        Args:
-            job: The run.
-            payload: Descriptor of the sealed payload, whose head is the ``JobSpec``. The caller closes it.
-            result_files: One empty memory file a rank, for its result.
+    def launch(self, request: Request) -> Job:
+        """Starts the ranks and returns the run's job, with a control attached; delivers its events and ends it.
 
         Raises:
             LaunchError: The ranks can't be started.

@@ -19,6 +19,7 @@ __all__ = ["draw_in_background", "follow"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
+_DRAWING_DELAY_S = 0.05  # while ranks start, the processors are theirs: to draw a panel takes a whole one
 _INTERRUPT_DEADLINE_S = 3.0
 
 
@@ -33,8 +34,13 @@ def follow(job: Job) -> Results:
     """
     view: View = NoView(job)
     try:
+        if job.run_here is None:
+            job.wait_until_started(_DRAWING_DELAY_S)
         view = _open(job)
-        _draw_until_done(job, view)
+        if job.run_here is None:
+            _draw_until_done(job, view)
+        else:
+            _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
         _guarded(job, view.close, None)
@@ -63,9 +69,28 @@ def _open(job: Job) -> View:
 
 
 def _draw_until_done(job: Job, view: View) -> None:
+    _refresh_until_done(job, view)
+    _guarded(job, view.close, None)
+
+
+def _refresh_until_done(job: Job, view: View) -> None:
     while not job.wait(_REFRESH_PERIOD_S):
         job.notice_silence(time.monotonic())
         _guarded(job, view.refresh, None)
+
+
+def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
+    """Runs the one rank in this thread, where a debugger and an interrupt reach it; a thread beside it draws."""
+    drawing = threading.Thread(target=_refresh_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}")
+    drawing.start()
+    try:
+        run()
+    except BaseException as error:
+        if not job.done:  # a second interrupt, while it was tidying up
+            job.end_here(None, error)
+        raise
+    finally:
+        drawing.join()
     _guarded(job, view.close, None)
 
 

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
     SupervisorLostError,
 )
-from notebook_accel.events import Event
+from notebook_accel.events import Event, Started
 from notebook_accel.launching import explanations, logs
 from notebook_accel.launching.messages import OnDeath, RankDump, Reason
 from notebook_accel.launching.rank_info import RankInfo
@@ -75,6 +75,7 @@ class Job:
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
+        run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
     Args:
         shipped: What the payload holds by value, for what comes back by reference.
@@ -106,6 +107,8 @@ class Job:
         self.on_death = on_death
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
+        self.run_here: Callable[[], None] | None = None
+        self._raised_here: BaseException | None = None
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
@@ -115,6 +118,8 @@ class Job:
         self._close_results = weakref.finalize(self, _close_all, tuple(result_files))
         self._control: Control | None = None
         self._lock = threading.Lock()
+        self._started_ranks = 0
+        self._all_started = threading.Event()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size, config.start_method)
@@ -281,6 +286,10 @@ class Job:
         failures = sorted(self._record.failures.items())
         return [f"rank {rank} was at {failed.line}" for rank, failed in failures if failed.line]
 
+    def wait_until_started(self, timeout_s: float) -> None:
+        """Waits until every rank has begun to run the user's code, or the run has ended, but no longer than that."""
+        self._all_started.wait(timeout_s)
+
     def notice_silence(self, now_s: float) -> None:
         """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
 
@@ -298,6 +307,10 @@ class Job:
         self._record.add(rank, event)
         self._watch.add(rank, event)
         self._pending.append((rank, event))
+        if isinstance(event, Started):
+            self._started_ranks += 1
+            if self._started_ranks >= self.world_size:
+                self._all_started.set()
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
@@ -311,8 +324,15 @@ class Job:
         self.ended_s = time.monotonic()
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
+        self._all_started.set()
         self._ended.set()
         self._watch.end()
+
+    def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
+        """The run, whose one rank was this process, is over, with these results or with what the rank raised."""
+        self._outcome = outcome
+        self._raised_here = raised
+        self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -352,6 +372,9 @@ class Job:
                 fix="run the cell again: a new one is started",
             )
         failure = self._record.first_failure(self._shipped)
+        if failure is not None and self._raised_here is not None:
+            failure.__cause__ = self._raised_here
+            failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
         if failure is not None and self.log_files:
             failure.log_file = str(self.log_files[failure.rank])
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import config as configuration
-from notebook_accel import environment, serialization
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import following, local, logs, preflight, registry, sources
+from notebook_accel.launching import following, fork, inline, local, preflight, registry
 from notebook_accel.launching.cell import Cell
+from notebook_accel.launching.engine import Engine, Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
 from notebook_accel.launching.results import Results
@@ -21,8 +20,6 @@ from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
 __all__ = ["launch_cell", "launch_function", "notebook_launcher"]
-
-_numbers = itertools.count(1)
 
 
 def notebook_launcher(
@@ -45,6 +42,8 @@ def notebook_launcher(
     kwargs: Mapping[str, Any] | None = None,
     background: bool = False,
     start_method: str = "auto",
+    preload: Sequence[str] = (),
+    idle_timeout_s: float | None = None,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
     timeout_s: float | None = None,
@@ -79,7 +78,10 @@ def notebook_launcher(
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
-        start_method: How ranks come into being: ``auto`` or ``spawn``.
+        start_method: How ranks come into being: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
+            function runs here, as the one rank, where a debugger works.
+        preload: Names of modules that ranks find imported already.
+        idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
         use_cpu: Train on the CPU also where there are GPUs.
         allow_initialized_cuda: Go on although CUDA is in use in the kernel.
         timeout_s: Stop the run after so many seconds.
@@ -116,6 +118,8 @@ def notebook_launcher(
             "mixed_precision": mixed_precision,
             "main_process_port": None if use_port is None else _port(use_port),
             "start_method": start_method,
+            "preload": preload,
+            "idle_timeout_s": idle_timeout_s,
             "use_cpu": use_cpu,
             "allow_initialized_cuda": allow_initialized_cuda,
             "timeout_s": timeout_s,
@@ -235,49 +239,37 @@ def _launch(
         raise PreflightError(findings)
     world_size = config.num_processes or devices.available
     local.check_size(world_size)
-    pickled = serialization.pickle_by_value(target, roots=roots, namespace=sys.modules["__main__"].__dict__)
     spec = JobSpec(
         name=name,
         world_size=world_size,
         environment={**environment.sendable(), **_variables(config, devices)},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
-        sources=sources.of_functions(pickled.shipped) | of_cell.pop("sources", {}),
         **of_cell,
     )
-    payload = serialization.memory_file("notebook-accel-payload")
-    try:
-        serialization.seal(payload, pickled, spec.encode())
-        serialization.make_unwritable(payload)
-        log_folder = logs.make_folder(config.log_dir, name)
-        result_files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(world_size)]
-        job = Job(
-            f"{os.getpid()}-{next(_numbers)}",
-            spec,
-            config,
-            devices=devices.describe(world_size),
-            is_background=background,
-            shipped=pickled.shipped,
-            result_files=result_files,
-            log_folder=log_folder,
-            bind=bind,
-            on_death=on_death,
-        )
-        registry.add(job)
-        _start(job, payload, result_files)
-    finally:
-        os.close(payload)
+    request = Request(
+        target,
+        roots,
+        spec,
+        config,
+        devices=devices.describe(world_size),
+        is_background=background,
+        bind=bind,
+        on_death=on_death,
+    )
+    job = _ENGINES[config.start_method]().launch(request)
+    registry.add(job)
     if background:
         following.draw_in_background(job)
     return job
 
 
-def _start(job: Job, payload: int, result_files: Sequence[int]) -> None:
-    try:
-        local.engine().start(job, payload, result_files)
-    except BaseException:  # an interrupt may come when the ranks are on their way
-        job.kill()
-        raise
+_ENGINES: dict[str, Callable[[], Engine]] = {
+    "auto": local.engine,
+    "spawn": local.engine,
+    "fork": fork.ForkEngine,
+    "inline": inline.InlineEngine,
+}
 
 
 def _working_directory() -> str:
@@ -295,3 +287,6 @@ def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, st
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
     return variables
+
+
+local.engine().warm_in_kernel()

@@ -1,9 +1,9 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Inspect, Quit
-agent -> kernel      Said, Inspected, RunEnded, Broken
+agent -> kernel      Said, Inspected, RunEnded, Broken, Idle
 agent -> template    Fork
-template -> agent    Ready, Forked, NotForked, Exited
+template -> agent    Ready, Unusable, Forked, NotForked, Exited
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "Fork",
     "Forked",
     "FromTemplate",
+    "Idle",
     "Inspect",
     "Inspected",
     "Interrupt",
@@ -33,6 +34,7 @@ __all__ = [
     "Said",
     "ToAgent",
     "ToKernel",
+    "Unusable",
     "decode_for_agent",
     "decode_for_kernel",
     "decode_from_template",
@@ -52,14 +54,25 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prepare(_Message, frozen=True, kw_only=True):
-    """Have a template ready that was started with this environment and import path. Later launches use it."""
+    """Have a template ready that was started with this environment and import path. Later launches use it.
+
+    Attributes:
+        preload: Modules that it imports besides what every rank needs.
+        idle_timeout_s: How long after the last run, or after this, the agent says that it is idle.
+    """
 
     environment: dict[str, str]
     sys_path: list[str]
+    preload: list[str]
+    idle_timeout_s: float
 
 
 class Launch(_Message, frozen=True, kw_only=True):
-    """Start a run. Descriptors: the payload, then one result file a rank. ``log_folder`` may be empty."""
+    """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` takes the place of what was said before.
+
+    Descriptors: the payload, then one result file a rank; with a ``template_pid``, which is that of a template for this
+    run alone, also a line to it, and its pidfd.
+    """
 
     job_id: str
     world_size: int
@@ -67,7 +80,9 @@ class Launch(_Message, frozen=True, kw_only=True):
     grace_s: float
     timeout_s: float | None
     log_folder: str
+    idle_timeout_s: float
     on_death: OnDeath = "stop"
+    template_pid: int = 0
 
 
 class Interrupt(_Message, frozen=True, kw_only=True):
@@ -140,11 +155,16 @@ class RunEnded(_Message, frozen=True, kw_only=True):
 
 
 class Broken(_Message, frozen=True, kw_only=True):
-    """No template can be had, or a run could not be started: why, and what to do about it."""
+    """No template can be had, or a run could not be started. ``why`` and ``fix`` are as an error's."""
 
     text: str
+    why: str = ""
     fix: str = ""
     job_id: str = ""
+
+
+class Idle(_Message, frozen=True):
+    """Nothing has run for so long that agent and template should go, unless a launch is on its way."""
 
 
 class Fork(_Message, frozen=True, kw_only=True):
@@ -162,9 +182,19 @@ class Fork(_Message, frozen=True, kw_only=True):
 
 
 class Ready(_Message, frozen=True, kw_only=True):
-    """The template has imported what ranks need. ``seconds`` is how long that took."""
+    """Ranks can be forked. Said again when more is imported.
 
-    seconds: float
+    Attributes:
+        files: The imported packages' own files, with modification time in ns and inode.
+    """
+
+    files: dict[str, tuple[int, int]]
+
+
+class Unusable(_Message, frozen=True, kw_only=True):
+    """What was to be preloaded can't be, and the template ends. ``why`` says which module and the reason."""
+
+    why: str
 
 
 class Forked(_Message, frozen=True, kw_only=True):
@@ -196,8 +226,8 @@ class Exited(_Message, frozen=True, kw_only=True):
 
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Inspect | Quit
-ToKernel: TypeAlias = Said | Inspected | RunEnded | Broken
-FromTemplate: TypeAlias = Ready | Forked | NotForked | Exited
+ToKernel: TypeAlias = Said | Inspected | RunEnded | Broken | Idle
+FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 
 _encoder = msgspec.msgpack.Encoder()
 _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

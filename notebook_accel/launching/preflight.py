@@ -15,6 +15,7 @@ from typing import Literal
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
+from notebook_accel.launching import forkable, processes
 
 __all__ = ["Devices", "check", "visible_gpus"]
 
@@ -35,6 +36,8 @@ class Devices:
     def find(cls, config: LaunchConfig) -> Devices:
         """Those of this machine, with these options."""
         gpus = 0 if config.use_cpu else visible_gpus()
+        if gpus and config.start_method == "inline":
+            gpus = 1  # one process is one rank
         return cls("GPU", gpus) if gpus else cls("CPU", 1)
 
     def describe(self, count: int) -> str:
@@ -75,22 +78,45 @@ def _installed_gpus() -> int:
 def check(config: LaunchConfig, devices: Devices | None = None) -> tuple[Finding, ...]:
     """All that speaks against a launch with these options, from this process, on these devices. Default: those here."""
     devices = devices or Devices.find(config)
-    findings = [
-        _platform(),
-        _too_many_ranks(config, devices),
-        _half_precision_on_cpu(config, devices),
-        _cuda_in_use(config, devices),
-    ]
+    findings = [_half_precision_on_cpu(config, devices)]
+    if config.start_method == "inline":
+        findings += [_more_than_one_inline(config), _limit_inline(config)]
+    else:
+        findings += [_platform(), _too_many_ranks(config, devices)]
+        if config.start_method == "fork":
+            findings += forkable.check()
+        else:
+            findings += [_cuda_in_use(config, devices)]
     return tuple(finding for finding in findings if finding is not None)
 
 
+def _more_than_one_inline(config: LaunchConfig) -> Finding | None:
+    if config.num_processes in (None, 1):
+        return None
+    return Finding(
+        f"{config.num_processes} processes were asked for, and start_method='inline' runs in the kernel's own.",
+        "One process is one rank.",
+        "--num_processes 1 to debug it here, or --start_method spawn for several ranks",
+    )
+
+
+def _limit_inline(config: LaunchConfig) -> Finding | None:
+    if config.timeout_s is None:
+        return None
+    return Finding(
+        f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
+        "Nobody could end it there without ending the kernel.",
+        "leave out timeout_s, and interrupt the kernel when it takes too long",
+    )
+
+
 def _platform() -> Finding | None:
-    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+    if processes.are_supported():
         return None
     return Finding(
         f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
         "Ranks are started and cleaned up with process descriptors and anonymous memory files, which only Linux has.",
-        "use Linux, or WSL 2 on Windows; everything that needs no launch works here",
+        "use Linux, or WSL 2 on Windows; --start_method inline runs one rank in this process, anywhere",
     )
 
 

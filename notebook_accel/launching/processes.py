@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
-__all__ = ["bootstrap", "die_with_parent", "end_with_parent", "kill_group", "resume_if_stopped"]
+__all__ = ["are_supported", "bootstrap", "die_with_parent", "end_with_parent", "kill_group", "resume_if_stopped"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def are_supported() -> bool:
+    """Whether this system has the calls that processes are started and cleaned up with: Linux 5.3 or later."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Found once, in the template, instead of in each rank."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
     """Asks for a signal when the thread that started this process ends; ends now if it has ended already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+    if _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -48,4 +48,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, data: bytes) -> JobSpec:
         """From the bytes of ``encode``."""
-        return msgspec.msgpack.decode(data, type=cls)
+        return _decoder.decode(data)
+
+
+_decoder = msgspec.msgpack.Decoder(JobSpec)  # made once, in the template, instead of in each rank

@@ -14,20 +14,15 @@ import os
 import selectors
 import signal
 import sys
-import time
 import traceback
 import weakref
+from collections.abc import Iterator
 
 from notebook_accel.channel import ClosedError, Connection, Message
-from notebook_accel.launching import interruption, messages, worker
+from notebook_accel.launching import huge_pages, interruption, messages, preloading, worker
 from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group
 
-__all__ = ["main"]
-
-# What a training function nearly always needs. torch must be there; the others are imported where they are installed.
-_REQUIRED = ("torch", "torch.distributed", "torch.utils.data")
-# torch._dynamo is what the first optimizer of a process imports, which takes as long as torch itself.
-_WELCOME = ("numpy.random", "tqdm.auto", "torch.nn.parallel", "torch._dynamo", "notebook_accel.training.accelerator")
+__all__ = ["come_under", "main", "serve"]
 
 
 class Template:
@@ -35,10 +30,16 @@ class Template:
 
     Args:
         agent: The connection to the agent. When it closes, every rank is killed.
+        inherited: What the ranks run, if this is a fork of the kernel.
+        later: What to do while nobody waits for anything, a step at a time.
     """
 
-    def __init__(self, agent: Connection) -> None:
+    def __init__(
+        self, agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None
+    ) -> None:
         self._agent = agent
+        self._inherited = inherited
+        self._later = later
         self._selector = selectors.DefaultSelector()
         self._selector.register(agent.fileno(), selectors.EVENT_READ)
         self._ranks: dict[int, tuple[str, int, int]] = {}  # pidfd -> job, rank, pid
@@ -46,8 +47,13 @@ class Template:
     def serve(self) -> None:
         """Until the agent has gone."""
         try:
+            self._say_ready()
             while True:
-                for key, _ in self._selector.select():
+                is_free = self._later is not None and not self._ranks  # which have the processors to themselves
+                ready = self._selector.select(0 if is_free else None)
+                if is_free and not ready:
+                    self._do_next()
+                for key, _ in ready:
                     if key.fd == self._agent.fileno():
                         for message in self._agent.receive():
                             self._fork(message)
@@ -58,6 +64,20 @@ class Template:
         finally:
             for _, _, pid in self._ranks.values():
                 kill_group(pid)
+
+    def _say_ready(self) -> None:
+        gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
+        # A fork of the kernel serves one run, and has no time to become too old.
+        files = preloading.files() if self._inherited is None else {}
+        self._agent.send(messages.encode(messages.Ready(files=files)))
+
+    def _do_next(self) -> None:
+        assert self._later is not None
+        if next(self._later, self._later) is self._later:  # there is nothing left
+            self._later = None
+            self._say_ready()
+        _leave_nothing_to_undo()
+        gc.freeze()
 
     def _fork(self, message: Message) -> None:
         order = messages.decode_for_template(message.body)
@@ -103,7 +123,7 @@ class Template:
             for watch in self._ranks:
                 os.close(watch)
             gc.enable()
-            status = worker.run(order, descriptors)
+            status = worker.run(order, descriptors, self._inherited)
         except BaseException:  # noqa: BLE001 - the worker catches the user's, so this is ours: say it where it is seen
             traceback.print_exc()
         finally:
@@ -134,24 +154,44 @@ def _leave_nothing_to_undo() -> None:
         finalizer.atexit = False
 
 
-def main(agent_descriptor: str, agent_pid: str) -> None:
-    """Runs the template. Called in a new interpreter by the agent."""
+def come_under(parent_pid: int) -> None:
+    """Makes this process end with its parent, and with no other signal than that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
-    end_with_parent(int(agent_pid))  # through the `finally` that ends what ranks have started
+    end_with_parent(parent_pid)  # through the `finally` that ends what ranks have started
+
+
+def serve(agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None) -> None:
+    """Says that ranks can be forked, and forks them until the agent has gone. See ``Template``."""
+    _leave_nothing_to_undo()
+    gc.disable()
+    Template(agent, inherited, later).serve()
+
+
+def _make_better() -> Iterator[object]:
+    """What makes ranks start faster and is not needed for them to start: one step for each time that this is asked."""
+    for name in preloading.LATER:
+        with contextlib.suppress(ImportError):  # another version of torch
+            importlib.import_module(name)
+        yield name
+    for address, length in huge_pages.stretches():
+        huge_pages.collapse(address, length)
+        yield address
+
+
+def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
+    """Runs the template. Called in a new interpreter by the agent, with the modules that the user wants preloaded."""
+    come_under(int(agent_pid))
     # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    started = time.monotonic()
-    for name in _REQUIRED:
-        importlib.import_module(name)
-    for name in _WELCOME:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    _leave_nothing_to_undo()
-    gc.collect()
-    gc.disable()
-    gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
     agent = Connection.from_descriptor(int(agent_descriptor))
-    agent.send(messages.encode(messages.Ready(seconds=time.monotonic() - started)))
-    Template(agent).serve()
+    preloading.import_needed()
+    preloading.import_welcome()
+    try:
+        preloading.import_named(preload)
+    except preloading.RefusedError as error:
+        agent.send(messages.encode(messages.Unusable(why=str(error))))
+        os._exit(1)
+    gc.collect()
+    serve(agent, later=_make_better())
     os._exit(0)  # nothing here needs an interpreter's end, and with torch loaded that takes a while

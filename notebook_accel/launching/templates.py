@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from notebook_accel.launching.runs import Run
 __all__ = ["TemplateProcess", "Templates"]
 
 _READY_DEADLINE_S = 180.0
+_FORKED_READY_DEADLINE_S = 60.0  # it may have to import torch
 _SEND_DEADLINE_S = 10.0
 _LOOK_PERIOD_S = 0.5
 
@@ -26,18 +29,60 @@ class TemplateProcess:
     """One template, as the agent sees it.
 
     Attributes:
-        process: Its process.
         connection: The agent's end of the line to it.
+        pid: Its process's number.
         deadline_s: When it has to be ready, in seconds of ``time.monotonic()``.
+        process: Its process; ``None`` for one that the kernel has forked, which reaps it, too.
+        pidfd: Of such a one.
         is_ready: Whether it has said so.
+        refusal: Why it can't be used, if it has said that.
+        files: The files of what it has imported, as they were then.
         runs: The runs whose ranks it forks.
     """
 
-    process: subprocess.Popen[bytes]
     connection: Connection
+    pid: int
     deadline_s: float
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
     is_ready: bool = False
+    refusal: str = ""
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     runs: list[Run] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a package that it has imported was installed again, changed or taken away since."""
+        return any(_identity(path) != identity for path, identity in self.files.items())
+
+    def kill(self) -> None:
+        """Kills it. Its end is noticed by its line's."""
+        if self.process is not None:
+            self.process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills it and forgets it."""
+        self.connection.close()
+        self.kill()
+        if self.process is not None:
+            self.process.wait()
+        else:
+            os.close(self.pidfd)
+
+
+def _deadline_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 class Templates:
@@ -79,22 +124,27 @@ class Templates:
             self._drop_if_unused(before)
         self._prepare = prepare
         ours, theirs = Connection.pair()
-        command = bootstrap(
-            "notebook_accel.launching.template", str(theirs.fileno()), str(os.getpid()), sys_path=prepare.sys_path
-        )
+        arguments = [str(theirs.fileno()), str(os.getpid()), *prepare.preload]
+        command = bootstrap("notebook_accel.launching.template", *arguments, sys_path=prepare.sys_path)
         process = subprocess.Popen(
             command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        ours.set_send_deadline(_SEND_DEADLINE_S)
-        template = TemplateProcess(process, ours, time.monotonic() + _READY_DEADLINE_S)
-        self._current = template
-        self._all.append(template)
-        self._loop.watch(ours.fileno(), lambda: self._read(template))
+        self._current = self._add(TemplateProcess(ours, process.pid, _deadline_s(_READY_DEADLINE_S), process=process))
 
-    def start_if_there_is_none(self) -> None:
-        """Starts one like the last, unless there is one for new runs, be it ready or not."""
-        if self._current is None:
+    def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
+        """Takes over a template that the kernel has forked for one run. What it is told, it does when it is ready."""
+        return self._add(TemplateProcess(connection, pid, _deadline_s(_FORKED_READY_DEADLINE_S), pidfd=pidfd))
+
+    def _add(self, template: TemplateProcess) -> TemplateProcess:
+        template.connection.set_send_deadline(_SEND_DEADLINE_S)
+        self._all.append(template)
+        self._loop.watch(template.connection.fileno(), lambda: self._read(template))
+        return template
+
+    def start_if_needed(self) -> None:
+        """Starts one like the last, if there is none for new runs, or if what it has imported is not what there is."""
+        if self._current is None or self._current.is_stale:
             assert self._prepare is not None, "a kernel prepares before it launches"
             self.start(self._prepare)
 
@@ -115,9 +165,9 @@ class Templates:
             return
         self._next_look_s = now_s + _LOOK_PERIOD_S
         for template in self._all:
-            resume_if_stopped(template.process.pid)
+            resume_if_stopped(template.pid)
             if not template.is_ready and now_s > template.deadline_s:
-                template.process.kill()
+                template.kill()
 
     def close(self) -> None:
         """Ends all of them."""
@@ -132,12 +182,10 @@ class Templates:
     def _drop(self, template: TemplateProcess) -> None:
         """Ends a template. A rank that it may still have dies with it, by the signal that it asked for."""
         self._loop.unwatch(template.connection.fileno())
-        template.connection.close()
         self._all.remove(template)
         if template is self._current:
             self._current = None
-        template.process.kill()
-        template.process.wait()
+        template.close()
 
     def _read(self, template: TemplateProcess) -> None:
         try:
@@ -145,7 +193,11 @@ class Templates:
                 said = messages.decode_from_template(message.body)
                 if isinstance(said, messages.Ready):
                     template.is_ready = True
-                    self._became_ready()
+                    template.files = said.files
+                    if template is self._current:
+                        self._became_ready()
+                elif isinstance(said, messages.Unusable):
+                    template.refusal = said.why
                 else:
                     self._heard(said)
         except ClosedError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import contextlib
 import dataclasses
 import faulthandler
@@ -21,13 +22,13 @@ import threading
 import types
 from typing import Any
 
-from notebook_accel import code_places, events, reporting, serialization
+from notebook_accel import code_places, environment, events, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import failure, inspection, interruption, messages, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec
 
-__all__ = ["Target", "open_namespace", "run"]
+__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "show_sources"]
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
@@ -53,7 +54,20 @@ class Target:
     submodules: tuple[str, ...] = ()
 
 
-def run(order: messages.Fork, descriptors: list[int]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Inherited:
+    """What ranks run that are forks of the kernel: nothing was sent, since they have the kernel's objects themselves.
+
+    Attributes:
+        target: What they run.
+        shipped: The notebook's functions and classes, as which they come back.
+    """
+
+    target: Target
+    shipped: tuple[Any, ...]
+
+
+def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
     """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
     payload, result, connection, log, dump, *listening = descriptors
     streams.take_over(log)
@@ -65,7 +79,7 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
-    last, status = _run_to_the_end(spec, place, payload, result, listening)
+    last, status = _run_to_the_end(spec, place, payload, result, listening, inherited)
     streams.flush()
     reporter.close()
     if status != 0:
@@ -78,7 +92,12 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
 
 
 def _run_to_the_end(
-    spec: JobSpec, place: RankPlace, payload: int, result: int, listening: list[int]
+    spec: JobSpec,
+    place: RankPlace,
+    payload: int,
+    result: int,
+    listening: list[int],
+    inherited: Inherited | None,
 ) -> tuple[events.Event, int]:
     """Everything that can raise; the rank's last word and its exit status."""
     shipped: list[Any] = []
@@ -90,19 +109,20 @@ def _run_to_the_end(
         store.join()
         interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
         reporting.reporter().send(events.Started(pid=os.getpid()))
-        module = _become_main(payload)
-        opened = open_namespace(spec, payload, module.__dict__)
-        shipped.extend(obj for _, obj in opened.shipped)
+        if inherited is None:
+            namespace = _become_main(payload)
+            opened = open_namespace(spec, payload, namespace)
+            target: Target = opened.value
+            shipped.extend(obj for _, obj in opened.shipped)
+        else:
+            show_sources(spec)
+            namespace, target = _stay_main(), inherited.target
+            shipped.extend(inherited.shipped)
         rank_pid = os.getpid()
-        try:
-            value = _call(spec, opened.value, module.__dict__)
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-            value = None
+        value = call(spec, target, namespace)
         if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
             os._exit(0)
-        pulled = {name: failure.look_up(module.__dict__, name) for name in spec.pull} if place.rank == 0 else {}
+        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.rank == 0 else {}
         finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
@@ -123,10 +143,7 @@ def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
     """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
-    for filename, source in spec.sources.items():
-        # Without a modification time the cache never looks for a file of that name.
-        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
-    code_places.name_files({filename: source.label for filename, source in spec.sources.items()})
+    show_sources(spec)
     opened = serialization.open_sealed(payload, namespace=namespace)
     namespace.update({name: obj for name, obj in opened.shipped if name is not None})
     namespace.update(opened.value.names)
@@ -134,6 +151,14 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
         with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
             importlib.import_module(name)
     return opened
+
+
+def show_sources(spec: JobSpec) -> None:
+    """Makes tracebacks show the source of what is in no file."""
+    for filename, source in spec.sources.items():
+        # Without a modification time the cache never looks for a file of that name.
+        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+    code_places.name_files({filename: source.label for filename, source in spec.sources.items()})
 
 
 def _reset_process() -> None:
@@ -145,17 +170,16 @@ def _reset_process() -> None:
     sys.argv = [""]
     # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
     random.seed()
-    sys.modules["torch"].default_generator.seed()
+    torch = sys.modules.get("torch")  # a kernel that forks need not have it
+    if torch is not None:
+        torch.default_generator.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
-    os.environ.clear()
-    os.environ.update(spec.environment)
-    os.environ.update(place.variables())
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of one machine need no other
+    environment.become({**spec.environment, **place.variables(), **store.VARIABLES})
     sys.path[:] = spec.sys_path
     os.chdir(spec.working_directory)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -164,8 +188,8 @@ def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
 
 
-def _become_main(payload: int) -> types.ModuleType:
-    """A new ``__main__``, as a notebook's code expects it.
+def _become_main(payload: int) -> dict[str, Any]:
+    """The names of a new ``__main__``, as a notebook's code expects it.
 
     Its spec names a module that worker processes started by spawn or forkserver can run to have the same names: that is
     how multiprocessing looks for them.
@@ -175,16 +199,32 @@ def _become_main(payload: int) -> types.ModuleType:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
     stand_ins.install(module.__dict__)
-    return module
+    return module.__dict__
 
 
-def _call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
-    if spec.cell is None:
-        return target.function(*target.args, **target.kwargs)
-    value = _run_cell(spec.cell, spec.cell_filename, namespace)
-    if spec.calls:
-        return namespace[spec.calls](*target.args, **target.kwargs)
-    return value
+def _stay_main() -> dict[str, Any]:
+    """The names of the ``__main__`` that the kernel had, in a fork of it."""
+    namespace = sys.modules["__main__"].__dict__
+    stand_ins.install(namespace)
+    namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # where IPython has put the kernel's
+    # Workers started in another way would look for the notebook's names in a payload, and there is none.
+    multiprocessing = importlib.import_module("multiprocessing")
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("fork")
+    return namespace
+
+
+def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
+    """Runs the user's code; what it returns, ``None`` if it ends with ``sys.exit()``."""
+    try:
+        if spec.cell is None:
+            return target.function(*target.args, **target.kwargs)
+        value = _run_cell(spec.cell, spec.cell_filename, namespace)
+        return namespace[spec.calls](*target.args, **target.kwargs) if spec.calls else value
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
 
 
 def _run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:

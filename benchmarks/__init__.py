@@ -1,0 +1,1 @@
+"""This project against its peers, side by side."""

@@ -1,0 +1,57 @@
+"""A launch's memory files: the sealed payload that every rank opens, and one file a rank for its result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from notebook_accel import serialization
+from notebook_accel.launching import logs, sources
+from notebook_accel.launching.engine import Request
+from notebook_accel.launching.job import Job
+
+__all__ = ["Sealed", "sealed"]
+
+
+class Sealed(NamedTuple):
+    """A run that is ready to be started.
+
+    Attributes:
+        job: Its handle, which owns the result files.
+        payload: Descriptor of the payload, whose head is the ``JobSpec``.
+        result_files: One empty memory file a rank.
+    """
+
+    job: Job
+    payload: int
+    result_files: list[int]
+
+
+@contextlib.contextmanager
+def sealed(request: Request, pickled: serialization.Pickled) -> Iterator[Sealed]:
+    """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails."""
+    spec = msgspec.structs.replace(
+        request.spec, sources=sources.of_functions(pickled.shipped) | dict(request.spec.sources)
+    )
+    payload = serialization.memory_file("notebook-accel-payload")
+    try:
+        serialization.seal(payload, pickled, spec.encode())
+        serialization.make_unwritable(payload)
+        files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
+        job = request.make_job(
+            spec,
+            shipped=pickled.shipped,
+            result_files=files,
+            log_folder=logs.make_folder(request.config.log_dir, spec.name),
+        )
+        try:
+            yield Sealed(job, payload, files)
+        except BaseException:  # an interrupt may come when the ranks are on their way
+            job.kill()
+            raise
+    finally:
+        os.close(payload)

@@ -1,0 +1,316 @@
+"""The same launch by every start method, and what each has of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests import kernels, processes
+from tests.launching.conftest import prepare
+
+Run = Callable[[str], kernels.Outcome]
+
+METHODS = ["spawn", "fork", "inline"]
+SEVERAL = ["spawn", "fork"]
+
+
+def ok(outcome: kernels.Outcome) -> kernels.Outcome:
+    assert outcome.status == "ok", outcome.traceback
+    return outcome
+
+
+def ranks_of(method: str) -> int:
+    return 1 if method == "inline" else 2
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+# What holds however ranks come into being ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_are_one_group_and_return_what_they_are(run: Run, method: str) -> None:
+    count = ranks_of(method)
+    outcome = ok(
+        run(f"""%%distributed -n {count} --start_method {method}
+import torch, torch.distributed as dist
+totals = []
+for round in range(2):
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1 + round])
+    dist.all_reduce(total)
+    totals.append(int(total))
+    dist.destroy_process_group()
+(int(os.environ["LOCAL_RANK"]), os.environ["WORLD_SIZE"], totals)""")
+    )
+    totals = [sum(rank + 1 + group for rank in range(count)) for group in range(2)]
+    assert outcome.result == str([(rank, str(count), totals) for rank in range(count)])
+    assert run("'RANK' in os.environ, torch.distributed.is_initialized()").result == "(False, False)"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_names_arguments_pulled_names_and_classes(run: Run, method: str) -> None:
+    ok(run("class Model:\n    def __init__(self, size): self.size = size\nmodel, grown = Model(3), None"))
+    outcome = ok(
+        run(f"""%%distributed -n {ranks_of(method)} --start_method {method} --pull grown --args (5,)
+grown = Model(model.size + 1)
+def work(x): return x + model.size""")
+    )
+    assert outcome.result == str([8] * ranks_of(method))
+    assert run("type(grown) is Model, grown.size").result == "(True, 4)"
+    ok(
+        run(f"""from notebook_accel import notebook_launcher
+def make(size, *, more): return Model(size + more), make, Model
+made = notebook_launcher(make, (1,), {ranks_of(method)}, start_method="{method}", kwargs={{"more": 2}})""")
+    )
+    expected = "(True, 3, True, True)"
+    assert (
+        run("type(made[-1][0]) is Model, made[-1][0].size, made[0][1] is make, made[0][2] is Model").result == expected
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_failure_shows_its_own_line_and_has_its_exception(run: Run, method: str) -> None:
+    ok(
+        run(
+            "from notebook_accel import RankFailedError, notebook_launcher\n"
+            "def inner(x):\n    return x / 0  # this line"
+        )
+    )
+    count = ranks_of(method)
+    outcome = run(f"%%distributed -n {count} --start_method {method}\ntime.sleep(0)\ninner(3)")
+    assert (outcome.status, outcome.error_name) == ("error", "RankFailedError")
+    for expected in (
+        f"of {count} failed at In[",
+        "line 3",
+        "inner(3)",
+        "return x / 0  # this line",
+        "ZeroDivisionError",
+    ):
+        assert expected in outcome.traceback
+    ok(
+        run(f"""try: notebook_launcher(inner, (3,), num_processes={count}, start_method="{method}")
+except RankFailedError as error: caught = error""")
+    )
+    assert run("type(caught.__cause__), caught.world_size").result == f"(ZeroDivisionError, {count})"
+    assert run(f"%%distributed -n {count} --start_method {method}\n'works'").result == str(["works"] * count)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupt_runs_finally_and_keeps_the_kernel(run: Run, notebook: kernels.Kernel, method: str) -> None:
+    ok(run("kept = []"))
+    cell = notebook.start(f"""%%distributed -n {ranks_of(method)} --start_method {method}
+try:
+    print("in the loop", flush=True)
+    time.sleep(60)
+finally:
+    print("tidied up", flush=True)""")
+    for _ in range(ranks_of(method)):
+        cell.wait_for_output("in the loop")
+    if method != "inline":
+        cell.wait_for_output("1 │ in the loop")
+    notebook.interrupt()
+    outcome = cell.finish()
+    assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
+    assert outcome.stdout.count("tidied up") == ranks_of(method)
+    assert "rank 0 was at In[" in outcome.traceback and "line 4" in outcome.traceback
+    assert run("kept").result == "[]"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_metrics_and_progress_are_shown(run: Run, method: str) -> None:
+    outcome = ok(
+        run(f"""%%distributed -n {ranks_of(method)} --start_method {method}
+from notebook_accel import Accelerator, report
+for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
+accelerator = Accelerator()
+[batch] = accelerator.prepare(torch.utils.data.DataLoader(list(range(8)), batch_size=2)),
+sum(len(x) for x in batch)""")
+    )
+    assert f"rank {ranks_of(method) - 1}  epoch 1  step {8 // 2 // ranks_of(method)}" in outcome.stdout
+    assert "loss 0.25  step_size 4" in outcome.stdout
+
+
+@pytest.mark.parametrize("method", SEVERAL)
+def test_output_is_whole_and_in_order(run: Run, method: str) -> None:
+    outcome = ok(
+        run(f"""%%distributed -n 2 --start_method {method}
+for i in range(500): print("line", i)
+os.write(1, b"from C\\n")
+None""")
+    )
+    for rank in range(2):
+        mine = [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+        assert mine == [*(f"line {i}" for i in range(500)), "from C"]
+
+
+@pytest.mark.parametrize("method", SEVERAL)
+def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, method: str) -> None:
+    with kernels.running(tmp_path) as kernel:
+        prepare(kernel)
+        cell = kernel.start(f"""%%distributed -n 2 --start_method {method}
+import subprocess
+subprocess.Popen(["sleep", "300"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(300)""")
+        cell.wait_for_output("0 │ up")
+        cell.wait_for_output("1 │ up")
+        everything = kernel.descendants()
+        assert len(everything) >= 6  # agent, template, two ranks, and a child of each
+        kernel.kill()
+        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+
+
+# fork ----------------------------------------------------------------------------------------------------------------
+
+
+def test_forked_ranks_compute_after_the_kernel_has_with_all_its_threads(run: Run) -> None:
+    """GNU's OpenMP hangs in a fork of a thread that has computed with several threads."""
+    ok(
+        run(
+            "torch.set_num_threads(4)\nbig = torch.rand(700, 700, requires_grad=True)\n"
+            "((big @ big).exp() * 2).sum().backward()"
+        )
+    )
+    outcome = ok(
+        run("""%%distributed -n 2 --start_method fork --timeout_s 60
+torch.set_num_threads(4)
+leaf = torch.rand(700, 700, requires_grad=True)
+((leaf @ big.detach()).sigmoid() * 2).sum().backward()
+tuple(leaf.grad.shape)""")
+    )
+    assert outcome.result == "[(700, 700), (700, 700)]"
+
+
+def test_forked_ranks_have_what_cannot_be_sent(run: Run) -> None:
+    ok(run("import threading\nclass Odd: pass\nodd = Odd()\nodd.lock = threading.Lock()"))
+    assert "can't be sent" in run("%%distributed -n 2\nodd.lock.acquire()").traceback
+    assert ok(run("%%distributed -n 2 --start_method fork\nodd.lock.acquire()")).result == "[True, True]"
+    assert run("odd.lock.locked()").result == "False"
+
+
+def test_forked_ranks_share_a_model_without_copying_it(run: Run) -> None:
+    ok(run("weights = torch.ones(64 << 20)  # 256 MiB"))
+    outcome = ok(
+        run("""%%distributed -n 4 --start_method fork
+total = float(weights[:: 1 << 20].sum())
+private = sum(int(l.split()[1]) for l in open("/proc/self/smaps_rollup") if l.startswith("Private"))
+total, private // 1024""")
+    )
+    for total, private_mib in eval(outcome.result):
+        assert total == 64.0
+        assert private_mib < 128
+    ok(run("del weights"))
+
+
+def test_what_a_forked_rank_changes_stays_in_it(run: Run) -> None:
+    ok(run("numbers, tensor = [1], torch.zeros(3)"))
+    ok(run("%%distributed -n 2 --start_method fork\nnumbers.append(2)\ntensor += 1"))
+    assert run("numbers, tensor.tolist()").result == "([1], [0.0, 0.0, 0.0])"
+
+
+def test_forked_ranks_hold_none_of_the_kernels_lines(run: Run) -> None:
+    ok(run("import socket\nlistener = socket.create_server(('127.0.0.1', 0))"))
+    ok(run("mine = {os.readlink(e.path) for e in os.scandir('/proc/self/fd') if os.path.islink(e.path)}"))
+    outcome = ok(
+        run("""%%distributed -n 1 --start_method fork
+held = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+sockets = [name for name in held if name.startswith("socket")]
+[name for name in sockets if name in mine], len(sockets) > 0""")
+    )
+    assert outcome.result == "[([], True)]"
+    ok(run("listener.close()"))
+
+
+def test_what_is_registered_for_the_kernels_end_is_not_done_by_a_fork(run: Run, tmp_path: pathlib.Path) -> None:
+    ok(run(f"import atexit\nregistered = atexit.register(open, {str(tmp_path / 'ended')!r}, 'w')"))
+    ok(run("%%distributed -n 2 --start_method fork\n1"))
+    ok(run("atexit.unregister(registered)"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_loader_workers_of_forked_ranks_find_the_notebooks_classes(run: Run) -> None:
+    ok(
+        run("""class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): return index * 3
+numbers = Numbers()""")
+    )
+    outcome = ok(
+        run("""%%distributed -n 2 --start_method fork
+[x for batch in torch.utils.data.DataLoader(numbers, batch_size=4, num_workers=2) for x in batch.tolist()]""")
+    )
+    assert outcome.result == str([[0, 3, 6, 9, 12, 15, 18, 21]] * 2)
+
+
+def test_fork_is_refused_when_xla_is_initialised(run: Run) -> None:
+    ok(
+        run("""import sys, types
+sys.modules["jax._src.xla_bridge"] = types.ModuleType("jax._src.xla_bridge")
+sys.modules["jax._src.xla_bridge"]._backends = {"cpu": object()}""")
+    )
+    outcome = run("%%distributed -n 2 --start_method fork\n1")
+    ok(run("del sys.modules['jax._src.xla_bridge']"))
+    assert outcome.error_name == "PreflightError"
+    assert "XLA is initialised" in outcome.traceback and "restart the kernel" in outcome.traceback
+
+
+# inline --------------------------------------------------------------------------------------------------------------
+
+
+def test_inline_is_this_process_with_the_notebooks_own_objects(run: Run) -> None:
+    ok(run("box, here = [], os.getpid()"))
+    assert ok(run("%%distributed --start_method inline\nbox.append(1)\ninside = os.getpid()")).result == ""
+    assert run("box, inside == here").result == "([1], True)"
+    ok(
+        run("""from notebook_accel import notebook_launcher
+def give(): return box
+results = notebook_launcher(give, start_method="inline")""")
+    )
+    assert run("results[0] is box, len(results)").result == "(True, 1)"
+
+
+def test_debugger_works_inline(run: Run, notebook: kernels.Kernel) -> None:
+    cell = notebook.start(
+        "%%distributed --start_method inline\nsecret = 41\nimport pdb; pdb.set_trace()\nsecret + 1", allow_stdin=True
+    )
+    assert "pdb" in cell.answer("p secret * 100")
+    cell.wait_for_output("4100")
+    assert "pdb" in cell.answer("c")
+    assert ok(cell.finish()).result == "[42]"
+
+
+def test_debugger_after_a_failure_begins_where_it_happened(run: Run, notebook: kernels.Kernel) -> None:
+    run("%%distributed --start_method inline\ndef deep(depth): return 1 / depth\ndeep(0)")
+    cell = notebook.start("%debug", allow_stdin=True)
+    assert "pdb" in cell.answer("p 'depth is', depth")
+    cell.wait_for_output("('depth is', 0)")
+    cell.answer("q")
+    ok(cell.finish())
+
+
+def test_several_ranks_inline_are_refused_with_what_to_type(run: Run) -> None:
+    outcome = run("%%distributed -n 2 --start_method inline --timeout_s 3\n1")
+    assert outcome.error_name == "PreflightError"
+    assert "2 processes were asked for" in outcome.traceback and "--num_processes 1" in outcome.traceback
+    assert "timeout_s=3" in outcome.traceback
+
+
+def test_inline_leaves_no_thread_descriptor_or_variable(run: Run) -> None:
+    look = "(sorted(os.environ), len(os.listdir('/proc/self/fd')), sorted(t.name for t in threading.enumerate()))"
+    ok(run("import threading\ndef go(): return torch.distributed.is_initialized()"))
+    call = "notebook_launcher(go, start_method='inline', view='none')"
+    ok(run(f"from notebook_accel import notebook_launcher\n{call}\nbefore = {look}"))
+    ok(
+        run(
+            f"try: notebook_launcher(lambda: 1 / 0, start_method='inline', view='none')\nexcept Exception: pass\n{call}"
+        )
+    )
+    assert run(f"before == {look}").result == "True", run(f"before, {look}").result

@@ -1,0 +1,141 @@
+"""The processes that are kept ready: when they are started, replaced and let go."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import kernels, processes
+from tests.launching.conftest import FIRST_LAUNCH_S
+
+WHO = "%%distributed -n 1 --view none\nimport os\nos.getppid()"
+
+
+def template_of(kernel: kernels.Kernel) -> processes.Process:
+    [agent] = processes.children(kernel.pid)
+    [template] = processes.children(agent.pid)
+    return template
+
+
+def parent_of_ranks(kernel: kernels.Kernel, options: str = "") -> int:
+    outcome = kernel.run(WHO.replace("%%distributed", f"%%distributed {options}"), FIRST_LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    return int(outcome.result.strip("[]"))
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with a package that says which process imported it, and a module that leaves a thread."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "heavy").mkdir()
+    (folder / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 1\n")
+    (folder / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kernel(package: pathlib.Path) -> Iterator[kernels.Kernel]:
+    """A kernel in that folder, for tests that replace its template."""
+    with kernels.running(package) as running:
+        loaded = running.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
+        assert loaded.status == "ok", loaded.traceback
+        assert parent_of_ranks(running) > 0
+        yield running
+
+
+def test_import_of_the_launcher_warms_a_kernel(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        assert kernel.run("import notebook_accel, sys; 'torch' in sys.modules").result == "False"
+        assert kernel.descendants() == []
+        assert kernel.run("from notebook_accel import notebook_launcher; 'torch' in sys.modules").result == "False"
+        processes.wait_until(lambda: len(kernel.descendants()) == 2, "agent and template are there")
+        template = template_of(kernel)
+        assert parent_of_ranks_by_function(kernel) == template.pid
+
+
+def parent_of_ranks_by_function(kernel: kernels.Kernel) -> int:
+    code = "import os\nlist(notebook_launcher(os.getppid, num_processes=1, view='none'))"
+    return int(kernel.run(code, FIRST_LAUNCH_S).result.strip("[]"))
+
+
+def test_import_of_the_launcher_starts_nothing_in_a_script() -> None:
+    code = (
+        "import json, os; import IPython; from notebook_accel.launching import launcher;"
+        "print(json.dumps(open(f'/proc/self/task/{os.getpid()}/children').read()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert json.loads(done.stdout) == ""
+
+
+def test_template_has_one_thread_no_device_and_all_that_an_optimizer_needs(notebook: kernels.Kernel) -> None:
+    seen = notebook.run("%%distributed -n 1\nimport sys, os\n'torch.distributed' in sys.modules, os.getppid()").result
+    assert "True" in seen
+    template = template_of(notebook)
+    threads = pathlib.Path(f"/proc/{template.pid}/task")
+    # What is slow to import comes when nobody waits; a rank finds it when it is there.
+    imported = "%%distributed -n 1 --view none\nimport sys\n'torch._dynamo' in sys.modules"
+    deadline = time.monotonic() + 90
+    while notebook.run(imported).result != "[True]":
+        assert time.monotonic() < deadline
+    assert len(list(threads.iterdir())) == 1
+    maps = pathlib.Path(f"/proc/{template.pid}/maps").read_text()
+    assert "/dev/nvidia" not in maps and "/dev/accel" not in maps
+
+
+def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kernel, package: pathlib.Path) -> None:
+    with kernels.running(package) as kernel:
+        kernel.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
+        cell = "%%distributed -n 2 --preload heavy\nimport os, heavy\n(heavy.VALUE, heavy.PID == os.getppid())"
+        assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(1, True), (1, True)]"
+        before = parent_of_ranks(kernel, "--preload heavy")
+        assert parent_of_ranks(kernel) == before  # more than asked for is as good
+        (package / "heavy" / "__init__.py").unlink()  # as installing it again does
+        (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2\n")
+        assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
+        assert parent_of_ranks(kernel) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("threaded", "importing threaded leaves 1 thread running"),
+        ("no_such_module", "no_such_module can't be imported"),
+    ],
+)
+def test_module_that_cannot_be_preloaded_is_refused_with_the_reason(
+    kernel: kernels.Kernel, name: str, reason: str
+) -> None:
+    outcome = kernel.run(f"%%distributed -n 1 --preload {name}\n1", FIRST_LAUNCH_S)
+    assert outcome.error_name == "ProcessStartError"
+    assert reason in outcome.traceback and "leave it out of preload" in outcome.traceback
+    assert kernel.run("%%distributed -n 1\n'works'", FIRST_LAUNCH_S).result == "['works']"
+
+
+def test_killed_template_that_nobody_uses_is_replaced(kernel: kernels.Kernel) -> None:
+    before = parent_of_ranks(kernel)
+    os.kill(before, signal.SIGKILL)
+    processes.wait_until(lambda: before not in {p.pid for p in kernel.descendants()}, "it is gone")
+    assert parent_of_ranks(kernel) != before
+
+
+def test_idle_processes_go_and_come_back(kernel: kernels.Kernel) -> None:
+    before = parent_of_ranks(kernel, "--idle_timeout_s 0.5")
+    processes.wait_until(lambda: kernel.descendants() == [], "agent and template have gone")
+    assert parent_of_ranks(kernel, "--idle_timeout_s 600") != before
+    cell = "%%distributed -n 1 --idle_timeout_s 0.2 --view none\nimport time\ntime.sleep(1.5)\n'not idle'"
+    assert kernel.run(cell).result == "['not idle']"
+
+
+def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
+    processes.wait_until(lambda: kernel.descendants() == [], "agent and template have gone")
+    assert parent_of_ranks(kernel) > 0
