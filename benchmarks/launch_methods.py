@@ -32,12 +32,14 @@ class Method:
         needs: The module without which it can't be measured.
         prepare: Code that runs in the kernel before anything is timed, and defines ``launch()``.
         typing_s: Seconds that a user takes to type after it, in which things may become ready.
+        later: How many launches follow the first.
     """
 
     name: str
     needs: str
     prepare: str
     typing_s: float = 0.0
+    later: int = 5
 
 
 _FORK = """
@@ -116,10 +118,10 @@ METHODS = (
     Method("ours, spawn at once", "notebook_accel", _OURS.format(method="spawn")),
     Method("forkserver, torch preloaded", "torch", _FORKSERVER),
     Method("Accelerate notebook_launcher", "accelerate", _ACCELERATE),
-    Method("torch.multiprocessing.spawn", "torch", _SPAWN),
-    Method("torchrun", "torch", _TORCHRUN),
-    Method("torchrunx", "torchrunx", _TORCHRUNX),
-    Method("ipyparallel, cold", "ipyparallel", _IPYPARALLEL),
+    Method("torch.multiprocessing.spawn", "torch", _SPAWN, later=2),
+    Method("torchrun", "torch", _TORCHRUN, later=2),
+    Method("torchrunx", "torchrunx", _TORCHRUNX, later=2),
+    Method("ipyparallel, cold", "ipyparallel", _IPYPARALLEL, later=2),
 )
 
 

@@ -1,0 +1,63 @@
+"""What start method ``fork`` is refused and warned for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import forkable, preflight
+
+FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
+
+
+def test_nothing_speaks_against_a_fork_of_this_process() -> None:
+    assert preflight.check(FORK) == ()
+
+
+def test_initialised_cuda_is_refused_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    # The real flag, without the GPU that would set it.
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: torch.cuda._initialized)
+    [finding] = preflight.check(FORK.replace(allow_initialized_cuda=True))
+    assert finding.refuses
+    assert "CUDA is initialised" in finding.what and "--start_method spawn" in finding.fix
+
+
+def test_initialised_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = types.ModuleType("_XLAC")  # what torch_xla's compiled module says; the real one is tried in tests/xla
+    monkeypatch.setitem(sys.modules, "_XLAC", compiled)
+    for is_initialized in (False, True):
+        monkeypatch.setattr(
+            compiled, "_xla_runtime_is_initialized", lambda answer=is_initialized: answer, raising=False
+        )
+        assert [finding.what[:18] for finding in preflight.check(FORK)] == ["XLA is initialised"] * is_initialized
+
+
+def test_threads_of_the_users_are_warned_of_by_name() -> None:
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait, name="downloads")
+    thread.start()
+    try:
+        assert "wait" in str(thread._target)  # it belongs to the standard library, so nobody vouches for it
+        [finding] = preflight.check(FORK)
+    finally:
+        has_ended.set()
+        thread.join()
+    assert not finding.refuses
+    assert "downloads" in finding.what and "locked" in finding.why
+    assert preflight.check(FORK) == ()
+
+
+def test_finding_out_imports_nothing() -> None:
+    code = (
+        "import sys; from notebook_accel.launching import forkable; forkable.check();"
+        "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert forkable.is_xla_initialized() is False

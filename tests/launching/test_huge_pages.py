@@ -1,0 +1,45 @@
+"""Memory that is moved into huge pages stays what it is, and forks of it still write to their own."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from notebook_accel.launching import huge_pages
+
+HUGE_BYTES = 2 << 20
+
+
+def huge_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("AnonHugePages"))
+
+
+def test_stretches_are_whole_huge_pages_of_this_processs_own_memory() -> None:
+    found = list(huge_pages.stretches())
+    assert found
+    for address, length in found:
+        assert (address % HUGE_BYTES, length % HUGE_BYTES) == (0, 0)
+        assert 0 < length <= 8 * HUGE_BYTES
+
+
+def test_content_stays_and_forks_write_to_pages_of_their_own() -> None:
+    with mmap.mmap(-1, 8 * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[:] = bytes(range(256)) * (len(memory) // 256)
+        before = huge_bytes()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        aligned = -(-start // HUGE_BYTES) * HUGE_BYTES
+        huge_pages.collapse(aligned, 6 * HUGE_BYTES)
+        # Where the system has no huge pages to give, nothing changes, which is as good.
+        assert huge_bytes() - before in (0, *range(HUGE_BYTES, 7 * HUGE_BYTES, HUGE_BYTES))
+        pid = os.fork()
+        if pid == 0:
+            memory[aligned - start] = 99
+            os._exit(memory[aligned - start] != 99)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert memory[:] == bytes(range(256)) * (len(memory) // 256)
+
+
+def test_memory_that_cannot_be_moved_is_left() -> None:
+    huge_pages.collapse(HUGE_BYTES, HUGE_BYTES)  # nothing is mapped there
