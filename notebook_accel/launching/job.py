@@ -109,7 +109,7 @@ class Job:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
-        self._record = Record(spec.world_size)
+        self._record = Record(spec.world_size, spec.left_out)
         self._watch = Watch(spec.world_size, spec.sources)
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None

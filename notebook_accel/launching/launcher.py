@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import config as configuration
-from notebook_accel import environment, serialization
+from notebook_accel import environment, memory_files, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import following, local, logs, preflight, registry, sources
+from notebook_accel.launching import following, local, logs, outgoing, preflight, registry, sources, trial
 from notebook_accel.launching.cell import Cell
+from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
-__all__ = ["launch_cell", "launch_function", "notebook_launcher"]
+__all__ = ["launch_cell", "launch_function", "notebook_launcher", "try_out"]
 
 _numbers = itertools.count(1)
 
@@ -46,6 +46,7 @@ def notebook_launcher(
     start_method: str = "auto",
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
+    oversubscribe: bool = False,
     timeout_s: float | None = None,
     grace_s: float | None = None,
     log_dir: str = "",
@@ -81,6 +82,7 @@ def notebook_launcher(
         start_method: How ranks come into being: ``auto`` or ``spawn``.
         use_cpu: Train on the CPU also where there are GPUs.
         allow_initialized_cuda: Go on although CUDA is in use in the kernel.
+        oversubscribe: Let more ranks than there are GPUs share them, over gloo.
         timeout_s: Stop the run after so many seconds.
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
@@ -117,6 +119,7 @@ def notebook_launcher(
             "start_method": start_method,
             "use_cpu": use_cpu,
             "allow_initialized_cuda": allow_initialized_cuda,
+            "oversubscribe": oversubscribe,
             "timeout_s": timeout_s,
             "grace_s": grace_s,
             "log_dir": log_dir,
@@ -208,6 +211,7 @@ def launch_cell(
         background=background,
         name=config.name or cell.calls or cell.label,
         sources={cell.label: Source(cell.label, cell.source)},
+        may_stay=cell.may_stay(names, push),
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
@@ -222,17 +226,46 @@ def _launch(
     config: LaunchConfig,
     *,
     background: bool,
+    **how: Any,
+) -> Job:
+    devices = Devices.find(config)
+    findings = preflight.check(config, devices, roots)
+    if any(finding.refuses for finding in findings):
+        raise PreflightError(findings)
+    preflight.warn(findings)
+    if environment.is_debugging():
+        print(f"The trial run went well, in {try_out(config):.1f} s.")
+    job = _start(target, roots, config, devices, is_background=background, **how)
+    if background:
+        following.draw_in_background(job)
+    return job
+
+
+def try_out(config: LaunchConfig) -> float:
+    """Holds a trial run, in which ranks meet and use their devices; the seconds that it took.
+
+    Raises:
+        PreflightError: It has failed.
+    """
+    devices = Devices.find(config)
+    return trial.run(lambda target, options: _start(target, {}, options, devices, name=options.name), config)
+
+
+def _start(
+    target: Target,
+    roots: Mapping[str, Any],
+    config: LaunchConfig,
+    devices: Devices,
+    *,
     name: str,
+    is_background: bool = False,
+    may_stay: Sequence[str] = (),
     bind: Callable[[dict[str, Any]], object] | None = None,
     **of_cell: Any,
 ) -> Job:
-    devices = preflight.Devices.find(config)
-    findings = preflight.check(config, devices)
-    if any(finding.refuses for finding in findings):
-        raise PreflightError(findings)
     world_size = config.num_processes or devices.available
     local.check_size(world_size)
-    pickled = serialization.pickle_by_value(target, roots=roots, namespace=sys.modules["__main__"].__dict__)
+    pickled, left_out = outgoing.pickled(target, roots, may_stay)
     spec = JobSpec(
         name=name,
         world_size=world_size,
@@ -240,35 +273,34 @@ def _launch(
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
         sources=sources.of_functions(pickled.shipped) | of_cell.pop("sources", {}),
+        left_out=left_out,
         **of_cell,
     )
-    payload = serialization.memory_file("notebook-accel-payload")
+    payload = memory_files.memory_file("notebook-accel-payload")
     try:
         serialization.seal(payload, pickled, spec.encode())
-        serialization.make_unwritable(payload)
+        memory_files.make_unwritable(payload)
         log_folder = logs.make_folder(config.log_dir, name)
-        result_files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(world_size)]
+        result_files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(world_size)]
         job = Job(
             f"{os.getpid()}-{next(_numbers)}",
             spec,
             config,
             devices=devices.describe(world_size),
-            is_background=background,
+            is_background=is_background,
             shipped=pickled.shipped,
             result_files=result_files,
             log_folder=log_folder,
             bind=bind,
         )
         registry.add(job)
-        _start(job, payload, result_files)
+        _send(job, payload, result_files)
     finally:
         os.close(payload)
-    if background:
-        following.draw_in_background(job)
     return job
 
 
-def _start(job: Job, payload: int, result_files: Sequence[int]) -> None:
+def _send(job: Job, payload: int, result_files: Sequence[int]) -> None:
     try:
         local.engine().start(job, payload, result_files)
     except BaseException:  # an interrupt may come when the ranks are on their way
@@ -285,9 +317,11 @@ def _working_directory() -> str:
         ) from None
 
 
-def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, str]:
+def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+    elif (config.num_processes or 0) > devices.available:
+        variables[environment.OVERSUBSCRIBE] = "true"
     return variables

@@ -7,7 +7,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notebook_accel import serialization
@@ -25,6 +25,7 @@ class Record:
 
     Args:
         world_size: Number of ranks.
+        left_out: Names that couldn't be sent, with the reason.
 
     Attributes:
         has_started: Whether a rank has begun to run the user's code.
@@ -32,11 +33,12 @@ class Record:
         failures: What each rank raised that raised something.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, left_out: Mapping[str, str] = {}) -> None:
         self.has_started = False
         self.finished: set[int] = set()
         self.failures: dict[int, Failed] = {}
         self._world_size = world_size
+        self._left_out = left_out
         self._ends: dict[int, Ended] = {}
         self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(world_size)]
 
@@ -86,7 +88,7 @@ class Record:
             f"rank {rank} of {self._world_size} failed{where}: {failed.kind}{message}",
             rank=rank,
             world_size=self._world_size,
-            fix=_advice(failed),
+            fix=_advice(failed, self._left_out),
             remote_traceback=failed.traceback,
             exit_code=1,
         )
@@ -130,9 +132,11 @@ def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
     return stand_in(failed.message)
 
 
-def _advice(failed: Failed) -> str:
-    """A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source."""
+def _advice(failed: Failed, left_out: Mapping[str, str]) -> str:
+    """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
     found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
     if found is None or found[1] not in vars(sys.modules["__main__"]):
         return ""
+    if found[1] in left_out:
+        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {left_out[found[1]]}"
     return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"

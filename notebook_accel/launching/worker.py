@@ -20,7 +20,7 @@ import threading
 import types
 from typing import Any
 
-from notebook_accel import code_places, events, reporting, serialization
+from notebook_accel import code_places, events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import failure, inspection, messages, stand_ins, store, streams
@@ -57,7 +57,7 @@ def run(order: messages.Fork, descriptors: list[int]) -> int:
     streams.take_over(log)
     inspection.arm(dump)
     _reset_process()
-    spec = JobSpec.decode(serialization.read_head(payload))
+    spec = JobSpec.decode(memory_files.read_head(payload))
     place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
@@ -144,7 +144,8 @@ def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
     os.environ.clear()
     os.environ.update(spec.environment)
     os.environ.update(place.variables())
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of one machine need no other
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of one machine need no other, and nobody else reaches this one
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     sys.path[:] = spec.sys_path
     os.chdir(spec.working_directory)
     if "OMP_NUM_THREADS" not in os.environ:
