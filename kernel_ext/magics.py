@@ -13,6 +13,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from kernel_ext import commands, completion
+from kernel_ext.cuda_watch import CudaWatch
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
@@ -81,6 +82,7 @@ class Magics:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._parser = _make_parser()
+        self.watch = CudaWatch(shell)
 
     def distributed(self, line: str, cell: str) -> Any:
         given = self._parse(line)
@@ -202,17 +204,23 @@ def register(shell: InteractiveShell) -> None:
             f"from now on it is notebook_accel's. %unload_ext notebook_accel takes it away.",
             file=sys.stderr,
         )
+    if isinstance(getattr(owner, "__self__", None), Magics):
+        owner.__self__.watch.stop()
     magics = Magics(shell)
     Magics.distributed.__doc__ = magics._parser.format_help()
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
     completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
     shell.magics_manager.register_function(commands.run, "line", _NAME)
     completion.register(shell, f"%{_NAME}", commands=commands.COMMANDS)
+    magics.watch.start()
     local.engine().warm()
 
 
 def unregister(shell: InteractiveShell) -> None:
     """Takes the magics away, stops every run and ends the processes that were kept ready."""
+    owner = getattr(shell.magics_manager.magics["cell"].get(_NAME), "__self__", None)
+    if isinstance(owner, Magics):
+        owner.watch.stop()
     for magic in (f"%%{_NAME}", f"%{_NAME}"):
         completion.unregister(shell, magic)
     for kind in ("cell", "line"):

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from notebook_accel import __version__, config, options, questions
-from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import configuring, preflight
+from notebook_accel.errors import NotebookAccelError, PreflightError
+from notebook_accel.launching import configuring, launcher, preflight
+from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.machine import Machine
 
 __all__ = ["main"]
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
     )
+    doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
     options.add_flags(doctor)
     doctor.set_defaults(run=_doctor)
     asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _env(_: argparse.Namespace) -> int:
     lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
-    devices = preflight.Devices.find(config.LaunchConfig())
+    devices = Devices.find(config.LaunchConfig())
     lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
     width = max(map(len, lines))
     for name, value in lines.items():
@@ -100,9 +102,18 @@ def _config(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    findings = preflight.check(config.resolve(options.given(parsed), file=config.default_path()))
+    asked = config.resolve(options.given(parsed), file=config.default_path())
+    findings = preflight.check(asked)
+    took_s = None
+    if parsed.trial and not any(finding.refuses for finding in findings):
+        try:
+            took_s = launcher.try_out(asked)
+        except PreflightError as error:
+            findings += error.findings
     for finding in findings:
         sys.stdout.write(f"{'refused' if finding.refuses else 'warning'}: {finding}\n")
     if not findings:
         sys.stdout.write("Nothing speaks against a launch.\n")
+    if took_s is not None:
+        sys.stdout.write(f"The trial run went well, in {took_s:.1f} s.\n")
     return int(any(finding.refuses for finding in findings))

@@ -70,6 +70,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         _help("Go on although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
     ] = False
+    oversubscribe: Annotated[
+        bool,
+        _help("Let more ranks than there are GPUs share them, over gloo: slow, for debugging and tests."),
+    ] = False
     timeout_s: Annotated[
         Annotated[float, msgspec.Meta(gt=0)] | None,
         _help("Stop the run after so many seconds. Default: no limit."),

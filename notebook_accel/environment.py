@@ -18,6 +18,7 @@ __all__ = [
     "COMPAT",
     "DEBUG",
     "MIXED_PRECISION",
+    "OVERSUBSCRIBE",
     "USE_CPU",
     "RankPlace",
     "become",
@@ -33,6 +34,7 @@ __all__ = [
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_CPU = "ACCELERATE_USE_CPU"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
+OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 # Either of them makes ranks compare their collectives before they run them; the second is Accelerate's name.
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 

@@ -136,7 +136,7 @@ class CellSyntaxError(CellError):
 
 
 class PayloadError(LaunchError):
-    """An object can't be pickled.
+    """An object can't be pickled, or what is to be sent doesn't fit into memory.
 
     Attributes:
         path: How to get to the object from a name that the user knows, for example

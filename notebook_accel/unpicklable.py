@@ -11,7 +11,9 @@ from typing import Any
 
 from notebook_accel.errors import PayloadError
 
-__all__ = ["Failure", "OnDeviceError", "explain"]
+__all__ = ["Failure", "OnDeviceError", "explain", "in_words", "too_large"]
+
+_MOST_LISTED = 8
 
 Failure = Callable[[Any], "Exception | None"]
 
@@ -37,6 +39,37 @@ def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice
             return _payload_error(path, culprit, reason, advice)
     # Each alone can be pickled and all together can't, so pickle's own words are the best there is.
     return PayloadError(f"The objects can be pickled one by one, but not together: {error}", path=", ".join(roots))
+
+
+def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: bool = True) -> PayloadError:
+    """The error that lists what would not fit into memory.
+
+    Args:
+        sizes_bytes: What was to be copied, by the words that a message uses for it.
+        available_bytes: What could be copied.
+        is_all: Whether the last one was measured to its end.
+    """
+    ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])
+    rest = sum(size_bytes for _, size_bytes in ordered[_MOST_LISTED:])
+    listed = [f"  {label}: {in_words(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
+    listed += [f"  others: {in_words(rest)}"] if rest else []
+    total = in_words(sum(sizes_bytes.values()))
+    return PayloadError(
+        f"What is to be sent doesn't fit into memory: {'' if is_all else 'at least '}{total}, "
+        f"and {in_words(available_bytes)} can be had.",
+        path=ordered[0][0] if ordered else "",
+        why="\n".join(["It would be copied once, for all that receive it:", *listed]),
+        fix="load it inside the cell or the function instead, from a file that all of them map: "
+        'numpy.load(path, mmap_mode="r"), torch.load(path, mmap=True); or del what is no longer needed',
+    )
+
+
+def in_words(size_bytes: int) -> str:
+    """``1.5 GB``, ``240 MB``, ``3 kB``."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.{1 if size_bytes < 10 * factor else 0}f} {unit}"
+    return f"{size_bytes / 1000:.0f} kB"
 
 
 def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:

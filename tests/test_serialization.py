@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -17,13 +18,13 @@ import numpy
 import pytest
 import torch
 
-from notebook_accel import serialization
+from notebook_accel import memory, memory_files, serialization
 from notebook_accel.errors import PayloadError
 
 
 @pytest.fixture
 def memory_file() -> Iterator[int]:
-    descriptor = serialization.memory_file("test")
+    descriptor = memory_files.memory_file("test")
     yield descriptor
     os.close(descriptor)
 
@@ -40,8 +41,8 @@ def send(
 ) -> tuple[serialization.Pickled, serialization.Opened]:
     pickled = serialization.pickle_by_value(value, roots={"value": value}, namespace=namespace)
     serialization.seal(descriptor, pickled, b"the head")
-    serialization.make_unwritable(descriptor)
-    assert serialization.read_head(descriptor) == b"the head"
+    memory_files.make_unwritable(descriptor)
+    assert memory_files.read_head(descriptor) == b"the head"
     return pickled, serialization.open_sealed(descriptor, namespace=into)
 
 
@@ -70,7 +71,7 @@ def test_receivers_are_isolated_from_the_sender_and_each_other(memory_file: int)
 
 def test_large_buffers_travel_beside_the_pickle(memory_file: int) -> None:
     pickled, _ = send([torch.zeros(1 << 20), numpy.zeros(1 << 20)], memory_file)
-    assert [buffer.raw().nbytes for buffer in pickled.buffers] == [4 << 20, 8 << 20]
+    assert [buffer.size_bytes for buffer in pickled.buffers] == [4 << 20, 8 << 20]
     assert len(pickled.data) < 5000
 
 
@@ -126,7 +127,7 @@ class Sealed:
         self._pickled = pickled
 
     def __enter__(self) -> int:
-        self._descriptor = serialization.memory_file("test")
+        self._descriptor = memory_files.memory_file("test")
         serialization.seal(self._descriptor, self._pickled)
         return self._descriptor
 
@@ -203,7 +204,7 @@ def test_mapping_goes_with_the_last_tensor_in_it() -> None:
         gc.collect()
         return "memfd:goes" in pathlib.Path("/proc/self/maps").read_text()
 
-    descriptor = serialization.memory_file("goes")
+    descriptor = memory_files.memory_file("goes")
     tensors = [torch.zeros(1 << 20), torch.ones(1 << 20)]
     serialization.seal(descriptor, serialization.pickle_by_value(tensors, roots={}))
     kept = serialization.open_sealed(descriptor).value[1][5:]
@@ -212,6 +213,51 @@ def test_mapping_goes_with_the_last_tensor_in_it() -> None:
     assert (is_mapped(), total) == (True, (1 << 20) - 5)
     del kept
     assert not is_mapped()
+
+
+def test_each_roots_size_is_known_and_what_is_shared_counts_once(memory_file: int) -> None:
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1000)).sum().backward()
+    optimizer.step()
+    roots = {"model": model, "optimizer": optimizer, "text": "x" * 300_000, "few": model.weight[:10]}
+    sizes = serialization.pickle_by_value((model, optimizer, roots), roots=roots).sizes_bytes
+    assert sizes["model"] == pytest.approx(4_000_000, abs=5_000)
+    assert sizes["optimizer"] == pytest.approx(8_000_000, abs=5_000)
+    assert sizes["text"] == pytest.approx(300_000, abs=70_000)  # pickle writes 64 KiB at a time
+    assert sizes["few"] < 70_000
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_file: int) -> None:
+    # Pages that nobody has touched take no memory, so these are larger than the machine and fit into a test.
+    vast = [torch.from_numpy(numpy.zeros(memory.available_bytes() * 3 // 4, dtype=numpy.uint8)) for _ in range(2)]
+    roots = {'global "vast"': vast, 'global "small"': torch.ones(1 << 20)}
+    pickled = serialization.pickle_by_value(roots, roots=roots)
+    with pytest.raises(PayloadError, match="doesn't fit into memory") as caught:
+        serialization.seal(memory_file, pickled)
+    assert os.fstat(memory_file).st_size == 0
+    assert caught.value.path == 'global "vast"'
+    assert "GB" in caught.value.why and 'global "small": 4.2 MB' in caught.value.why
+    assert "mmap_mode" in caught.value.fix
+
+
+def test_pickle_that_outgrows_the_memory_is_refused_with_what_it_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 50 << 20)  # a real end of memory would end the test, too
+    roots = {"first": b"", "texts": [bytes(1 << 20) for _ in range(200)]}
+    with pytest.raises(PayloadError, match=r"at least 6[78] MB, and 52 MB can be had") as caught:
+        serialization.pickle_by_value(roots, roots=roots)
+    assert caught.value.path == "texts"
+
+
+def test_file_that_may_not_grow_so_far_is_an_error_of_ours(memory_file: int) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pickled = serialization.pickle_by_value(torch.ones(1 << 20), roots={"ones": torch.ones(1 << 20)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(PayloadError, match="doesn't fit into memory"):
+            serialization.seal(memory_file, pickled)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_kernel_without_torch_can_send() -> None:

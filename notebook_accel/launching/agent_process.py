@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from notebook_accel import environment, events, serialization
+from notebook_accel import environment, events, memory_files
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
@@ -57,7 +57,7 @@ class AgentProcess:
         self._connection, self._theirs = Connection.pair()
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
         self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self._errors = serialization.memory_file("notebook-accel-agent-log")
+        self._errors = memory_files.memory_file("notebook-accel-agent-log")
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
         self._has_started = threading.Event()

@@ -12,7 +12,7 @@ import difflib
 import dis
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import CellError
@@ -72,6 +72,10 @@ class Cell:
         values = {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
         # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
         return {name: value for name, value in values.items() if not _is_builtin(name, value)}
+
+    def may_stay(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
+        """Of the captured names those that the cell may assign before it reads them, so that it may do without."""
+        return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""

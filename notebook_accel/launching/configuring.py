@@ -18,8 +18,8 @@ from notebook_accel import config, config_file
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching import preflight
+from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.machine import Machine
-from notebook_accel.launching.preflight import Devices
 
 __all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
 

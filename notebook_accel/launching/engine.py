@@ -30,6 +30,7 @@ class Request:
         spec: What a rank must know, but for the sources of the functions that are sent.
         config: The options.
         devices: What the ranks run on, such as ``2 CPUs``.
+        may_stay: Those of the target's names that are sent if they can be, and stay behind if not.
         is_background: Whether nobody will wait for it in the cell.
         bind: Takes the pulled names and their values.
         on_death: What becomes of the other ranks when one has died.
@@ -40,6 +41,7 @@ class Request:
     spec: JobSpec
     config: LaunchConfig
     devices: str
+    may_stay: Sequence[str] = ()
     is_background: bool = False
     bind: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"

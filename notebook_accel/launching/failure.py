@@ -121,5 +121,5 @@ def _pickled(error: BaseException, shipped: list[Any]) -> bytes:
             error, roots={"the exception": error}, origins=shipped, device_tensors_to_cpu=True
         )
         if not pickled.buffers:
-            return pickled.data
+            return bytes(pickled.data)
     return b""

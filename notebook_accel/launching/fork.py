@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -45,7 +46,7 @@ class ForkEngine:
         """Starts the ranks. See ``Engine``."""
         shipped = _definitions(request)
         nothing = serialization.pickle_by_value(None, roots={})
-        pickled = serialization.Pickled(nothing.data, nothing.buffers, shipped)
+        pickled = dataclasses.replace(nothing, shipped=shipped)
         inherited = Inherited(request.target, shipped)
         with sealing.sealed(request, pickled) as sealed:
             local.engine().launch_forked(sealed, lambda log: _Forking(inherited, log).template())

@@ -122,7 +122,7 @@ class Job:
         self._all_started = threading.Event()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
-        self._record = Record(spec.world_size, config.start_method)
+        self._record = Record(spec.world_size, config.start_method, spec.left_out)
         self._watch = Watch(spec.world_size, spec.sources)
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None

@@ -10,8 +10,9 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import following, fork, inline, local, preflight, registry
+from notebook_accel.launching import following, fork, inline, local, preflight, registry, trial
 from notebook_accel.launching.cell import Cell
+from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.engine import Engine, Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
@@ -19,7 +20,7 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
-__all__ = ["launch_cell", "launch_function", "notebook_launcher"]
+__all__ = ["launch_cell", "launch_function", "notebook_launcher", "try_out"]
 
 
 def notebook_launcher(
@@ -46,6 +47,7 @@ def notebook_launcher(
     idle_timeout_s: float | None = None,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
+    oversubscribe: bool = False,
     timeout_s: float | None = None,
     grace_s: float | None = None,
     log_dir: str = "",
@@ -84,6 +86,7 @@ def notebook_launcher(
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
         use_cpu: Train on the CPU also where there are GPUs.
         allow_initialized_cuda: Go on although CUDA is in use in the kernel.
+        oversubscribe: Let more ranks than there are GPUs share them, over gloo.
         timeout_s: Stop the run after so many seconds.
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
@@ -122,6 +125,7 @@ def notebook_launcher(
             "idle_timeout_s": idle_timeout_s,
             "use_cpu": use_cpu,
             "allow_initialized_cuda": allow_initialized_cuda,
+            "oversubscribe": oversubscribe,
             "timeout_s": timeout_s,
             "grace_s": grace_s,
             "log_dir": log_dir,
@@ -214,6 +218,7 @@ def launch_cell(
         background=background,
         name=config.name or cell.calls or cell.label,
         sources={cell.label: Source(cell.label, cell.source)},
+        may_stay=cell.may_stay(names, push),
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
@@ -228,15 +233,44 @@ def _launch(
     config: LaunchConfig,
     *,
     background: bool,
+    **how: Any,
+) -> Job:
+    devices = Devices.find(config)
+    findings = preflight.check(config, devices, roots)
+    if any(finding.refuses for finding in findings):
+        raise PreflightError(findings)
+    preflight.warn(findings)
+    if environment.is_debugging():
+        print(f"The trial run went well, in {try_out(config):.1f} s.")
+    job = _start(target, roots, config, devices, is_background=background, **how)
+    if background:
+        following.draw_in_background(job)
+    return job
+
+
+def try_out(config: LaunchConfig) -> float:
+    """Holds a trial run, in which ranks meet and use their devices; the seconds that it took.
+
+    Raises:
+        PreflightError: It has failed.
+    """
+    devices = Devices.find(config)
+    return trial.run(lambda target, options: _start(target, {}, options, devices, name=options.name), config)
+
+
+def _start(
+    target: Target,
+    roots: Mapping[str, Any],
+    config: LaunchConfig,
+    devices: Devices,
+    *,
     name: str,
+    is_background: bool = False,
+    may_stay: Sequence[str] = (),
     bind: Callable[[dict[str, Any]], object] | None = None,
     on_death: OnDeath = "stop",
     **of_cell: Any,
 ) -> Job:
-    devices = preflight.Devices.find(config)
-    findings = preflight.check(config, devices)
-    if any(finding.refuses for finding in findings):
-        raise PreflightError(findings)
     world_size = config.num_processes or devices.available
     local.check_size(world_size)
     spec = JobSpec(
@@ -253,14 +287,13 @@ def _launch(
         spec,
         config,
         devices=devices.describe(world_size),
-        is_background=background,
+        is_background=is_background,
+        may_stay=may_stay,
         bind=bind,
         on_death=on_death,
     )
     job = _ENGINES[config.start_method]().launch(request)
     registry.add(job)
-    if background:
-        following.draw_in_background(job)
     return job
 
 
@@ -281,11 +314,13 @@ def _working_directory() -> str:
         ) from None
 
 
-def _variables(config: LaunchConfig, devices: preflight.Devices) -> dict[str, str]:
+def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+    elif (config.num_processes or 0) > devices.available:
+        variables[environment.OVERSUBSCRIBE] = "true"
     return variables
 
 

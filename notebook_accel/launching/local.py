@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-from notebook_accel import config, serialization
+from notebook_accel import config
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launching import processes, sealing
+from notebook_accel.launching import outgoing, processes, sealing
 from notebook_accel.launching.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -57,10 +57,8 @@ class LocalEngine:
 
     def launch(self, request: Request) -> Job:
         """Starts ranks that are forked from the template. See ``Engine``."""
-        pickled = serialization.pickle_by_value(
-            request.target, roots=request.roots, namespace=sys.modules["__main__"].__dict__
-        )
-        with sealing.sealed(request, pickled) as sealed:
+        pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        with sealing.sealed(request, pickled, left_out) as sealed:
             with self._lock:
                 agent = self._running_agent()
                 agent.expect(sealed.job)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.preflight import Devices
+from notebook_accel.launching.devices import Devices
 
 __all__ = ["Gpu", "Machine", "host", "tpu_chips"]
 

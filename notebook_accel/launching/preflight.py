@@ -1,93 +1,65 @@
 """What is checked before a launch, without importing torch or waking a device.
 
-Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list.
+Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list. All
+of it runs at every launch, so it has to be quick: nothing is counted, opened or looked up that need not be.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
 import os
+import pathlib
+import socket
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
+from notebook_accel import memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
-from notebook_accel.launching import forkable, processes
+from notebook_accel.launching import forkable, kernel_state, processes
+from notebook_accel.launching.devices import Devices
+from notebook_accel.unpicklable import in_words
 
-__all__ = ["Devices", "check", "visible_gpus"]
+__all__ = ["check", "warn"]
+
+_RANK_BYTES = 64 << 20  # less than any rank takes that does something
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES = 64 << 20  # what Docker gives a container
+
+_warned: set[str] = set()
 
 
-@dataclasses.dataclass(frozen=True)
-class Devices:
-    """What ranks will run on.
+def check(
+    config: LaunchConfig, devices: Devices | None = None, captured: Mapping[str, Any] = {}
+) -> tuple[Finding, ...]:
+    """All that speaks against a launch from this process.
 
-    Attributes:
-        kind: ``CPU`` or ``GPU``.
-        available: How many there are; for CPUs, how many ranks run by default, which is one.
+    Args:
+        config: The options.
+        devices: What the ranks would run on. Default: what there is.
+        captured: What the ranks are to have, by the words that a message uses for it.
     """
-
-    kind: Literal["CPU", "GPU"]
-    available: int
-
-    @classmethod
-    def find(cls, config: LaunchConfig) -> Devices:
-        """Those of this machine, with these options."""
-        gpus = 0 if config.use_cpu else visible_gpus()
-        if gpus and config.start_method == "inline":
-            gpus = 1  # one process is one rank
-        return cls("GPU", gpus) if gpus else cls("CPU", 1)
-
-    def describe(self, count: int) -> str:
-        """``2 CPUs``, ``1 GPU``."""
-        return f"{count} {self.kind}{'' if count == 1 else 's'}"
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """How many GPUs a new process would see, asked of the driver's management library, which leaves CUDA asleep.
-
-    ``CUDA_VISIBLE_DEVICES`` is read as the driver does: the list ends at the first entry that names no device.
-    """
-    installed = _installed_gpus()
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return installed
-    count = 0
-    for entry in listed.split(","):
-        name = entry.strip()
-        is_index = name.isdigit() and int(name) < installed
-        if not is_index and not name.startswith(("GPU-", "MIG-")):
-            break
-        count += 1
-    return count
-
-
-def _installed_gpus() -> int:
-    with contextlib.suppress(Exception):  # no library, no driver, no permission: all mean that ranks would see none
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        try:
-            return int(nvml.nvmlDeviceGetCount())
-        finally:
-            nvml.nvmlShutdown()
-    return 0
-
-
-def check(config: LaunchConfig, devices: Devices | None = None) -> tuple[Finding, ...]:
-    """All that speaks against a launch with these options, from this process, on these devices. Default: those here."""
     devices = devices or Devices.find(config)
-    findings = [_half_precision_on_cpu(config, devices)]
+    findings = [_half_precision_on_cpu(config, devices), _port(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
-        findings += [_platform(), _too_many_ranks(config, devices)]
+        findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
         if config.start_method == "fork":
             findings += forkable.check()
-        else:
-            findings += [_cuda_in_use(config, devices)]
+        elif devices.kind == "GPU":
+            findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
+        findings.append(kernel_state.captured_on_gpu(captured))
     return tuple(finding for finding in findings if finding is not None)
+
+
+def warn(findings: tuple[Finding, ...]) -> None:
+    """Prints those that don't refuse, each once in the life of this process."""
+    for finding in findings:
+        if not finding.refuses and finding.what not in _warned:
+            _warned.add(finding.what)
+            print(f"Warning: {finding}", file=sys.stderr)
 
 
 def _more_than_one_inline(config: LaunchConfig) -> Finding | None:
@@ -123,11 +95,14 @@ def _platform() -> Finding | None:
 def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
     if devices.kind == "CPU" or config.num_processes is None or config.num_processes <= devices.available:
         return None
+    if config.oversubscribe:
+        return None
     return Finding(
         f"{config.num_processes} processes were asked for, and there {'is' if devices.available == 1 else 'are'} "
         f"{devices.describe(devices.available)}.",
         "Each rank needs a GPU of its own: NCCL refuses two ranks on one.",
-        f"--num_processes {devices.available}, or --use_cpu to train on the CPU",
+        f"--num_processes {devices.available}, or --use_cpu to train on the CPU; or, to see whether it runs at all, "
+        "--oversubscribe (oversubscribe=True), which shares GPUs over gloo",
     )
 
 
@@ -141,15 +116,63 @@ def _half_precision_on_cpu(config: LaunchConfig, devices: Devices) -> Finding | 
     )
 
 
-def _cuda_in_use(config: LaunchConfig, devices: Devices) -> Finding | None:
-    torch = sys.modules.get("torch")
-    if torch is None or devices.kind == "CPU" or not torch.cuda.is_initialized():
+def _port(config: LaunchConfig) -> Finding | None:
+    port = config.main_process_port
+    if not port:
         return None
-    held = sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return Finding(
+            f"The port {port} for the ranks' store can't be used: {os.strerror(error.errno or 0)}.",
+            _holder_of(port) or "One process listens on a port, and the ranks meet at this one.",
+            "leave out main_process_port (use_port): then a free one is taken",
+        )
+    return None
+
+
+def _holder_of(port: int) -> str:
+    """Which process listens on a port, as far as this user may see it."""
+    fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{line[9]}]" for line in fields if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
+    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or closed meanwhile
+            if os.readlink(link) in sockets:
+                process = link.parts[2]
+                name = pathlib.Path("/proc", process, "comm").read_text().strip()
+                return f"Process {process} ({name}) listens there."
+    return ""
+
+
+def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if sys.platform != "linux":
+        return None
+    ranks = config.num_processes or devices.available
+    available_bytes = memory.available_bytes()
+    if available_bytes >= ranks * _RANK_BYTES:
+        return None
     return Finding(
-        f"CUDA is in use in this kernel: it holds {held / 2**20:,.0f} MiB of GPU memory, and what the driver needs.",
-        "What the kernel holds, the ranks can't have; and a model that is on the GPU can't be sent to them.",
-        "restart the kernel and make tensors on the GPU only inside the cell or function; "
-        "or --allow_initialized_cuda (allow_initialized_cuda=True) to go on: ranks start clean",
-        refuses=not config.allow_initialized_cuda,
+        f"There is too little memory for {ranks} {'process' if ranks == 1 else 'processes'}: "
+        f"{in_words(available_bytes)} can still be had.",
+        "The system would end a process, and nobody knows which: perhaps the kernel.",
+        "del what is no longer needed, end other processes, or ask for fewer ranks",
+    )
+
+
+def _no_shared_memory() -> Finding | None:
+    """Nothing of ours needs it: DataLoader workers and NCCL do."""
+    if sys.platform != "linux":
+        return None
+    try:
+        status = os.statvfs(_SHARED_MEMORY)
+        free_bytes = status.f_bavail * status.f_frsize
+    except OSError:
+        free_bytes = 0
+    if free_bytes > _SHARED_BYTES:
+        return None
+    return Finding(
+        f"{_SHARED_MEMORY} has {in_words(free_bytes)} left.",
+        "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
+        "start the container with --shm-size=8g or --ipc=host; or DataLoader(num_workers=0)",
+        refuses=False,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notebook_accel import serialization
@@ -24,6 +26,7 @@ class Record:
     Args:
         world_size: Number of ranks.
         start_method: How they come into being.
+        left_out: Names that couldn't be sent, with the reason.
 
     Attributes:
         has_started: Whether a rank has begun to run the user's code.
@@ -31,7 +34,7 @@ class Record:
         failures: What each rank raised that raised something.
     """
 
-    def __init__(self, world_size: int, start_method: str) -> None:
+    def __init__(self, world_size: int, start_method: str, left_out: Mapping[str, str] = {}) -> None:
         self.has_started = False
         self.finished: set[int] = set()
         self.failures: dict[int, Failed] = {}
@@ -39,6 +42,7 @@ class Record:
         self._start_method = start_method
         self._memory: dict[int, Memory] = {}
         self._crashes: dict[int, str] = {}
+        self._left_out = left_out
         self._ends: dict[int, Ended] = {}
         self._last_lines = [collections.deque[str](maxlen=_LAST_LINES) for _ in range(world_size)]
 
@@ -153,3 +157,13 @@ def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
                 return cause
     stand_in: type[Exception] = type(failed.kind, (Exception,), {})
     return stand_in(failed.message)
+
+
+def _advice(failed: Failed, left_out: Mapping[str, str]) -> str:
+    """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
+    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    if found is None or found[1] not in vars(sys.modules["__main__"]):
+        return ""
+    if found[1] in left_out:
+        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {left_out[found[1]]}"
+    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from notebook_accel import serialization
+from notebook_accel import memory_files, serialization
 from notebook_accel.launching import logs, sources
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -32,16 +32,24 @@ class Sealed(NamedTuple):
 
 
 @contextlib.contextmanager
-def sealed(request: Request, pickled: serialization.Pickled) -> Iterator[Sealed]:
-    """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails."""
+def sealed(request: Request, pickled: serialization.Pickled, left_out: Mapping[str, str] = {}) -> Iterator[Sealed]:
+    """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails.
+
+    Args:
+        request: The launch.
+        pickled: Its target.
+        left_out: Names that stay behind, each with the reason.
+    """
     spec = msgspec.structs.replace(
-        request.spec, sources=sources.of_functions(pickled.shipped) | dict(request.spec.sources)
+        request.spec,
+        sources=sources.of_functions(pickled.shipped) | dict(request.spec.sources),
+        left_out=dict(left_out),
     )
-    payload = serialization.memory_file("notebook-accel-payload")
+    payload = memory_files.memory_file("notebook-accel-payload")
     try:
         serialization.seal(payload, pickled, spec.encode())
-        serialization.make_unwritable(payload)
-        files = [serialization.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
+        memory_files.make_unwritable(payload)
+        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
         job = request.make_job(
             spec,
             shipped=pickled.shipped,

@@ -22,7 +22,7 @@ import threading
 import types
 from typing import Any
 
-from notebook_accel import code_places, environment, events, reporting, serialization
+from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import failure, inspection, interruption, messages, stand_ins, store, streams
@@ -73,7 +73,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     streams.take_over(log)
     inspection.arm(dump)
     _reset_process()
-    spec = JobSpec.decode(serialization.read_head(payload))
+    spec = JobSpec.decode(memory_files.read_head(payload))
     place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
@@ -179,7 +179,7 @@ def _reset_process() -> None:
 
 
 def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
-    environment.become({**spec.environment, **place.variables(), **store.VARIABLES})
+    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **place.variables(), **store.VARIABLES})
     sys.path[:] = spec.sys_path
     os.chdir(spec.working_directory)
     if "OMP_NUM_THREADS" not in os.environ:

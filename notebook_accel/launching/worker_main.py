@@ -7,7 +7,7 @@ rank's ``__main__`` are looked up in. Imports, definitions and constants of the 
 import contextlib
 import os
 
-from notebook_accel import serialization
+from notebook_accel import memory_files
 from notebook_accel.launching import cell, streams, worker
 from notebook_accel.launching.spec import JobSpec
 
@@ -15,7 +15,7 @@ from notebook_accel.launching.spec import JobSpec
 def _fill(namespace: dict[str, object]) -> None:
     descriptor = os.open(os.environ[worker.NAMESPACE_VARIABLE], os.O_RDONLY | os.O_CLOEXEC)
     try:
-        spec = JobSpec.decode(serialization.read_head(descriptor))
+        spec = JobSpec.decode(memory_files.read_head(descriptor))
         worker.open_namespace(spec, descriptor, namespace)
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 
@@ -37,6 +38,8 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
     global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
     options = options or InitProcessGroupKwargs()
+    if options.backend is None and environment.is_true(os.environ.get(environment.OVERSUBSCRIBE, "")):
+        options = dataclasses.replace(options, backend="gloo")  # NCCL refuses two ranks on one GPU
     joined = torch_group.current_place()
     place = joined or RankPlace.from_environment()
     device = local_device(place, cpu=cpu, shared=options.backend == "gloo")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import kernels, processes
+from tests import hostile, kernels, processes
 
 LAUNCH_S = 180.0
 
@@ -100,16 +100,78 @@ str(accelerator.device), int(accelerator.reduce(torch.tensor(accelerator.process
 
 
 def test_cuda_in_use_in_the_kernel(notebook: kernels.Kernel) -> None:
-    notebook.run("held = torch.ones(64 << 20, device='cuda')", LAUNCH_S)
-    refused = notebook.run("%%distributed\n1", LAUNCH_S)
+    notebook.run("def use():\n    return torch.ones(64 << 20, device='cuda')", LAUNCH_S)
+    notebook.run("held = use()\nmodels = {'a': [torch.nn.Linear(2, 2).cuda()]}", LAUNCH_S)
+    refused = notebook.run("%%distributed\nheld.sum(), models", LAUNCH_S)
     assert refused.error_name == "PreflightError"
-    assert "CUDA is in use in this kernel: it holds 256 MiB" in refused.traceback
+    assert "CUDA is in use in this kernel since In[2], line 2. It holds 2" in refused.traceback
+    assert "MiB on GPU 0" in refused.traceback
+    assert 'On the GPU, in this kernel\'s memory: global "held", global "models".' in refused.traceback
     allowed = notebook.run(
         "%%distributed --allow_initialized_cuda -n 1\nfloat(torch.ones(2, device='cuda').sum())", LAUNCH_S
     )
     assert allowed.result == "[2.0]", allowed.traceback
+    assert "Warning: CUDA is in use in this kernel since In[2], line 2." in allowed.stderr
     named = notebook.run("%%distributed --allow_initialized_cuda\nheld.sum()", LAUNCH_S)
-    assert 'global "held" is a tensor on cuda:0' in named.traceback
+    assert named.error_name == "PreflightError"
+    assert 'memory: global "held".' in named.traceback
+
+
+def test_cuda_is_initialised_by_the_cell_that_imports_torch(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        kernel.run("%load_ext notebook_accel")
+        kernel.run("import torch\n\nheld = torch.ones(3, device='cuda')", LAUNCH_S)
+        refused = kernel.run("%%distributed\n1", LAUNCH_S)
+        assert "CUDA is in use in this kernel since In[2], line 3." in refused.traceback
+
+
+def test_ranks_share_gpus_when_asked(notebook: kernels.Kernel) -> None:
+    notebook.run(TRAINING)
+    ranks = gpus() + 1
+    cell = f"%%distributed --oversubscribe -n {ranks} --pull model --out results{LOOP}"
+    outcome = notebook.run(cell, LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    assert f"Launching training on {gpus()} GPU{'' if gpus() == 1 else 's'} shared by {ranks} ranks." in outcome.stdout
+    assert notebook.value("{result[0] for result in results}") == str({f"cuda:{index}" for index in range(gpus())})
+    assert notebook.value("len({round(result[3], 6) for result in results}) <= 2") == "True"
+
+
+def test_collectives_on_a_shared_gpu(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(
+        """%%distributed --oversubscribe -n 2
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+mine = torch.full((3,), accelerator.process_index + 1.0, device=accelerator.device)
+accelerator.gather(mine).tolist(), accelerator.reduce(mine).tolist()""",
+        LAUNCH_S,
+    )
+    assert outcome.result.count("[3.0, 3.0, 3.0]") == 2, outcome.traceback
+    assert outcome.result.count("[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]") == 2
+
+
+def test_trial_run_uses_the_gpus(notebook: kernels.Kernel) -> None:
+    notebook.run("%env NOTEBOOK_ACCEL_DEBUG=1")
+    outcome = notebook.run("%%distributed\nimport os\nint(os.environ['LOCAL_RANK'])", LAUNCH_S)
+    assert outcome.result == str(list(range(gpus()))), outcome.traceback
+    assert outcome.stdout.startswith("The trial run went well")
+
+
+def test_everything_listens_on_loopback_only(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    notebook.run(f"STOP = {str(tmp_path / 'stop')!r}")
+    own = hostile.listeners(notebook.pid)
+    cell = notebook.start("""%%distributed
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+accelerator.wait_for_everyone()
+print("met", flush=True)
+while not os.path.exists(STOP):
+    time.sleep(0.05)""")
+    cell.wait_for_output("met", LAUNCH_S)
+    found = hostile.listeners(notebook.pid) - own
+    (tmp_path / "stop").touch()
+    assert cell.finish(LAUNCH_S).status == "ok"
+    assert found
+    assert {listener.address for listener in found} <= {"127.0.0.1", "::1"}
 
 
 def test_results_come_back_on_the_cpu(notebook: kernels.Kernel) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel import events, serialization
+from notebook_accel import events, memory_files, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError, RankFailedError, RunError, RunStoppedError, RunTimeoutError
 from notebook_accel.launching.job import Job
@@ -22,7 +22,7 @@ BOUND: dict[str, object] = {}
 
 def make_job(world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
-    files = [serialization.memory_file("result") for _ in range(world_size)]
+    files = [memory_files.memory_file("result") for _ in range(world_size)]
     return Job(
         "1",
         spec,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 
+from notebook_accel import memory, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import preflight
+from notebook_accel.errors import PreflightError
+from notebook_accel.launching import devices, forkable, preflight
 
 
 def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
@@ -22,27 +28,119 @@ def test_nothing_speaks_against_two_ranks_on_the_cpu() -> None:
 
 
 def test_devices_are_described_with_their_number() -> None:
-    devices = preflight.Devices.find(LaunchConfig(use_cpu=True))
-    assert (devices.available, devices.describe(1), devices.describe(2)) == (1, "1 CPU", "2 CPUs")
+    found = devices.Devices.find(LaunchConfig(use_cpu=True))
+    assert (found.available, found.describe(1), found.describe(2)) == (1, "1 CPU", "2 CPUs")
 
 
 def test_no_gpu_is_visible_where_none_is_named() -> None:
-    assert preflight.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert preflight.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1,0"}) == 0
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1,0"}) == 0
 
 
-@pytest.mark.parametrize("statement", ["preflight.check(LaunchConfig())", "preflight.visible_gpus()"])
+@pytest.mark.parametrize("statement", ["preflight.check(LaunchConfig())", "devices.visible_gpus()"])
 def test_finding_out_imports_no_torch(statement: str) -> None:
     code = (
-        "import sys; from notebook_accel.config import LaunchConfig; from notebook_accel.launching import preflight;"
+        "import sys; from notebook_accel.config import LaunchConfig; "
+        "from notebook_accel.launching import devices, preflight; "
         f"{statement}; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_more_ranks_than_gpus_names_how_many_there_are() -> None:
-    [finding] = preflight.check(LaunchConfig(num_processes=3), preflight.Devices("GPU", 1))
+    one, two = devices.Devices("GPU", 1), devices.Devices("GPU", 2)
+    [finding] = preflight.check(LaunchConfig(num_processes=3), one)
     assert finding.refuses
     assert "3 processes were asked for, and there is 1 GPU." in finding.what
-    assert preflight.check(LaunchConfig(num_processes=2), preflight.Devices("GPU", 2)) == ()
-    assert preflight.check(LaunchConfig(), preflight.Devices("GPU", 2)) == ()
+    assert "--oversubscribe" in finding.fix
+    assert preflight.check(LaunchConfig(num_processes=2), two) == ()
+    assert preflight.check(LaunchConfig(), two) == ()
+    assert preflight.check(LaunchConfig(num_processes=3, oversubscribe=True), one) == ()
+    assert one.describe(3) == "1 GPU shared by 3 ranks"
+    assert two.describe(2) == "2 GPUs"
+
+
+def test_more_ranks_than_cores_are_fine_on_the_cpu() -> None:
+    assert preflight.check(LaunchConfig(num_processes=20, use_cpu=True)) == ()
+
+
+def test_port_in_use_is_said_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        [finding] = preflight.check(LaunchConfig(main_process_port=port, use_cpu=True))
+        assert finding.refuses
+        assert finding.what == f"The port {port} for the ranks' store can't be used: Address already in use."
+        assert finding.why.startswith(f"Process {os.getpid()} (")
+        assert "leave out main_process_port" in finding.fix
+    assert preflight.check(LaunchConfig(main_process_port=port, use_cpu=True)) == ()
+
+
+def test_all_findings_come_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(PreflightError) as caught:
+        notebook_launcher(print, (), 2, "fp16", server.getsockname()[1], use_cpu=True)
+    assert len(caught.value.findings) == 2
+    assert "fp16" in str(caught.value) and "The port" in str(caught.value)
+
+
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100 << 20)  # the machine's own can't be used up in a test
+    [finding] = preflight.check(LaunchConfig(num_processes=2, use_cpu=True))
+    assert finding.what == "There is too little memory for 2 processes: 105 MB can still be had."
+    assert preflight.check(LaunchConfig(num_processes=1, use_cpu=True)) == ()
+
+
+def test_little_shared_memory_is_a_warning_that_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "_SHARED_MEMORY", str(tmp_path / "missing"))
+    findings = preflight.check(LaunchConfig(num_processes=2, use_cpu=True))
+    assert [finding.refuses for finding in findings] == [False]
+    preflight.warn(findings)
+    preflight.warn(findings)
+    assert capsys.readouterr().err.count("Warning: ") == 1
+    assert "--shm-size" in findings[0].fix
+
+
+def test_accelerator_and_libraries_matter_only_to_forks() -> None:
+    code = """
+import sys, types
+from accelerate import Accelerator
+Accelerator(cpu=True)
+sys.modules["bitsandbytes"] = types.ModuleType("bitsandbytes")  # not installed here
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import forkable, preflight
+assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
+for finding in forkable.check(): print(finding.refuses, finding.what)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert run.stdout.splitlines() == [
+        "True There is an Accelerator of the accelerate library in this kernel.",
+        "False This kernel has imported bitsandbytes.",
+    ], run.stderr
+
+
+def test_group_of_the_kernel_matters_to_forks(tmp_path: pathlib.Path) -> None:
+    said = "The kernel itself is in a process group of torch.distributed."
+    assert said not in [finding.what for finding in forkable.check()]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert [finding.refuses for finding in forkable.check() if finding.what == said] == [True]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_launch_after_the_first_opens_and_imports_next_to_nothing() -> None:
+    code = """
+import sys
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import preflight
+config = LaunchConfig(num_processes=2)
+preflight.check(config)
+done = []
+sys.addaudithook(lambda event, args: done.append(f"{event} {args[0]}"))
+preflight.check(config)
+seen = [entry for entry in done if entry.startswith(("open", "import", "subprocess", "ctypes", "socket", "os."))]
+print(*(entry for entry in seen if not entry.startswith("open /sys/fs/cgroup")), sep="\\n")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines() == ["open /proc/meminfo"]

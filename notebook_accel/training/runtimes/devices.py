@@ -32,7 +32,7 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
             f"Rank {place.rank} has no GPU of its own.",
             why=f"{visible} visible here, and of the ranks on this machine it is number {place.local_rank}, from 0.",
             fix=f"num_processes={visible}, or Accelerator(cpu=True), or let ranks share a GPU, which is slower: "
-            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]',
+            "oversubscribe=True at the launch",
         )
     device = torch.device("cuda", place.local_rank % visible)
     torch.cuda.set_device(device)

@@ -1,0 +1,80 @@
+"""What this process has done to its devices before a launch. Nothing is imported to find out.
+
+Where CUDA was initialised can't be found out afterwards. Whoever watches the cells, as the extension does, notes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from notebook_accel.errors import Finding
+
+__all__ = ["captured_on_gpu", "cuda_in_use", "is_cuda_initialized", "note_cuda_origin"]
+
+_MOST_LOOKED_AT = 1000
+_DEEPEST = 3
+
+_cuda_origin = ""
+
+
+def note_cuda_origin(where: str) -> None:
+    """Notes where CUDA was initialised, such as ``In[3], line 2``. The first note stays, if it says the line."""
+    global _cuda_origin
+    if "line" not in _cuda_origin:
+        _cuda_origin = where
+
+
+def is_cuda_initialized() -> bool:
+    """Whether torch has, in this process."""
+    torch: Any = sys.modules.get("torch")
+    return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
+
+
+def cuda_in_use(*, is_allowed: bool) -> Finding | None:
+    """CUDA is initialised: where that was done, and what it holds."""
+    if not is_cuda_initialized():
+        return None
+    torch: Any = sys.modules["torch"]
+    held = {index: torch.cuda.memory_reserved(index) / 2**20 for index in range(torch.cuda.device_count())}
+    shown = [f"{mib:,.0f} MiB on GPU {index}" for index, mib in held.items() if mib] or ["no tensors"]
+    since = f" since {_cuda_origin}" if _cuda_origin else ""
+    return Finding(
+        f"CUDA is in use in this kernel{since}. It holds {', '.join(shown)}, and what the driver needs.",
+        "What the kernel holds, the ranks can't have.",
+        "restart the kernel, and make tensors on the GPU only inside the cell or function; "
+        "or --allow_initialized_cuda (allow_initialized_cuda=True) to go on: ranks start clean",
+        refuses=not is_allowed,
+    )
+
+
+def captured_on_gpu(captured: Mapping[str, Any]) -> Finding | None:
+    """Something that the ranks are to have is on a GPU."""
+    if not is_cuda_initialized():
+        return None
+    names = [label for label, value in captured.items() if _is_on_gpu(value)]
+    if not names:
+        return None
+    return Finding(
+        f"On the GPU, in this kernel's memory: {', '.join(names)}.",
+        "The ranks are to have it, and one process's GPU memory can't be sent to another.",
+        "move it first, with .cpu(), or make it inside the cell or function",
+    )
+
+
+def _is_on_gpu(value: Any, depth: int = 0) -> bool:
+    if getattr(value, "is_cuda", False) is True:
+        return True
+    return depth < _DEEPEST and any(_is_on_gpu(part, depth + 1) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    torch: Any = sys.modules["torch"]
+    if isinstance(value, torch.nn.Module):
+        return (*value.parameters(), *value.buffers())
+    if isinstance(value, torch.optim.Optimizer):
+        return (*value.param_groups, *value.state.values())
+    if isinstance(value, dict):
+        return list(value.values())[:_MOST_LOOKED_AT]
+    return value[:_MOST_LOOKED_AT] if isinstance(value, (list, tuple)) else ()

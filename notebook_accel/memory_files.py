@@ -1,0 +1,130 @@
+"""Anonymous memory files: how a pickle and the memory beside it are written once and mapped by everybody.
+
+A file is a prefix with the lengths, a table of the buffers, a head, a pickle, and then each buffer on pages of its own.
+What no view of a buffer looks at is not written: it is a hole in the file, which takes no memory and reads as zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = ["Buffer", "Contents", "make_unwritable", "memory_file", "read", "read_head", "write"]
+
+_PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, number of buffers
+_SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE = 0x4000  # sys/mman.h; Python's mmap has it since 3.12
+_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB at once
+
+
+class Buffer(Protocol):
+    """Memory that is to be in a file."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length, holes included."""
+
+    def pieces(self) -> Sequence[tuple[int, memoryview]]:
+        """What is to be written of it: offsets and bytes."""
+
+
+class Contents(NamedTuple):
+    """What a file holds: the pickle and the buffers, all of them views of one private mapping."""
+
+    pickle: memoryview
+    buffers: list[memoryview]
+
+
+def memory_file(name: str) -> int:
+    """A new anonymous memory file's descriptor. It goes when the last descriptor and mapping go."""
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def make_unwritable(descriptor: int) -> None:
+    """Nobody, not even through this descriptor, can change the memory file any more; private mappings still work."""
+    # Not at the top: this can be imported where only Linux's calls are missing.
+    fcntl = importlib.import_module("fcntl")
+    fcntl.fcntl(
+        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    )
+
+
+def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Buffer]) -> int:
+    """Fills an empty memory file; returns its length in bytes, holes included.
+
+    Raises:
+        MemoryError: The system has no room for it.
+    """
+    position = _PREFIX.size + _SPAN.size * len(buffers) + len(head) + len(pickle)
+    spans = []
+    for buffer in buffers:
+        position = -(-position // mmap.PAGESIZE) * mmap.PAGESIZE
+        spans.append((position, buffer.size_bytes))
+        position += buffer.size_bytes
+    start = _PREFIX.pack(len(head), len(pickle), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans) + head
+    try:
+        os.ftruncate(descriptor, position)
+        _write_at(descriptor, memoryview(start), 0)
+        _write_at(descriptor, pickle, len(start))
+        for buffer, (offset, _) in zip(buffers, spans, strict=True):
+            for place, piece in buffer.pieces():
+                _write_at(descriptor, piece, offset + place)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise MemoryError(os.strerror(error.errno)) from error
+        raise
+    return position
+
+
+def read_head(descriptor: int) -> bytes:
+    """The head of a file."""
+    length, _, count = _PREFIX.unpack(os.pread(descriptor, _PREFIX.size, 0))
+    return os.pread(descriptor, length, _PREFIX.size + count * _SPAN.size)
+
+
+def read(descriptor: int) -> Contents:
+    """The pickle and the buffers of a file, mapped privately. The descriptor may be closed afterwards."""
+    mapped = _map_privately(descriptor)
+    head_bytes, pickle_bytes, count = _PREFIX.unpack_from(mapped)
+    spans = [_SPAN.unpack_from(mapped, _PREFIX.size + index * _SPAN.size) for index in range(count)]
+    start = _PREFIX.size + count * _SPAN.size + head_bytes
+    return Contents(
+        mapped[start : start + pickle_bytes], [mapped[offset : offset + length] for offset, length in spans]
+    )
+
+
+def _map_privately(descriptor: int) -> memoryview:
+    """The file's bytes, in pages that become this process's own when they are written.
+
+    Not ``mmap.mmap``: before Python 3.13 that keeps a duplicate of the descriptor for as long as anything refers to the
+    mapping, and a notebook that keeps many results would run out of descriptors.
+    """
+    length = os.fstat(descriptor).st_size
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # Nothing is reserved: with its holes, the file may be longer than the machine has memory.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), "mapping a memory file failed")
+    block = (ctypes.c_ubyte * length).from_address(address)
+    # Nothing may touch the pages at the interpreter's end, when tensors in them may be freed in any order.
+    weakref.finalize(block, libc.munmap, address, length).atexit = False
+    return memoryview(block).cast("B")
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    rest = data
+    while rest:
+        written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
+        rest, offset = rest[written:], offset + written

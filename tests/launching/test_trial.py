@@ -1,0 +1,75 @@
+"""The trial run of the debug mode: real ranks, a real group, before the launch."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from notebook_accel import cli, notebook_launcher
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import PreflightError
+from notebook_accel.launching import launcher, trial
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.worker import Target
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("ACCELERATE_DEBUG_MODE", "yes"), ("ACCELERATE_DEBUG_MODE", "1"), ("NOTEBOOK_ACCEL_DEBUG", "true"),
+    ("NOTEBOOK_ACCEL_DEBUG", "on"),
+])  # fmt: skip
+def test_debug_mode_holds_a_trial_run_before_the_launch(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert list(notebook_launcher(os.getenv, (name,), 2, use_cpu=True, view="none")) == [value, value]
+    shown = capsys.readouterr().out
+    assert shown.startswith("The trial run went well, in ")
+    assert shown.endswith("Launching training on 2 CPUs.\n")
+
+
+@pytest.mark.parametrize("value", ["", "no", "0"])
+def test_without_debug_mode_there_is_none(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", value)
+    notebook_launcher(os.getpid, (), 1, use_cpu=True, view="none")
+    assert capsys.readouterr().out == "Launching training on 1 CPU.\n"
+
+
+def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "1")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")  # ranks can be started, and not meet
+    with pytest.raises(PreflightError) as caught:
+        notebook_launcher(os.getpid, (), 2, use_cpu=True, view="none")
+    [finding] = caught.value.findings
+    assert finding.what.startswith("The trial run before the launch has failed")
+    assert "rank" in finding.why and "Traceback" in finding.why
+    assert "doctor --trial" in finding.fix
+
+
+def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_DEADLINE_S", 1.0)
+
+    def start(_: Target, config: LaunchConfig) -> Job:
+        return launcher._start(
+            Target(names={}, function=time.sleep, args=(60,)),
+            {},
+            config,
+            launcher.Devices.find(config),
+            name=config.name,
+        )
+
+    with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
+        trial.run(start, LaunchConfig(num_processes=2, use_cpu=True))
+
+
+def test_doctor_holds_one_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Nothing speaks against a launch.\nThe trial run went well, in ")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")
+    assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2"]) == 1
+    assert capsys.readouterr().out.startswith("refused: The trial run before the launch has failed")

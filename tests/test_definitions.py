@@ -1,0 +1,107 @@
+"""What a notebook can define besides functions and classes goes to the ranks, and back as the notebook's own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from notebook_accel import memory_files, serialization
+
+NOTEBOOK = """
+import functools, typing
+
+@functools.lru_cache(maxsize=7)
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+UserId = typing.NewType("UserId", int)
+Spec = typing.ParamSpec("Spec")
+
+class Squares:
+    @functools.cached_property
+    def all(self):
+        return [n * n for n in range(fib(6))]
+
+    @functools.singledispatchmethod
+    def show(self, value): return "something"
+
+    @show.register
+    def _(self, value: int): return f"int {value}"
+
+@functools.singledispatch
+def name(value): return "object"
+
+@name.register
+def _(value: Squares): return "squares " + name(1)
+
+@name.register(int)
+def name_of_int(value): return "int"
+"""
+
+USES = """
+def use():
+    squares = Squares()
+    return (fib(10), fib.cache_parameters()["maxsize"], UserId(3), UserId.__name__, squares.all, squares.show(4),
+            squares.show("x"), name(squares), name(2), name(None), Spec.__name__)
+"""
+
+EXPECTED = (55, 7, 3, "UserId", [0, 1, 4, 9, 16, 25, 36, 49], "int 4", "something", "squares int", "int", "object",
+            "Spec")  # fmt: skip
+
+
+def notebook(source: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, namespace)
+    return namespace
+
+
+def test_in_a_process_that_has_never_seen_the_notebook() -> None:
+    namespace = notebook(NOTEBOOK + USES)
+    descriptor = memory_files.memory_file("test")
+    try:
+        pickled = serialization.pickle_by_value(namespace["use"], roots={"use": namespace["use"]}, namespace=namespace)
+        serialization.seal(descriptor, pickled)
+        code = f"from notebook_accel import serialization as s; print(s.open_sealed({descriptor}).value())"
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(
+            command, pass_fds=[descriptor], capture_output=True, text=True, timeout=60, check=False, cwd=os.getcwd()
+        )
+    finally:
+        os.close(descriptor)
+    assert run.stdout.strip() == repr(EXPECTED), run.stderr
+
+
+@pytest.mark.parametrize("defined", ["fib", "UserId", "name"])
+def test_they_come_back_as_the_notebooks_own(defined: str) -> None:
+    namespace = notebook(NOTEBOOK)
+    there: dict[str, Any] = {}
+    out = serialization.pickle_by_value(namespace[defined], roots={}, namespace=namespace)
+    opened = _through(out, namespace=there)
+    shipped = [obj for _, obj in opened.shipped]
+    back = serialization.pickle_by_value(opened.value, roots={}, origins=shipped)
+    assert _through(back, origins=out.shipped).value is namespace[defined]
+
+
+def _through(pickled: serialization.Pickled, **how: Any) -> serialization.Opened:
+    descriptor = memory_files.memory_file("test")
+    try:
+        serialization.seal(descriptor, pickled)
+        return serialization.open_sealed(descriptor, **how)
+    finally:
+        os.close(descriptor)
+
+
+@functools.lru_cache
+def of_this_module() -> int:
+    return 1
+
+
+def test_what_can_be_imported_goes_by_name() -> None:
+    pickled = serialization.pickle_by_value(of_this_module, roots={})
+    assert pickled.shipped == ()
+    assert _through(pickled).value is of_this_module

@@ -1,0 +1,42 @@
+"""How much memory there is, beside what the system says elsewhere."""
+
+from __future__ import annotations
+
+import pathlib
+
+import psutil
+import pytest
+
+from notebook_accel import memory
+
+
+def test_no_more_than_the_machine_has() -> None:
+    machine = psutil.virtual_memory().available + psutil.swap_memory().free
+    assert 0 < memory.available_bytes() <= machine + (256 << 20)
+
+
+@pytest.mark.parametrize(("line", "files"), [
+    ("0::/user/job", {"memory.max": "5000000\n", "memory.current": "3000000\n",
+                      "memory.stat": "anon 1\ninactive_file 500000\n"}),
+    ("4:memory:/user/job", {"memory/memory.limit_in_bytes": "5000000\n", "memory/memory.usage_in_bytes": "3000000\n",
+                            "memory/memory.stat": "total_inactive_file 500000\n"}),
+], ids=["version 2", "version 1"])  # fmt: skip
+def test_limit_of_a_control_group_around_ours(
+    line: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    # Files as a container sees them, since making a group with a limit needs rights that a test doesn't have.
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cgroup").write_text(f"12:devices:/\n{line}\n")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "cgroup")
+    assert memory.available_bytes() == 2_500_000
+
+
+def test_group_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cgroup").write_text("0::/\n")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "cgroup")
+    assert memory.available_bytes() > 100_000_000
