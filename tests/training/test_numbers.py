@@ -148,7 +148,7 @@ def check(by_rank: list[Any], expected: Any) -> None:
         torch.testing.assert_close(weights, expected[0], rtol=0, atol=1e-6)
 
 
-drawn = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
+drawn = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @drawn
