@@ -117,7 +117,7 @@ class Project(ProcessControl):
         """Puts training back to where ``save_state`` was called. All ranks call it, after ``prepare``.
 
         A loader goes on with the batch after the last one that was out, in the epoch that was running: its ``epoch``
-        says which.
+        says which. Saved while the last batch was out, that epoch has no further ones, and what follows its loop runs.
 
         Args:
             input_dir: The folder; by default, with automatic naming, the numbered one with the highest number.
