@@ -92,7 +92,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     log_dir: Annotated[
         str,
-        _help("Folder for the ranks' logs, which then stay. Default: a temporary one, with those of the last 20 runs."),
+        _help(
+            "Folder for the ranks' logs, which then stay. "
+            "Default: a temporary one, with those of the notebook's last 20 runs."
+        ),
     ] = ""
     log_line_prefix_template: Annotated[
         Annotated[str, msgspec.Meta(pattern=_PREFIX)],

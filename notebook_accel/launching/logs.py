@@ -38,7 +38,8 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
     Raises:
         ConfigError: It can't be made in ``log_dir``.
     """
-    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40]}-"
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
+    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # whose run it is: see ``remove_old``
     if not log_dir:
         with contextlib.suppress(OSError):
             return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
@@ -79,18 +80,32 @@ def hold(folder: str) -> int | None:
     return None
 
 
-def remove_old(kept: int = KEPT_RUNS) -> None:
-    """Removes the temporary folders of all but the newest runs. One that is held stays."""
+def remove_old(kernel_pid: int, kept: int = KEPT_RUNS) -> None:
+    """Removes temporary folders: all but a kernel's newest ones, and all but the newest of kernels that are gone.
+
+    What belongs to another kernel that lives is left to that one, and what is held stays.
+    """
     with contextlib.suppress(OSError):
         oldest_first = sorted(entry for entry in _root().iterdir() if entry.is_dir() and not entry.is_symlink())
-        for folder in oldest_first[: max(len(oldest_first) - kept, 0)]:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
-                finally:
-                    os.close(descriptor)
+        mine = [folder for folder in oldest_first if _owner(folder) == str(kernel_pid)]
+        orphaned = [folder for folder in oldest_first if not os.path.exists(f"/proc/{_owner(folder)}")]
+        for folder in (*mine[: max(len(mine) - kept, 0)], *orphaned[: max(len(orphaned) - kept, 0)]):
+            _remove_unless_held(folder)
+
+
+def _owner(folder: pathlib.Path) -> str:
+    """The process whose run it was of, as text."""
+    return folder.name.rpartition("-")[0].rpartition("-")[2]
+
+
+def _remove_unless_held(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:
@@ -109,7 +124,7 @@ def read(path: pathlib.Path, tail: int | None = None) -> str:
     except OSError as error:
         raise NotebookAccelError(
             f"The log {path} can't be read: {error.strerror}.",
-            why=f"Temporary logs are kept for {KEPT_RUNS} runs, or until something empties the folder.",
+            why=f"Temporary logs are kept for {KEPT_RUNS} runs of a notebook, or until something empties the folder.",
             fix="give log_dir a folder of your own in the next run: logs there stay",
         ) from None
     return data.decode(errors="replace")

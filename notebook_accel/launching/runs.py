@@ -197,7 +197,7 @@ class Run:
         """It is over: its logs are for the user, and older ones may go."""
         if self._log_folder is not None:
             os.close(self._log_folder)
-        logs.remove_old()
+        logs.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
         """Closes what came with the launch, and the store's socket."""
