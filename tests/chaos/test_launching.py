@@ -15,7 +15,7 @@ import time
 import pytest
 
 from tests import kernels, processes
-from tests.chaos.troubles import TROUBLES, Round, Trouble, standing
+from tests.chaos.troubles import TROUBLES, Round, Trouble, may_mount, standing
 from tests.launching.conftest import prepare
 
 DURATION_S = float(os.environ.get("NOTEBOOK_ACCEL_CHAOS_S", "120"))
@@ -51,9 +51,9 @@ class Notebook:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(DURATION_S + 240)
-def test_whatever_happens_to_a_run_it_ends_well(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whatever_happens_to_a_run_it_ends_well(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mounts = may_mount(tmp_path / "disk")
+    troubles = [trouble for trouble in TROUBLES if mounts or not trouble.needs_mount]
     notebook = Notebook(tmp_path)
     rounds = 0
     order: list[Trouble] = []
@@ -62,7 +62,7 @@ def test_whatever_happens_to_a_run_it_ends_well(
         while time.monotonic() < ends_s:
             rng = random.Random(f"{SEED}-{rounds}")
             if not order:  # each trouble once, in a random order, before any comes again
-                order = rng.sample(TROUBLES, len(TROUBLES))
+                order = rng.sample(troubles, len(troubles))
             said = one_round(order.pop(), Round.draw(rng, notebook.kernel, tmp_path))
             rounds += 1
             with capsys.disabled():
@@ -70,13 +70,14 @@ def test_whatever_happens_to_a_run_it_ends_well(
     finally:
         notebook.close()
     with capsys.disabled():
-        print(f"\nchaos: {rounds} rounds")
+        missing = "" if mounts else " A full log disk was not among them: it takes the right to mount one."
+        print(f"\nchaos: {rounds} rounds.{missing}")
     assert rounds >= 1
 
 
 def one_round(trouble: Trouble, round_: Round) -> str:
     """What happened, in a line."""
-    described = f"{trouble.name} ({round_.ranks} ranks, rank {round_.victim}, {round_.moment_s:.2f} s, step {round_.step})"
+    described = f"{trouble.name} ({round_})"
     try:
         end = trouble.check(round_, trouble.happen(round_))
         processes.wait_until(lambda: not left(round_.kernel), "no process is left", CLEAN_S)
