@@ -1,0 +1,108 @@
+"""Launches of random size, and to each of them something happens. After it nothing is left, and the next one works.
+
+Runs for two minutes from a fixed seed. ``NOTEBOOK_ACCEL_CHAOS_S=3600`` and ``NOTEBOOK_ACCEL_CHAOS_SEED=7`` in the
+environment make it other ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import random
+import time
+
+import pytest
+
+from tests import kernels, processes
+from tests.chaos.troubles import TROUBLES, Round, Trouble, may_mount, standing
+from tests.launching.conftest import prepare
+
+DURATION_S = float(os.environ.get("NOTEBOOK_ACCEL_CHAOS_S", "120"))
+SEED = os.environ.get("NOTEBOOK_ACCEL_CHAOS_SEED", "0")
+CLEAN_S = 10.0
+WORKS = "%%distributed --num_processes 2\nint(os.environ['RANK'])"
+
+
+class Notebook:
+    """A kernel, and a new one when it has died."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self._stack = contextlib.ExitStack()
+        self._kernel: kernels.Kernel | None = None
+
+    @property
+    def kernel(self) -> kernels.Kernel:
+        if self._kernel is None or not self._kernel.process.is_alive:
+            self.close()
+            folder = self._folder / f"kernel-{self._made}"
+            folder.mkdir()
+            self._made += 1
+            self._kernel = self._stack.enter_context(kernels.running(folder))
+            prepare(self._kernel)
+        return self._kernel
+
+    def close(self) -> None:
+        self._stack.close()
+        self._kernel = None
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(DURATION_S + 240)
+def test_whatever_happens_to_a_run_it_ends_well(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mounts = may_mount(tmp_path / "disk")
+    troubles = [trouble for trouble in TROUBLES if mounts or not trouble.needs_mount]
+    notebook = Notebook(tmp_path)
+    rounds = 0
+    order: list[Trouble] = []
+    ends_s = time.monotonic() + DURATION_S
+    try:
+        while time.monotonic() < ends_s:
+            rng = random.Random(f"{SEED}-{rounds}")
+            if not order:  # each trouble once, in a random order, before any comes again
+                order = rng.sample(troubles, len(troubles))
+            said = one_round(order.pop(), Round.draw(rng, notebook.kernel, tmp_path))
+            rounds += 1
+            with capsys.disabled():
+                print(f"\nchaos, seed {SEED}, round {rounds}: {said}", end="")
+    finally:
+        notebook.close()
+    with capsys.disabled():
+        missing = "" if mounts else " A full log disk was not among them: it takes the right to mount one."
+        print(f"\nchaos: {rounds} rounds.{missing}")
+    assert rounds >= 1
+
+
+def one_round(trouble: Trouble, round_: Round) -> str:
+    """What happened, in a line."""
+    described = f"{trouble.name} ({round_})"
+    try:
+        end = trouble.check(round_, trouble.happen(round_))
+        processes.wait_until(lambda: not left(round_.kernel), "no process is left", CLEAN_S)
+        if round_.kernel.process.is_alive:
+            assert memory_files(round_.kernel) <= {"notebook-accel-agent-log"}
+            works = round_.kernel.run(WORKS)
+            assert works.result == "[0, 1]", works
+    except AssertionError as error:
+        remaining = "\n".join(map(str, left(round_.kernel)))
+        raise AssertionError(f"{described}, seed {SEED}:\n{error}\nprocesses:\n{remaining}") from error
+    return f"{described}: {end}"
+
+
+def left(kernel: kernels.Kernel) -> list[processes.Process]:
+    """What lives below the tests and is neither the kernel nor what it keeps ready. Orphans become the tests' own."""
+    kept = {kernel.pid, *(process.pid for process in standing(kernel))} if kernel.process.is_alive else set()
+    return [process for process in processes.descendants(os.getpid()) if process.pid not in kept]
+
+
+def memory_files(kernel: kernels.Kernel) -> set[str]:
+    """Names of the anonymous memory files of ours that the kernel holds."""
+    found = set()
+    for descriptor in os.listdir(f"/proc/{kernel.pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{kernel.pid}/fd/{descriptor}")
+            if target.startswith("/memfd:notebook-accel"):
+                found.add(target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+    return found
