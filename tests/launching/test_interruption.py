@@ -20,9 +20,17 @@ def both(folder: pathlib.Path, what: str) -> bool:
     return {f"0 {what}", f"1 {what}"} <= set(os.listdir(folder))
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "wait", "backward", "recv", "store", "joining"])
-def test_rank_that_waits_for_another_is_brought_out_of_it(launch: Launch, tmp_path: pathlib.Path, how: str) -> None:
-    job = launch(ranks.interrupted_in, how, str(tmp_path), grace_s=20.0)
+@pytest.mark.parametrize(
+    ("how", "method"),
+    [
+        *((how, "spawn") for how in ("all_reduce", "wait", "backward", "recv", "store", "joining")),
+        *((how, "fork") for how in ("all_reduce", "backward", "store")),
+    ],
+)
+def test_rank_that_waits_for_another_is_brought_out_of_it(
+    launch: Launch, tmp_path: pathlib.Path, how: str, method: str
+) -> None:
+    job = launch(ranks.interrupted_in, how, str(tmp_path), grace_s=20.0, start_method=method)
     processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
     job.interrupt()
     assert job.wait(60)

@@ -93,16 +93,14 @@ def test_template_has_one_thread_no_device_and_all_that_an_optimizer_needs(noteb
 
 
 def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kernel, package: pathlib.Path) -> None:
-    with kernels.running(package) as kernel:
-        kernel.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
-        cell = "%%distributed -n 2 --preload heavy\nimport os, heavy\n(heavy.VALUE, heavy.PID == os.getppid())"
-        assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(1, True), (1, True)]"
-        before = parent_of_ranks(kernel, "--preload heavy")
-        assert parent_of_ranks(kernel) == before  # more than asked for is as good
-        (package / "heavy" / "__init__.py").unlink()  # as installing it again does
-        (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2\n")
-        assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
-        assert parent_of_ranks(kernel) != before
+    cell = "%%distributed -n 2 --preload heavy\nimport os, heavy\n(heavy.VALUE, heavy.PID == os.getppid())"
+    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(1, True), (1, True)]"
+    before = parent_of_ranks(kernel, "--preload heavy")
+    assert parent_of_ranks(kernel) == before  # more than asked for is as good
+    (package / "heavy" / "__init__.py").unlink()  # as installing it again does
+    (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2\n")
+    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
+    assert parent_of_ranks(kernel) != before
 
 
 @pytest.mark.parametrize(
@@ -137,5 +135,7 @@ def test_idle_processes_go_and_come_back(kernel: kernels.Kernel) -> None:
 
 
 def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
-    processes.wait_until(lambda: kernel.descendants() == [], "agent and template have gone")
-    assert parent_of_ranks(kernel) > 0
+    with kernels.running(tmp_path, {"NOTEBOOK_ACCEL_IDLE_TIMEOUT_S": "0.5"}) as fresh:
+        fresh.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
+        processes.wait_until(lambda: fresh.descendants() == [], "agent and template have gone")
+        assert parent_of_ranks(fresh) > 0
