@@ -22,7 +22,7 @@ def test_every_option_is_a_flag_with_its_help_and_default(parser: argparse.Argum
     for option in config.fields():
         assert f"--{option.name}" in shown
         assert " ".join(option.help.split()) in shown
-        if option.default not in (None, ""):
+        if option.default not in (None, "", ()):
             assert f"Default: {option.default}." in shown
         for choice in option.choices:
             assert choice in shown
