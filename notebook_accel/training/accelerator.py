@@ -160,9 +160,7 @@ class Accelerator(GroupCalls, Project):
     ) -> DataLoaderShard:
         """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
         placed = self._device_placement if device_placement is None else device_placement
-        prepare = functools.partial(
-            data.share_out, state=self.gradient_state, config=self._loading, rng_types=self._rng_types
-        )
+        prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
         device = self.device if placed else None
         return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
 
