@@ -121,6 +121,17 @@ class GradientState:
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
 
+    def change_steps(self, steps: int) -> None:
+        """Changes the number of micro-batches in a window, from the next window on.
+
+        Raises:
+            ConfigError: It isn't a whole number from 1.
+        """
+        _check_steps("gradient_accumulation_steps", steps)
+        self.num_steps = steps
+        if self.sync_gradients:
+            self._divisor = steps
+
     def state_dict(self) -> dict[str, Any]:
         """Where the window stands, for a checkpoint."""
         return {
@@ -134,6 +145,15 @@ class GradientState:
         self.sync_gradients = state["sync_gradients"]
         self._divisor = state["divisor"]
         self._micro_batches = state["micro_batches"]
+
+    def __repr__(self) -> str:
+        shown = ("num_steps", "sync_gradients", "in_dataloader", "end_of_dataloader", "remainder")
+        return f"GradientState({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether ``accumulate`` is used."""
+        return self._micro_batches > 0
 
     @property
     def adjust_scheduler(self) -> bool:
