@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -180,13 +181,29 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[A
     for item in asked:
         name = getattr(item, "value", item)  # of an enumeration
         if name == "all":
-            found += [known for known in _KNOWN if known != "tensorboard" or _has_tensorboard()]
+            found += _all(logging_dir)
         else:
             found.append(name)
     found = [item for number, item in enumerate(found) if item not in found[:number]]
     for item in found:
         _check(item, logging_dir)
     return found
+
+
+def _all(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+    """The names of all trackers that can be used here."""
+    usable = [
+        name
+        for name, kind in _KNOWN.items()
+        if (name != "tensorboard" or _has_tensorboard())
+        and (logging_dir is not None or not getattr(kind, "requires_logging_directory", False))
+    ]
+    if not usable and process_group.rank_place().rank == 0:
+        warnings.warn(
+            "log_with='all' logs nothing: there is no folder. Fix: Accelerator(log_with='all', project_dir='runs/first')",
+            stacklevel=5,
+        )
+    return usable
 
 
 def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:

@@ -30,8 +30,8 @@ _DOORS = {
     "notebook_accel.scheduler": "AcceleratedScheduler",
     "notebook_accel.tracking": "GeneralTracker TensorBoardTracker on_main_process register_tracker_class",
     "notebook_accel.utils": "DataLoaderConfiguration DistributedType GradientAccumulationPlugin LoggerType "
-    "ProfileKwargs ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather gather_object "
-    "pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
+    "ProfileKwargs ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather "
+    "gather_object pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
     "write_basic_config",
 }
 

@@ -136,3 +136,12 @@ def test_a_class_that_was_registered(two_ranks: Ranks) -> None:
         tracking.register_tracker_class(object)
     with pytest.raises(ConfigError, match="'wandb', and there is no such tracker"):
         Accelerator(log_with=tracking.LoggerType.WANDB)
+
+
+def test_all_trackers_without_a_folder() -> None:
+    with pytest.warns(UserWarning, match="logs nothing: there is no folder") as said:
+        accelerator = Accelerator(cpu=True, log_with="all")
+    assert said[0].filename == __file__
+    accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 1.0})
+    assert accelerator.trackers == []
