@@ -200,7 +200,7 @@ def _all(logging_dir: str | os.PathLike[str] | None) -> list[str]:
     ]
     if not usable and process_group.rank_place().rank == 0:
         warnings.warn(
-            "log_with='all' logs nothing: there is no folder. Fix: Accelerator(log_with='all', project_dir='runs/first')",
+            "log_with='all' logs nothing: there is no folder. Fix: Accelerator(..., project_dir='runs/first')",
             stacklevel=5,
         )
     return usable
