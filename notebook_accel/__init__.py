@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from notebook_accel.training.batch_size import find_executable_batch_size
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
+    from notebook_accel.training.handlers import (
+        AutocastKwargs,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
     from notebook_accel.training.process_control import DistributedType, PartialState
     from notebook_accel.training.profiling import ProfileKwargs
     from notebook_accel.training.random_state import synchronize_rng_states
@@ -47,11 +54,16 @@ __version__ = "0.1.0"
 _HOME = {
     "Accelerator": "training.accelerator",
     "AcceleratorState": "training.states",
+    "AutocastKwargs": "training.handlers",
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "DDPCommunicationHookType": "training.handlers",
     "DataLoaderConfiguration": "training.data",
+    "DistributedDataParallelKwargs": "training.handlers",
     "DistributedType": "training.process_control",
+    "GradScalerKwargs": "training.handlers",
     "GradientAccumulationPlugin": "training.accumulation",
+    "InitProcessGroupKwargs": "training.handlers",
     "Job": "launching.job",
     "LaunchConfig": "config",
     "LaunchError": "errors",
@@ -79,11 +91,16 @@ _HOME = {
 __all__ = [
     "Accelerator",
     "AcceleratorState",
+    "AutocastKwargs",
     "CheckpointError",
     "ConfigError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedType",
+    "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "Job",
     "LaunchConfig",
     "LaunchError",

@@ -26,6 +26,7 @@ from notebook_accel.training.operations import (
 from notebook_accel.training.process_control import DistributedType
 from notebook_accel.training.profiling import ProfileKwargs
 from notebook_accel.training.random_state import set_seed, synchronize_rng_states
+from notebook_accel.training.tracking import LoggerType
 
 __all__ = [
     "AutocastKwargs",
@@ -36,6 +37,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "LoggerType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "broadcast",

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from notebook_accel.training import (
     accumulation,
     data,
+    forgotten,
     handlers,
     models,
     optimizers,
@@ -113,6 +114,7 @@ class Accelerator(GroupCalls, Project):
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._prepared: list[tuple[Any, Any]] = []
+        self._has_begun = False
 
     def prepare(self, *objects: Any) -> Any:
         """Makes models, optimizers, loaders and schedulers ready for this rank.
@@ -136,11 +138,14 @@ class Accelerator(GroupCalls, Project):
             optimizers.refuse_strangers(prepared, [item for _, item in self._prepared])
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``prepare`` for one model."""
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """``prepare`` for one model; one that is only evaluated doesn't average gradients."""
         prepare = functools.partial(
             models.prepare_model,
-            device_placement=self._device_placement,
+            device_placement=self._device_placement if device_placement is None else device_placement,
+            learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
         )
@@ -160,9 +165,7 @@ class Accelerator(GroupCalls, Project):
     ) -> DataLoaderShard:
         """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
         placed = self._device_placement if device_placement is None else device_placement
-        prepare = functools.partial(
-            data.share_out, state=self.gradient_state, config=self._loading, rng_types=self._rng_types
-        )
+        prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
         device = self.device if placed else None
         return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
 
@@ -242,6 +245,8 @@ class Accelerator(GroupCalls, Project):
         Raises:
             CollectiveError: Another rank didn't come to average the gradients; says where each was.
         """
+        if not self._has_begun:
+            self._begin()
         loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
         try:
@@ -249,6 +254,14 @@ class Accelerator(GroupCalls, Project):
         except RuntimeError as error:
             self._runtime.explain(error)
             raise
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        if self.is_main_process:
+            prepared = [item for _, item in self._prepared]
+            window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
+            scales = self._precision.scaler is not None
+            forgotten.warn(prepared, ranks=self.num_processes, window=window, scales=scales)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
         """One micro-batch, around its forward and backward pass and the optimizer's step.
@@ -304,8 +317,12 @@ class Accelerator(GroupCalls, Project):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that make one optimizer step."""
+        """Micro-batches that make one optimizer step. Can be set between two windows."""
         return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradient_state.change_steps(steps)
 
     @property
     def mixed_precision(self) -> str:

@@ -16,13 +16,13 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.reporting import Counter, reporter
+from notebook_accel.training.passes import PASSES, LoaderPass
 from notebook_accel.training.sharding import Tail
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GradientAccumulationPlugin", "GradientState", "LoaderPass", "is_left_local", "no_sync", "resolve"]
+__all__ = ["GradientAccumulationPlugin", "GradientState", "is_left_local", "no_sync", "resolve"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,29 +84,10 @@ def _check_steps(name: str, steps: object) -> None:
         raise ConfigError(f"{name} is {steps!r}.", why="It is a number of micro-batches.", fix="a whole number from 1")
 
 
-class LoaderPass:
-    """One pass over a loader, from its first batch to its last or to a ``break``.
-
-    Attributes:
-        counter: Its ``step`` says how many batches are out.
-        total: How many there will be, ``None`` if the loader has no length.
-        is_last: Whether the batch that is out is the last.
-        ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
-        tail: The round that is out, if it is a last one unlike the others.
-    """
-
-    __slots__ = ("counter", "ends_window", "is_last", "tail", "total")
-
-    def __init__(self, counter: Counter, total: int | None) -> None:
-        self.counter = counter
-        self.total = total
-        self.is_last = False
-        self.ends_window = False
-        self.tail: Tail | None = None
-
-
 class GradientState:
-    """Where an ``Accelerator``'s training stands. Its loaders, optimizers and schedulers share it.
+    """Where an ``Accelerator``'s training stands. Its optimizers and schedulers share it.
+
+    Which batch is out is known to all of a process's, whichever of them has prepared the loader.
 
     Args:
         plugin: As ``resolve`` returns it. Without one, this is the state of the ``Accelerator`` that was made last.
@@ -130,9 +111,7 @@ class GradientState:
         self.plugin = plugin or GradientAccumulationPlugin()
         self.num_steps = self.plugin.num_steps or 1
         self.joins_uneven = False
-        self._passes: list[LoaderPass] = []
-        self._current: LoaderPass | None = None  # whose batch came out last
-        self._training: LoaderPass | None = None  # and last for a backward pass
+        PASSES.clear()
         self.reset()
         GradientState._latest = self
 
@@ -141,6 +120,17 @@ class GradientState:
         self.sync_gradients = True
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
+
+    def change_steps(self, steps: int) -> None:
+        """Changes the number of micro-batches in a window, from the next window on.
+
+        Raises:
+            ConfigError: It isn't a whole number from 1.
+        """
+        _check_steps("gradient_accumulation_steps", steps)
+        self.num_steps = steps
+        if self.sync_gradients:
+            self._divisor = steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where the window stands, for a checkpoint."""
@@ -156,6 +146,15 @@ class GradientState:
         self._divisor = state["divisor"]
         self._micro_batches = state["micro_batches"]
 
+    def __repr__(self) -> str:
+        shown = ("num_steps", "sync_gradients", "in_dataloader", "end_of_dataloader", "remainder")
+        return f"GradientState({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether ``accumulate`` is used."""
+        return self._micro_batches > 0
+
     @property
     def adjust_scheduler(self) -> bool:
         """As in the plugin."""
@@ -169,17 +168,17 @@ class GradientState:
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
-        return bool(self._passes)
+        return bool(PASSES.running)
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch that came out last is the last of its loader."""
-        return self._current is not None and self._current.is_last
+        return PASSES.current is not None and PASSES.current.is_last
 
     @property
     def tail(self) -> Tail | None:
         """The round of the batch that came out last, if it is a last one unlike the others."""
-        return None if self._current is None else self._current.tail
+        return None if PASSES.current is None else PASSES.current.tail
 
     @property
     def remainder(self) -> int:
@@ -187,38 +186,13 @@ class GradientState:
         tail = self.tail
         return -1 if tail is None else tail.real
 
-    @contextlib.contextmanager
-    def iterating(self, counter: Counter, total: int | None) -> Iterator[LoaderPass]:
-        """A pass over a loader. However it is left, nothing of it stays."""
-        current = LoaderPass(counter, total)
-        self._passes.append(current)
-        try:
-            yield current
-        finally:
-            self._passes.remove(current)
-            outer = self._passes[-1] if self._passes else None
-            if self._current is current:
-                self._current = outer
-            if self._training is current:
-                self._training = outer
-            if outer is not None:
-                reporter().show(outer.counter)
-
-    def hand_out(self, current: LoaderPass) -> None:
-        """A batch of this pass comes out."""
-        self._current = current
-        # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
-        # before, says nothing about where training stands.
-        if torch.is_grad_enabled():
-            self._training = current
-
     def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """One micro-batch: gradients stay local in here unless it ends a window."""
         return _MicroBatch(self, models)
 
     def begin_micro_batch(self) -> None:
         """Counts a micro-batch, and decides whether gradients sync in it."""
-        current = self._training if self.plugin.sync_with_dataloader else None
+        current = PASSES.training if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
             self._divisor = self._expected_length(current)
@@ -260,7 +234,7 @@ class GradientState:
         Raises:
             TrainingError: They would.
         """
-        current = self._training
+        current = PASSES.training
         if current is None or current.tail is None or not current.tail.missing:
             return
         if self.sync_gradients and not self.joins_uneven:

@@ -21,6 +21,7 @@ from notebook_accel.errors import CheckpointError, NotebookAccelError
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import collectives, model_files, random_state
 from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.agreement import agree
 from notebook_accel.training.models import unwrap_model
 from notebook_accel.training.runtimes.runtime import Runtime
 
@@ -201,6 +202,11 @@ def _read(
 ) -> _Read:
     manifest = folders.read_manifest(folder)
     _check_world_size(manifest, runtime, folder)
+    if not (contents.models or contents.loaders or any(contents.states.values())):
+        raise CheckpointError(
+            f"There is nothing to load the checkpoint {folder} into: nothing has been prepared.",
+            fix="accelerator.prepare(model, optimizer, ...) first, then load_state",
+        )
     models = contents.models[:]
     for hook in hooks.before_load:
         hook(models, str(folder))
@@ -243,6 +249,7 @@ def _together(runtime: Runtime, what: str, action: Callable[[], Any]) -> list[An
         CheckpointError: It failed on a rank. The others get the first such rank's message.
     """
     value, error = None, None
+    agree(runtime, what)  # no rank saves what another one loads
     try:
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is

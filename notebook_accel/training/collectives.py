@@ -7,6 +7,7 @@ In one process tensors come back as they are. In a group, ranks that disagree ab
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -111,8 +112,8 @@ def _gather_ragged(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).to(tensor.device)
 
 
-def reduce(runtime: Runtime, tree: Any, reduction: str = "mean") -> Any:
-    """The sum or mean of the ranks' tensors, element by element, in new tensors.
+def reduce(runtime: Runtime, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The sum or mean of the ranks' tensors, element by element, times ``scale``, in new tensors.
 
     The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64.
 
@@ -125,16 +126,23 @@ def reduce(runtime: Runtime, tree: Any, reduction: str = "mean") -> Any:
         raise ConfigError(f"reduction is {reduction!r}.", fix='reduction="sum" or reduction="mean"')
     world_size = runtime.place.world_size
     if world_size == 1:
-        return tree
+        return map_leaves(functools.partial(_copied, scale=scale), tree)
     agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.int64 if tensor.dtype in _SUMMED_AS_INT64 else tensor.dtype
         total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         runtime.all_reduce(total)
-        return total if reduction == "sum" else total / world_size
+        reduced = total if reduction == "sum" else total / world_size
+        return reduced if scale == 1.0 else reduced * scale
 
     return map_leaves(reduced, tree)
+
+
+def _copied(leaf: Any, scale: float) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone() if scale == 1.0 else leaf.detach() * scale
 
 
 @torch.no_grad()

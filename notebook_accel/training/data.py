@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state
-from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.dataset_views import EpochStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.epochs import EpochClock
@@ -111,14 +110,13 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
     )
     target = None if not put_on_device else torch.device(device) if device is not None else runtime.device
-    return share_out(dataloader, runtime=runtime, state=GradientState(), config=config, device=target, place=place)
+    return share_out(dataloader, runtime=runtime, config=config, device=target, place=place)
 
 
 def share_out(
     loader: DataLoader[Any],
     *,
     runtime: Runtime,
-    state: GradientState,
     config: DataLoaderConfiguration,
     device: torch.device | None = None,
     place: RankPlace | None = None,
@@ -129,7 +127,6 @@ def share_out(
     Args:
         loader: The loader.
         runtime: The way to the other ranks.
-        state: Shared with the rest of the training.
         config: How to share it out.
         device: Where batches are moved to; ``None`` leaves them where they are.
         place: The rank that gets this share, if it isn't this process's.
@@ -151,8 +148,8 @@ def share_out(
     if rng_types:
         options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
     if sharing.dispatches:
-        return DataLoaderDispatcher(loader, state=state, to_device=to_device, runtime=runtime, **options)
-    return DataLoaderShard(loader, state=state, to_device=to_device, **options)
+        return DataLoaderDispatcher(loader, to_device=to_device, runtime=runtime, **options)
+    return DataLoaderShard(loader, to_device=to_device, **options)
 
 
 def _synchronizing(

@@ -42,9 +42,9 @@ class GroupCalls(ProcessControl):
             self._runtime, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
         )
 
-    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
-        """The ``"sum"`` or ``"mean"`` of the ranks' tensors, element by element, in new tensors."""
-        return collectives.reduce(self._runtime, tensor, reduction)
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The ``"sum"`` or ``"mean"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
+        return collectives.reduce(self._runtime, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Fills the ranks' tensors with those of one rank, in place, and returns them."""

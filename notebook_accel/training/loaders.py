@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel.reporting import Counter
-from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.dataset_views import MarkedBatch
 from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.passes import PASSES
 from notebook_accel.training.position import Position, Resumption
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Tail
@@ -29,13 +29,12 @@ _END: Any = object()
 class DataLoaderShard(DataLoader[Any]):
     """A rank's share of a loader.
 
-    While the last batch of an epoch is out, ``end_of_dataloader`` of the shared state is true: one batch is read ahead.
+    While the last batch of an epoch is out, ``GradientState.end_of_dataloader`` is true: one batch is read ahead.
     Pickles as the loader that it was made from, since it means nothing outside its rank.
 
     Args:
         source: The loader that it was made from; what isn't changed here is taken from it.
         dataset: What is read.
-        state: Shared with the rest of the training.
         shard: What deals out the batches, ``None`` if there is one rank only.
         to_device: Moves a batch to the device; ``None`` leaves batches where they are.
         before_epoch: Called on every rank when an epoch begins.
@@ -58,7 +57,6 @@ class DataLoaderShard(DataLoader[Any]):
         source: DataLoader[Any],
         dataset: Any,
         *,
-        state: GradientState,
         shard: BatchSamplerShard | IterableDatasetShard | None = None,
         to_device: Callable[[Any], Any] | None = None,
         before_epoch: Callable[[], None] | None = None,
@@ -71,7 +69,6 @@ class DataLoaderShard(DataLoader[Any]):
         clock = clock or EpochClock()
         position = position or Position(clock)
         self._arguments = {
-            "state": state,
             "shard": shard,
             "to_device": to_device,
             "before_epoch": before_epoch,
@@ -92,7 +89,6 @@ class DataLoaderShard(DataLoader[Any]):
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
-        self._gradients = state
         self._to_device = to_device
         self._before_epoch = before_epoch
         self._is_marked = is_marked
@@ -151,7 +147,7 @@ class DataLoaderShard(DataLoader[Any]):
             following = self._fetch(batches)
         if resumption is not None and resumption.ahead:
             following = self._moved(self._kept(resumption.ahead[0]))
-        with self._gradients.iterating(self.counter, self.counter.total) as current, position.running(self.counter):
+        with PASSES.iterating(self.counter, self.counter.total) as current, position.running(current):
             while following is not _END:
                 batch = following
                 following = self._fetch(batches)
@@ -166,7 +162,7 @@ class DataLoaderShard(DataLoader[Any]):
                         current.tail = getattr(self.shard, "tail", None)
                 elif self.shard is not None and self._is_last_of_all(following):
                     current.ends_window = True
-                self._gradients.hand_out(current)
+                PASSES.hand_out(current)
                 yield batch
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import to_float32
 
 __all__ = ["is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
+
+
+# What averages gradients and was made here; the user's own is left as it is.
+_made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def is_leaf(item: object) -> bool:
@@ -51,6 +56,7 @@ def prepare_model(
     precision: Precision,
     *,
     device_placement: bool = True,
+    learns: bool = True,
     parallel: DistributedDataParallelKwargs | None = None,
     before_training_pass: Callable[[], None] | None = None,
 ) -> torch.nn.Module:
@@ -64,22 +70,25 @@ def prepare_model(
         runtime: The way to the other ranks.
         precision: What it computes in.
         device_placement: Move it to the rank's device.
+        learns: Whether gradients are averaged, if any of its parameters requires one.
         parallel: How gradients are averaged.
         before_training_pass: Called before each forward pass that trains together with other ranks.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
     """
-    if _autocast_view_in(model) is not None:  # prepared by another Accelerator, perhaps with another precision
+    # Prepared by another Accelerator, perhaps with another precision, or in a group that has ended since.
+    if _autocast_view_in(model) is not None or model in _made_here:
         model = unwrap_model(model)
     if device_placement:
         model.to(runtime.device)
     prepared = model if precision.dtype is None else _autocast_view(model, precision.autocast)
-    learns = any(parameter.requires_grad for parameter in model.parameters())
+    learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return prepared
     agree_on_model(runtime, model)
     distributed = runtime.data_parallel(prepared, parallel or DistributedDataParallelKwargs())
+    _made_here.add(distributed)
     if before_training_pass is not None:
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))

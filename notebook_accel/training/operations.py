@@ -40,8 +40,7 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002  the name that Accele
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """The ``"mean"`` or ``"sum"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
-    reduced = collectives.reduce(process_group.current(), tensor, reduction)
-    return reduced if scale == 1.0 else trees.map_leaves(lambda leaf: leaf * scale, reduced)
+    return collectives.reduce(process_group.current(), tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:

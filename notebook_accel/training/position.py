@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from notebook_accel import environment
-from notebook_accel.reporting import Counter
 from notebook_accel.training import process_group, random_state
 from notebook_accel.training.dataset_views import MarkedBatch
 from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.passes import LoaderPass
 from notebook_accel.training.sharding import Tail
 
 __all__ = ["Position", "Resumption"]
@@ -64,7 +64,7 @@ class Position:
     def __init__(self, clock: EpochClock) -> None:
         self.ahead: Any = _NOTHING
         self._clock = clock
-        self._counter: Counter | None = None  # of the pass that is running
+        self._running: LoaderPass | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
         self._resumption: Resumption | None = None
@@ -72,7 +72,7 @@ class Position:
     @property
     def epoch(self) -> int:
         """The epoch that is running, or else the one that comes next."""
-        return self._clock.following if self._counter is None else self._clock.running
+        return self._clock.following if self._running is None else self._clock.running
 
     def state_dict(self, generators: Sequence[torch.Generator], length: int | None) -> dict[str, Any]:
         """Made of what ``torch.load(weights_only=True)`` reads.
@@ -83,12 +83,12 @@ class Position:
         """
         if self._resumption is not None:  # loaded, and not iterated since
             return dict(vars(self._resumption))
-        if self._counter is None:
+        if self._running is None:
             states = [generator.get_state() for generator in generators]
             return vars(Resumption(self.epoch, length=length, generators=states))
         ahead = [_plain(self.ahead)] if _is_plain(self.ahead) else []
         begun = random_state.plain(self._begun)
-        return vars(Resumption(self.epoch, self._counter.step, length, begun, self._generators, ahead))
+        return vars(Resumption(self.epoch, self._running.counter.step, length, begun, self._generators, ahead))
 
     def load_state_dict(self, state: dict[str, Any], generators: Sequence[torch.Generator], length: int | None) -> None:
         """Lets the next pass go on where ``state_dict`` has stood.
@@ -153,14 +153,14 @@ class Position:
             random_state.restore(random_state.plain(now))
 
     @contextlib.contextmanager
-    def running(self, counter: Counter) -> Iterator[None]:
-        """Around a pass."""
-        self._counter = counter
+    def running(self, current: LoaderPass) -> Iterator[None]:
+        """Around a pass. One that was abandoned may end when the next one is running."""
+        self._running = current
         try:
             yield
         finally:
-            if self._counter is counter:
-                self._counter = None
+            if self._running is current:
+                self._running = None
                 self.ahead = _NOTHING
 
 

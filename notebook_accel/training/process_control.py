@@ -53,6 +53,12 @@ class ProcessControl:
         self._runtime = runtime
         self._is_triggered = False
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank {self.process_index} of {self.num_processes}, "
+            f"local rank {self.local_process_index}, {self.device}, {self.distributed_type.value})"
+        )
+
     @property
     def device(self) -> torch.device:
         """What this rank computes on."""

@@ -46,6 +46,9 @@ class AcceleratorState(ProcessControl):
         _latest = weakref.ref(precision)
         return state
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, mixed_precision={self.mixed_precision!r})"
+
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""

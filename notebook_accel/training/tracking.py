@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import importlib.util
 import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training import process_group
 
-__all__ = ["GeneralTracker", "JSONLinesTracker", "TensorBoardTracker", "find", "resolve", "start"]
+__all__ = [
+    "GeneralTracker",
+    "JSONLinesTracker",
+    "LoggerType",
+    "TensorBoardTracker",
+    "find",
+    "on_main_process",
+    "register_tracker_class",
+    "resolve",
+    "start",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class LoggerType(str, enum.Enum):
+    """Trackers that Accelerate knows by these names. ``log_with`` says which of them aren't there."""
+
+    ALL = "all"
+    AIM = "aim"
+    CLEARML = "clearml"
+    COMETML = "comet_ml"
+    DVCLIVE = "dvclive"
+    MLFLOW = "mlflow"
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
 
 
 class GeneralTracker:
@@ -114,6 +146,30 @@ class JSONLinesTracker(GeneralTracker):
 _KNOWN: dict[str, Any] = {"tensorboard": TensorBoardTracker, "jsonl": JSONLinesTracker}
 
 
+def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    """Decorates a tracker's method that runs on rank 0 only and returns ``None`` on the others."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        return method(*args, **kwargs) if process_group.rank_place().rank == 0 else None
+
+    return wrapper
+
+
+def register_tracker_class(tracker: type) -> None:
+    """Lets ``log_with`` take a class of trackers by its ``name``.
+
+    ``init_trackers`` makes one with the run's name and, with ``requires_logging_directory``, the folder.
+
+    Raises:
+        ConfigError: It has no name, or no method ``log``.
+    """
+    name = getattr(tracker, "name", None)
+    if not isinstance(name, str) or not callable(getattr(tracker, "log", None)):
+        raise ConfigError(f"{tracker.__name__} is no tracker.", fix="a class with name and log(values, step)")
+    _KNOWN[name] = tracker
+
+
 def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Any]:
     """Trackers by name, and objects of users' own, as ``start`` takes them.
 
@@ -125,13 +181,29 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[A
     for item in asked:
         name = getattr(item, "value", item)  # of an enumeration
         if name == "all":
-            found += [known for known in _KNOWN if known != "tensorboard" or _has_tensorboard()]
+            found += _all(logging_dir)
         else:
             found.append(name)
     found = [item for number, item in enumerate(found) if item not in found[:number]]
     for item in found:
         _check(item, logging_dir)
     return found
+
+
+def _all(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+    """The names of all trackers that can be used here."""
+    usable = [
+        name
+        for name, kind in _KNOWN.items()
+        if (name != "tensorboard" or _has_tensorboard())
+        and (logging_dir is not None or not getattr(kind, "requires_logging_directory", False))
+    ]
+    if not usable and process_group.rank_place().rank == 0:
+        warnings.warn(
+            "log_with='all' logs nothing: there is no folder. Fix: Accelerator(..., project_dir='runs/first')",
+            stacklevel=5,
+        )
+    return usable
 
 
 def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
@@ -147,8 +219,8 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
         )
     if item == "tensorboard" and not _has_tensorboard():
         raise ConfigError("log_with='tensorboard' needs a package that isn't there.", fix="pip install tensorboard")
-    needs_folder = _KNOWN[item].requires_logging_directory if isinstance(item, str) else False
-    if (needs_folder or getattr(item, "requires_logging_directory", False)) and logging_dir is None:
+    kind = _KNOWN[item] if isinstance(item, str) else item
+    if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ConfigError(
             f"The tracker {getattr(item, 'name', item)!r} writes files, and there is no folder for them.",
             fix='Accelerator(project_dir="runs/first", ...)',
@@ -166,10 +238,15 @@ def start(
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[Any]:
     """The trackers of a run, of which those that were named are made now."""
-    return [
-        _KNOWN[item](run_name, logging_dir, **options.get(item, {})) if isinstance(item, str) else item
-        for item in trackers
-    ]
+    return [_made(item, run_name, logging_dir, options) if isinstance(item, str) else item for item in trackers]
+
+
+def _made(
+    name: str, run_name: str, logging_dir: str | os.PathLike[str] | None, options: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    kind = _KNOWN[name]
+    folder = [logging_dir] if getattr(kind, "requires_logging_directory", False) else []
+    return kind(run_name, *folder, **options.get(name, {}))
 
 
 def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:

@@ -280,7 +280,7 @@ def test_one_process_by_itself() -> None:
     with accelerator.no_sync(torch.nn.Linear(1, 1)):
         pass
     tensor = torch.ones(2)
-    for collective in (accelerator.gather, accelerator.reduce, accelerator.broadcast, accelerator.pad_across_processes):
+    for collective in (accelerator.gather, accelerator.broadcast, accelerator.pad_across_processes):
         assert collective(tensor) is tensor
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration, TrainingError
-from notebook_accel.errors import CheckpointError
+from notebook_accel.errors import CheckpointError, CollectiveError
 from tests.training.ranks import Ranks
 
 
@@ -233,3 +233,24 @@ def test_a_rank_that_can_not_write(two_ranks: Ranks, tmp_path: pathlib.Path) -> 
         assert "Rank 1 could not write its part of a checkpoint: OSError: no space left" in message
         assert loads
         assert left == ["state"]
+
+
+def load_what_another_saves(folder: str) -> str:
+    accelerator, _, _ = prepared()
+    accelerator.save_state(folder)
+    with pytest.raises(CollectiveError) as raised:
+        accelerator.save_state(folder) if accelerator.process_index else accelerator.load_state(folder)
+    accelerator.wait_for_everyone()
+    return str(raised.value)
+
+
+def test_one_rank_loads_what_another_saves(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for text in two_ranks.run(load_what_another_saves, str(tmp_path / "state")):
+        assert "rank 0: find a checkpoint at " in text
+        assert "rank 1: begin a checkpoint at " in text
+
+
+def test_loading_before_anything_was_prepared(tmp_path: pathlib.Path) -> None:
+    prepared()[0].save_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="nothing has been prepared"):
+        Accelerator(cpu=True).load_state(tmp_path / "state")

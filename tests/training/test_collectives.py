@@ -177,7 +177,9 @@ def test_one_process_gets_back_what_it_gave() -> None:
     runtime = alone()
     assert collectives.gather(runtime, tree) is tree
     assert collectives.gather_for_metrics(runtime, tree, None) is tree
-    assert collectives.reduce(runtime, tree) is tree
+    reduced = collectives.reduce(runtime, tree)
+    assert reduced == tree
+    assert reduced["scalar"] is not tree["scalar"]  # in new tensors, however many ranks there are
     assert collectives.broadcast(runtime, tree) is tree
     assert collectives.pad_across_processes(runtime, tree) is tree
     assert collectives.gather_object(runtime, [1]) == [1]

@@ -35,7 +35,7 @@ def prepare(
 ) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
     runtime = runtime or SingleProcess(RankPlace(), torch.device("cpu"))
-    shard = share_out(loader, runtime=runtime, state=state, config=DataLoaderConfiguration(**options))
+    shard = share_out(loader, runtime=runtime, config=DataLoaderConfiguration(**options))
     return shard, state
 
 
@@ -101,11 +101,10 @@ class Row(Reporter):
 def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row()
     monkeypatch.setattr(reporting, "_reporter", row)
-    training, state = prepare(DataLoader(Numbers(2)))
+    training, _ = prepare(DataLoader(Numbers(2)))
     evaluation = share_out(
         DataLoader(Numbers(1)),
         runtime=SingleProcess(RankPlace(), torch.device("cpu")),
-        state=state,
         config=DataLoaderConfiguration(),
     )
 

@@ -54,7 +54,7 @@ class OfRank(Stream):
 def share(loader: DataLoader[Any], **options: Any) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
     runtime = process_group.join(cpu=True)
-    return share_out(loader, runtime=runtime, state=state, config=DataLoaderConfiguration(**options)), state
+    return share_out(loader, runtime=runtime, config=DataLoaderConfiguration(**options)), state
 
 
 def read(shard: DataLoaderShard, state: GradientState) -> list[Any]:

@@ -20,14 +20,18 @@ from notebook_accel.state import GradientState, PartialState
 from tests.training.ranks import Ranks
 
 _DOORS = {
-    "notebook_accel": "Accelerator AcceleratorState DataLoaderConfiguration DistributedType GradientAccumulationPlugin "
+    "notebook_accel": "Accelerator AcceleratorState AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration "
+    "DistributedDataParallelKwargs DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs "
     "PartialState ProfileKwargs ProjectConfiguration find_executable_batch_size notebook_launcher prepare_data_loader "
     "skip_first_batches synchronize_rng_states",
     "notebook_accel.state": "AcceleratorState DistributedType GradientState PartialState",
     "notebook_accel.logging": "get_logger",
-    "notebook_accel.utils": "DataLoaderConfiguration DistributedType GradientAccumulationPlugin ProfileKwargs "
-    "ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather gather_object "
-    "pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
+    "notebook_accel.optimizer": "AcceleratedOptimizer",
+    "notebook_accel.scheduler": "AcceleratedScheduler",
+    "notebook_accel.tracking": "GeneralTracker TensorBoardTracker on_main_process register_tracker_class",
+    "notebook_accel.utils": "DataLoaderConfiguration DistributedType GradientAccumulationPlugin LoggerType "
+    "ProfileKwargs ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather "
+    "gather_object pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
     "write_basic_config",
 }
 
@@ -239,3 +243,25 @@ def test_profile_settings_are_a_handler(tmp_path: pathlib.Path) -> None:
     with accelerator.profile():
         torch.ones(3) @ torch.ones(3)
     assert (tmp_path / "profile_0.json").exists()
+
+
+def test_how_states_look() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert repr(accelerator.state) == "AcceleratorState(rank 0 of 1, local rank 0, cpu, NO, mixed_precision='bf16')"
+    assert repr(PartialState()) == "PartialState(rank 0 of 1, local rank 0, cpu, NO)"
+    assert repr(accelerator.gradient_state) == (
+        "GradientState(num_steps=1, sync_gradients=True, in_dataloader=False, end_of_dataloader=False, remainder=-1)"
+    )
+
+
+def test_the_number_of_steps_can_be_set() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_accumulation_steps = 2
+    loss = torch.ones(1, requires_grad=True)
+    accelerator.backward(loss.sum())
+    assert loss.grad is not None
+    assert loss.grad.item() == 0.5
+    with accelerator.accumulate():
+        assert not accelerator.sync_gradients
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 0"):
+        accelerator.gradient_accumulation_steps = 0

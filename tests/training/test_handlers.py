@@ -113,6 +113,19 @@ def test_a_deadline_that_comes_too_late_is_warned_of(two_ranks: Ranks) -> None:
         assert "end_training()" in messages[0]
 
 
+def same_deadline() -> list[float]:
+    deadline = [InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=50))]
+    accelerators = [Accelerator(cpu=True, kwargs_handlers=deadline) for _ in range(2)]  # a warning would be an error
+    totals = [accelerator.reduce(torch.ones(1)).item() for accelerator in accelerators]
+    for accelerator in accelerators:
+        accelerator.end_training()
+    return totals
+
+
+def test_a_second_accelerator_with_the_same_deadline(two_ranks: Ranks) -> None:
+    assert two_ranks.run(same_deadline) == [[2.0, 2.0]] * 2
+
+
 def change_precision() -> list[Any]:
     found = []
     for precision in ("bf16", "no"):

@@ -157,3 +157,14 @@ def test_four_ranks() -> None:
 def test_one_rank() -> None:
     for kind, n, size in itertools.product(["dataset", "stream", "dispatched"], (1, 4, 10), (1, 3)):
         check(epochs_of(kind, n, size, 1, {}), n, min(n, size))
+
+
+def loader_of_another(n: int) -> Any:
+    first = Accelerator(cpu=True)
+    loader = first.prepare(DataLoader(Numbers(n), batch_size=2))
+    second = Accelerator(cpu=True)
+    return [row for batch in loader for row in second.gather_for_metrics(batch).tolist()]
+
+
+def test_the_loader_of_another_accelerator(two_ranks: Ranks) -> None:
+    assert two_ranks.run(loader_of_another, 5) == [list(range(5))] * 2

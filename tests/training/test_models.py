@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
 from notebook_accel.training import process_group
 from notebook_accel.training.models import prepare_model, unwrap_model
@@ -150,3 +151,28 @@ def with_a_group_of_ones_own() -> Any:
 
 def test_the_users_own_wrapper_is_kept(two_ranks: Ranks) -> None:
     assert two_ranks.run(with_a_group_of_ones_own) == [(True, True, torch.float32)] * 2
+
+
+def after_the_end_of_its_group() -> Any:
+    torch.manual_seed(process_group.rank_place().rank)
+    first = Accelerator(cpu=True)
+    net = first.prepare(torch.nn.Linear(2, 1))
+    first.end_training()
+    second = Accelerator(cpu=True)
+    again = second.prepare(net)
+    second.backward(again(torch.full((1, 2), float(second.process_index))).sum())
+    gradient = second.unwrap_model(again).weight.grad
+    second.end_training()
+    return again is net, gradient.tolist()
+
+
+def test_a_model_that_was_prepared_in_a_group_that_has_ended(two_ranks: Ranks) -> None:
+    assert two_ranks.run(after_the_end_of_its_group) == [(False, [[0.5, 0.5]])] * 2
+
+
+def only_evaluated() -> bool:
+    return isinstance(Accelerator(cpu=True).prepare_model(torch.nn.Linear(1, 1), evaluation_mode=True), torch.nn.Linear)
+
+
+def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
+    assert two_ranks.run(only_evaluated) == [True, True]

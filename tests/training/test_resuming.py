@@ -244,3 +244,13 @@ def test_saved_again_before_anything_was_read(tmp_path: pathlib.Path) -> None:
     last = Program()
     last.accelerator.load_state(tmp_path / "again")
     assert all(map(torch.equal, last.run(), expected))
+
+
+def test_a_pass_that_was_abandoned_does_not_move_the_position() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=1))
+    abandoned, running = iter(loader), iter(loader)
+    next(abandoned)
+    next(running)
+    abandoned.close()
+    assert loader.epoch == 1
+    assert loader.state_dict()["batches"] == 1

@@ -100,3 +100,48 @@ def test_tensorboard(tmp_path: pathlib.Path) -> None:
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+class Registered(tracking.GeneralTracker):
+    """As Accelerate's documentation writes one."""
+
+    name = "registered"
+
+    @tracking.on_main_process
+    def __init__(self, run_name: str) -> None:
+        self.said: list[Any] = [run_name]
+
+    @tracking.on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.said.append((values, step))
+
+
+def track_registered() -> Any:
+    tracking.register_tracker_class(Registered)
+    accelerator = Accelerator(cpu=True, log_with="registered")
+    by_hand = Registered("by hand")
+    by_hand.log({"a": 1})
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0}, step=2)
+    found = [tracker.said for tracker in accelerator.trackers], vars(by_hand)
+    accelerator.end_training()
+    return found
+
+
+def test_a_class_that_was_registered(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(track_registered)
+    assert first == ([["run", ({"loss": 1.0}, 2)]], {"said": ["by hand", ({"a": 1}, None)]})
+    assert second == ([], {})
+    with pytest.raises(ConfigError, match="object is no tracker"):
+        tracking.register_tracker_class(object)
+    with pytest.raises(ConfigError, match="'wandb', and there is no such tracker"):
+        Accelerator(log_with=tracking.LoggerType.WANDB)
+
+
+def test_all_trackers_without_a_folder() -> None:
+    with pytest.warns(UserWarning, match="logs nothing: there is no folder") as said:
+        accelerator = Accelerator(cpu=True, log_with="all")
+    assert said[0].filename == __file__
+    accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 1.0})
+    assert accelerator.trackers == []

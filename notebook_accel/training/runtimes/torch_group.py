@@ -46,11 +46,18 @@ class Group:
         sockets: Its connections, as far as they were opened here.
         store: Where its ranks meet.
         deadline: How long a collective may take, if it was made here.
+        options: What it was made with, if it was made here.
     """
 
     def __init__(
-        self, place: RankPlace, sockets: GlooSockets, store: Store, deadline: datetime.timedelta | None = None
+        self,
+        place: RankPlace,
+        sockets: GlooSockets,
+        store: Store,
+        deadline: datetime.timedelta | None = None,
+        options: InitProcessGroupKwargs | None = None,
     ) -> None:
+        self.options = options
         self.process_group = dist.group.WORLD
         self._sockets = sockets
         self._deadline = deadline
@@ -146,7 +153,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     elif _current is None:
         store = dist.distributed_c10d._get_default_store()
         _current = Group(place, GlooSockets(place.master_port), store)
-    elif options != InitProcessGroupKwargs():
+    elif options not in (InitProcessGroupKwargs(), _current.options):
         warnings.warn(
             f"{options} has no effect: this process has joined its group already, with what was said then. "
             "Fix: give it to the first Accelerator or PartialState, or call end_training() before",
@@ -192,7 +199,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         dist.init_process_group(
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
         )
-    return Group(place, sockets, own_store, deadline)
+    return Group(place, sockets, own_store, deadline, options)
 
 
 def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
