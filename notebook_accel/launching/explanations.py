@@ -64,13 +64,16 @@ def of_crash(written: str) -> str:
     return "\n".join(frames)
 
 
-def of_exception(failed: Failed, end: Ended | None, memory: Mapping[int, Memory]) -> tuple[str, str]:
+def of_exception(
+    failed: Failed, end: Ended | None, memory: Mapping[int, Memory], left_out: Mapping[str, str] = {}
+) -> tuple[str, str]:
     """Why a rank may have raised what it did, and what to do.
 
     Args:
         failed: What it raised.
         end: How its process ended, if it has.
         memory: What each rank had last said of its memory.
+        left_out: Names that couldn't be sent, with the reason.
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
@@ -81,14 +84,17 @@ def of_exception(failed: Failed, end: Ended | None, memory: Mapping[int, Memory]
         return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
         return f"Out of host memory. {of_shortage(end.shortage)}", _LESS_MEMORY
-    # A name that the notebook has and the rank doesn't was reached in a way that can't be seen in the source.
+    return "", _of_missing_name(failed, left_out)
+
+
+def _of_missing_name(failed: Failed, left_out: Mapping[str, str]) -> str:
+    """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
     found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
     if found is None or found[1] not in vars(sys.modules["__main__"]):
-        return "", ""
-    return (
-        "",
-        f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}",
-    )
+        return ""
+    if found[1] in left_out:
+        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {left_out[found[1]]}"
+    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
 
 
 def of_shortage(shortage: MemoryShortage) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,7 +104,7 @@ class Record:
         failed = self.failures[rank]
         message = f": {failed.message}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
-        why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory)
+        why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
             f"rank {rank} of {self._world_size} failed{where}: {failed.kind}{message}",
             rank=rank,
@@ -157,13 +155,3 @@ def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
                 return cause
     stand_in: type[Exception] = type(failed.kind, (Exception,), {})
     return stand_in(failed.message)
-
-
-def _advice(failed: Failed, left_out: Mapping[str, str]) -> str:
-    """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
-    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
-    if found is None or found[1] not in vars(sys.modules["__main__"]):
-        return ""
-    if found[1] in left_out:
-        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {left_out[found[1]]}"
-    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
