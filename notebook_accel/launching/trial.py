@@ -18,6 +18,7 @@ from notebook_accel.launching.worker import Target
 __all__ = ["run"]
 
 _DEADLINE_S = 120.0  # eight GPUs take their time to find each other
+_KILL_DEADLINE_S = 3.0
 
 
 def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> float:
@@ -33,6 +34,8 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
     started_s = time.monotonic()
     job = start(Target(names={}, function=use_device), config.replace(timeout_s=_DEADLINE_S, name="trial run"))
     try:
+        if job.run_here is not None:
+            job.run_here()
         job.results()
     except RunError as error:
         finding = Finding(
@@ -44,6 +47,7 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
         raise PreflightError((finding,)) from error
     except BaseException:
         job.kill()
+        job.wait(_KILL_DEADLINE_S)
         raise
     return time.monotonic() - started_s
 

@@ -73,3 +73,12 @@ def test_doctor_holds_one_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")
     assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2"]) == 1
     assert capsys.readouterr().out.startswith("refused: The trial run before the launch has failed")
+
+
+@pytest.mark.parametrize("start_method", ["fork", "inline"])
+def test_other_start_methods_hold_it_too(
+    start_method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "1")
+    assert list(notebook_launcher(abs, (-3,), 1, use_cpu=True, view="none", start_method=start_method)) == [3]
+    assert capsys.readouterr().out.startswith("The trial run went well, in ")
