@@ -92,10 +92,16 @@ def _is_foreign(thing: Any) -> bool:
     """Whether a shared memory segment is in use by a process that isn't ours: /dev/shm is the whole machine's."""
     if not (isinstance(thing, tuple) and thing[0] == "shared memory"):
         return False
+    try:
+        # By its number: glibc maps a semaphore under another name than the one that it then gives it.
+        inode = str(os.stat(f"/dev/shm/{thing[1]}").st_ino)
+    except FileNotFoundError:
+        return True
     ours = {os.getpid(), *(process.pid for process in processes.descendants(os.getpid()))}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has just ended
-            if int(pid) not in ours and f"/dev/shm/{thing[1]}" in pathlib.Path("/proc", pid, "maps").read_text():
+            rows = pathlib.Path("/proc", pid, "maps").read_text().splitlines() if int(pid) not in ours else []
+            if any("/dev/shm/" in row and row.split()[4] == inode for row in rows):
                 return True
     return False
 

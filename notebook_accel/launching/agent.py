@@ -308,7 +308,7 @@ class Agent:
             if all(other.said_finished for other in run.ranks):
                 run.release()
         elif isinstance(event, events.Failed):
-            rank.said_failed = True
+            rank.said_failed, rank.lost_peer = True, event.lost_peer
             run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it

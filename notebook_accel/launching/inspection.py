@@ -14,6 +14,7 @@ import signal
 from collections.abc import Sequence
 
 from notebook_accel.launching import messages
+from notebook_accel.launching.processes import state
 from notebook_accel.launching.runs import Rank
 
 __all__ = ["Inspection", "arm", "dump_file"]
@@ -73,7 +74,7 @@ def _ask(rank: Rank) -> messages.RankDump | None:
         return _dump(rank, "ended")
     if rank.pid is None or not _is_armed(rank.pid):
         return _dump(rank, "unarmed")
-    if _state(rank.pid) in _STOPPED:
+    if state(rank.pid) in _STOPPED:
         return _dump(rank, "stopped")
     os.ftruncate(rank.dump, 0)
     with contextlib.suppress(ProcessLookupError):
@@ -91,19 +92,13 @@ def _answer(question: _Question, *, is_late: bool) -> messages.RankDump | None:
         text = os.pread(rank.dump, question.size_bytes, 0).decode(errors="replace")
         if text:
             return _dump(rank, "said", text)
-        return _dump(rank, "stopped" if _state(rank.pid) in _STOPPED else "mute")
+        is_stopped = rank.pid is not None and state(rank.pid) in _STOPPED
+        return _dump(rank, "stopped" if is_stopped else "mute")
     return None
 
 
 def _dump(rank: Rank, condition: messages.Condition, text: str = "") -> messages.RankDump:
     return messages.RankDump(rank=rank.number, pid=rank.pid, condition=condition, text=text)
-
-
-def _state(pid: int | None) -> str:
-    """The process's state as ``ps`` shows it, empty if it isn't there."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2][:1].decode()
-    return ""
 
 
 def _is_armed(pid: int) -> bool:

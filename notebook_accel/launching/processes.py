@@ -9,11 +9,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["are_supported", "bootstrap", "die_with_parent", "end_with_parent", "kill_group", "resume_if_stopped"]
+__all__ = [
+    "are_supported",
+    "bootstrap",
+    "die_with_parent",
+    "end_with_parent",
+    "kill_group",
+    "resume_if_stopped",
+    "state",
+]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_TRACKER = b"multiprocessing.resource_tracker"  # in its command line
 
 
 def are_supported() -> bool:
@@ -51,21 +60,61 @@ def end_with_parent(parent_pid: int) -> None:
     die_with_parent(parent_pid, signal.SIGCONT)
 
 
+def state(pid: int) -> str:
+    """A process's state as ``ps`` shows it, ``T`` for one that is stopped; empty if it isn't there."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2][:1].decode()
+    return ""
+
+
 def resume_if_stopped(pid: int) -> None:
     """Lets a child that somebody has stopped with SIGSTOP go on: others wait for it."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        if file.read().rpartition(b") ")[2][:1] == b"T":
+    if state(pid) == "T":
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
-def kill_group(leader_pid: int) -> None:
+def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
     """Kills a process and its group, which it may not lead yet when it is very young.
 
-    Call it before the leader is reaped: until then nobody else can have its number.
+    Its resource tracker, if multiprocessing has started one, is left: it removes what the others leave behind in shared
+    memory, and ends when they have ended. Call it before the leader is reaped: until then nobody else can have its
+    number.
+
+    Args:
+        leader_pid: The process.
+        has_tidied_up: Whether it has ended by itself, in order, so that it left nothing. This is quicker.
     """
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(leader_pid, signal.SIGKILL)
+    killed: set[int] = set()
+    trackers, others = ([], []) if has_tidied_up else _members(leader_pid)
+    if not trackers:
+        _kill(os.killpg, leader_pid, signal.SIGKILL)
+        _kill(os.kill, leader_pid, signal.SIGKILL)
+        return
+    while new := set(others) - killed:  # until none has started another before it was killed
+        for pid in new:
+            _kill(os.kill, pid, signal.SIGKILL)
+        killed |= new
+        _, others = _members(leader_pid)
+    for pid in trackers:
+        _kill(os.kill, pid, signal.SIGCONT)
+
+
+def _kill(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        kill(pid, number)
+
+
+def _members(group: int) -> tuple[list[int], list[int]]:
+    """The living processes of a group: multiprocessing's resource trackers, and the others."""
+    trackers: list[int] = []
+    others: list[int] = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has just ended
+            if os.getpgid(pid) == group and state(pid) not in ("Z", "X", ""):
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    (trackers if _TRACKER in file.read() else others).append(pid)
+    return trackers, others
 
 
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:

@@ -12,11 +12,13 @@ import time
 from notebook_accel.channel import Connection
 from notebook_accel.launching import logs, messages
 from notebook_accel.launching.output import LogTail
-from notebook_accel.launching.processes import kill_group
+from notebook_accel.launching.processes import kill_group, state
 
 __all__ = ["Rank", "Run"]
 
 _LOOK_PERIOD_S = 0.05
+# One rank's end breaks the others' connections, and they say so before it is known that it has ended, and how.
+_CAUSE_DEADLINE_S = 1.0
 _EXIT_DEADLINE_S = 60.0  # from the run's last word to its last exit: what is registered with atexit may upload things
 _REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
 _STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
@@ -40,6 +42,7 @@ class Rank:
         status: How it exited, ``None`` while it lives.
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
+        lost_peer: Whether that was only that another rank has gone.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
         must_exit_s: When it is killed if it hasn't exited, in seconds of ``time.monotonic()``; ``None``: no deadline.
     """
@@ -52,15 +55,21 @@ class Rank:
     status: int | None = None
     said_finished: bool = False
     said_failed: bool = False
+    lost_peer: bool = False
     was_told_to_end: bool = False
     must_exit_s: float | None = None
     _waiting_signal: signal.Signals | None = None
 
+    @property
+    def has_ended_by_itself(self) -> bool:
+        """Whether it is gone already, and its template has not said so yet."""
+        return self.pid is not None and state(self.pid) in ("Z", "X", "")
+
     def forked(self, pid: int) -> None:
         """It exists from now on; if its end was decided before, it ends now."""
         self.pid = pid
-        if self.was_told_to_end:
-            self.signal(signal.SIGKILL)
+        if self.was_told_to_end and self._waiting_signal != signal.SIGKILL:
+            self.signal(signal.SIGTERM)  # which it can't take otherwise yet
         elif self._waiting_signal is not None:
             self.signal(self._waiting_signal)
 
@@ -107,6 +116,7 @@ class Run:
     _log_folder: int | None = None
     _next_look_s: float = 0.0
     _deadline_s: float | None = None
+    _cause_deadline_s: float | None = None
     _steps: list[signal.Signals] = dataclasses.field(default_factory=list)
     _next_step_s: float | None = None
 
@@ -164,9 +174,14 @@ class Run:
                 rank.signal(signal.SIGINT)
 
     def rank_failed(self, rank: Rank) -> None:
-        """A rank has raised something, or is gone without a result. Unless the run keeps on, the others end as well."""
+        """A rank has raised something, or is gone without a result. Unless the run keeps on, the others end as well.
+
+        Not at once if it has only lost its peer, whose own end is on its way: stopped now, the peer couldn't say why.
+        """
         if self.keeps:
             rank.must_exit_s = time.monotonic() + _EXIT_DEADLINE_S
+        elif rank.lost_peer:
+            self._cause_deadline_s = self._cause_deadline_s or time.monotonic() + _CAUSE_DEADLINE_S
         elif not self.reason:
             self.end("stop", "failed")
 
@@ -180,6 +195,8 @@ class Run:
         """Does what has become due."""
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
             self.end("interrupt", "timeout")  # which says where each rank stood
+        if self._cause_deadline_s is not None and now_s > self._cause_deadline_s and not self.reason:
+            self.end("stop", "failed")
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
         for rank in self.alive:
@@ -213,7 +230,7 @@ class Run:
         for rank in self.alive:
             if rank.said_failed and number != signal.SIGKILL:
                 continue
-            rank.was_told_to_end = True
+            rank.was_told_to_end = rank.was_told_to_end or not rank.has_ended_by_itself
             rank.signal(number)
         self._next_step_s = now_s + self.launch.grace_s if self._steps else None
 

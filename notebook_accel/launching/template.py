@@ -137,7 +137,8 @@ class Template:
         self._selector.unregister(watch)
         os.close(watch)
         # The rank is a zombie: its number is still its own, so this reaches its workers and nobody else's.
-        kill_group(pid)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill_group(pid, has_tidied_up=ended is not None and ended.si_status == 0)
         _, status, usage = os.wait4(pid, 0)
         exited = messages.Exited(
             job_id=job_id,

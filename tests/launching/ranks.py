@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 
 def rank() -> int:
@@ -173,3 +174,28 @@ def leaves_a_daemon_behind(folder: str) -> None:
     wait_for(folder, "0 daemon writes")
     for number in range(1000):
         print("line", number)
+
+
+def one_dies_while_all_train(how: str) -> None:
+    """In the middle of a step, so that the others lose their connections to it before anybody knows why."""
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
+    for step in range(10_000):
+        if rank() == 1 and step == 20:
+            if how == "exit":
+                os._exit(5)
+            elif how == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            try:
+                raise ValueError("its own reason")
+            finally:
+                dist.destroy_process_group()  # which the others notice first
+        model(torch.ones(8, 256)).sum().backward()
+
+
+def has_workers(method: str, folder: str) -> None:
+    """DataLoader workers that are started by ``method``, with which multiprocessing keeps semaphores in /dev/shm."""
+    batches = iter(DataLoader(range(10_000), num_workers=1, multiprocessing_context=method))  # type: ignore[arg-type]
+    next(batches)
+    note(folder, "has workers")
+    time.sleep(60)

@@ -1,0 +1,53 @@
+"""Ranks that die in the middle of training: who is blamed, and what is left."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from notebook_accel.errors import RankFailedError
+from notebook_accel.launching.job import Job
+from tests import processes
+from tests.launching import ranks
+
+Launch = Callable[..., Job]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("exit", "rank 1 of 3 exited with status 5"),
+        ("crash", "rank 1 of 3 was killed by SIGSEGV"),
+        ("raise", "rank 1 of 3 failed: ValueError: its own reason"),
+    ],
+)
+def test_who_dies_is_blamed_and_not_who_loses_its_connection(launch: Launch, how: str, message: str) -> None:
+    for _ in range(3):  # in another order each time
+        with pytest.raises(RankFailedError) as caught:
+            launch(ranks.one_dies_while_all_train, how, num_processes=3).results(timeout_s=60)
+        assert str(caught.value).startswith(message)
+        assert all(end.rank != 1 for end in caught.value.others)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_workers_semaphores_go_with_a_rank_that_is_ended(
+    launch: Launch, tmp_path: pathlib.Path, method: str, end: str
+) -> None:
+    job = launch(ranks.has_workers, method, str(tmp_path), num_processes=1)
+    processes.wait_until(lambda: os.listdir(tmp_path), "it has workers", timeout_s=60)
+    pid = job.ranks[0].pid
+    assert pid is not None
+    mapped = {line.split()[4] for line in pathlib.Path("/proc", str(pid), "maps").read_text().splitlines()}
+    semaphores = [path for path in pathlib.Path("/dev/shm").glob("sem.mp-*") if str(path.stat().st_ino) in mapped]
+    assert semaphores
+    if end == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        job.stop()
+    assert job.wait(20)
+    processes.wait_until(lambda: not any(path.exists() for path in semaphores), "its semaphores are gone")
