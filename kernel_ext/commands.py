@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "run"]
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _MIB = 1 << 20
+_MOST_ARGUMENTS = {"status": 1, "stop": 1, "logs": 2, "stacks": 1, "config": 0, "doctor": 0}
 
 
 def run(line: str) -> ConfigForm | None:
@@ -38,6 +39,9 @@ def run(line: str) -> ConfigForm | None:
     command, *arguments = line.split() or ["status"]
     if command not in COMMANDS:
         raise UsageError(f"%distributed: there is no command {command!r}; there are {', '.join(COMMANDS)}.")
+    surplus = arguments[_MOST_ARGUMENTS[command] :]
+    if surplus:
+        raise UsageError(f"%distributed {command}: there is no use for {' '.join(surplus)!r}.")
     return COMMANDS[command](arguments)
 
 

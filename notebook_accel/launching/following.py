@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from notebook_accel.errors import RunError
 from notebook_accel.launching import local
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
@@ -21,6 +22,7 @@ _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
 _DRAWING_DELAY_S = 0.05  # while ranks start, the processors are theirs: to draw a panel takes a whole one
 _INTERRUPT_DEADLINE_S = 3.0
+_ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
 
 
 def follow(job: Job) -> Results:
@@ -121,11 +123,22 @@ def _end_interrupted(job: Job) -> None:
     except KeyboardInterrupt:
         job.kill()
         job.wait(_INTERRUPT_DEADLINE_S)
-    if not job.done:
-        local.engine().close()  # the agent itself hangs: nothing that it has started outlives it
+    if not job.done and not _does_agent_answer(job):
+        local.engine().close()  # nothing that it has started outlives it
+
+
+def _does_agent_answer(job: Job) -> bool:
+    """If it does, a rank is in a call that the system itself can't end, and other runs have nothing to do with it."""
+    try:
+        job.stacks(_ANSWER_DEADLINE_S)
+    except RunError:
+        return False
+    return True
 
 
 def _describe_interrupt(job: Job, saved: Sequence[str]) -> str:
+    left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.state != "ended"]
+    ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet, of {', '.join(left)}"
     stood = [f"  {line}" for line in job.where_ranks_stood()]
     kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
-    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and every rank has ended.", *stood, *kept])
+    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and {ended}.", *stood, *kept])

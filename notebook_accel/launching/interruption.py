@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["allow", "hold_back", "note_only", "settle"]
+__all__ = ["allow", "hold_back", "note_only", "settle", "watch"]
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05

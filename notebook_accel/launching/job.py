@@ -256,7 +256,8 @@ class Job:
         )
 
     def __repr__(self) -> str:
-        return f"<Job {self.name!r}: {self.status}, {self.world_size} ranks on {self.devices}>"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
 
     def bind_what_was_saved(self) -> tuple[str, ...]:
         """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0; their names.

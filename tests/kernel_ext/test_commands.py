@@ -39,9 +39,9 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     start(notebook, "one")
     start(notebook, "two")
     assert "Several runs go on." in notebook.run("%distributed stop").traceback
-    assert notebook.run("%distributed stop one").stdout == "<Job 'one': stopped, 1 ranks on 1 CPU>\n"
+    assert notebook.run("%distributed stop one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
     assert notebook.value("one.done, two.done") == "(True, False)"
-    assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 ranks on 1 CPU>\n"
+    assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
     assert "There is no run that goes on." in notebook.run("%distributed stop").traceback
 
 
@@ -51,6 +51,7 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
         ("stpo", "there is no command 'stpo'; there are status, stop, logs, stacks, config, doctor"),
         ("logs nowhere 0", "There is no run 'nowhere'."),
         ("logs first 7", "has no rank 7: it has 2 ranks"),
+        ("stop one two", "%distributed stop: there is no use for 'two'"),
         ("stacks first", "There is no run 'first' that goes on."),
     ],
 )
