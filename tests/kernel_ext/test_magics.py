@@ -30,7 +30,7 @@ def test_help_has_every_option_with_its_default(notebook: kernels.Kernel) -> Non
     shown = notebook.value("get_ipython().find_cell_magic('distributed').__doc__")
     for option in config.fields():
         assert f"--{option.name}" in shown
-        if option.default not in (None, ""):
+        if option.default not in (None, "", ()):
             assert f"Default: {option.default}." in " ".join(shown.replace("\\n", " ").split())
     for flag in ("--args", "--out", "--pull", "--push", "--background", "--no-use_cpu"):
         assert flag in shown
