@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%%{_NAME}: {message}. %%{_NAME}? shows every option.")
+        raise UsageError(f"%%{_NAME}: {message}{'' if message.endswith('?') else '.'} %%{_NAME}? shows every option.")
 
 
 def _make_parser() -> _Parser:
@@ -115,7 +115,7 @@ class Magics:
         given, rest = self._parser.parse_known_args(words)
         if rest:
             close = difflib.get_close_matches(rest[0], self._parser._option_string_actions)
-            self._parser.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}" if close else ""))
+            self._parser.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}?" if close else ""))
         return given
 
     def _read(self, cell: str) -> cells.Cell:

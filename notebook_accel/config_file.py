@@ -181,5 +181,5 @@ def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]
             found.append((key, f"{key}{shown} asks for {_ASKS[key].thing}, which isn't done here{instead}"))
         else:
             close = difflib.get_close_matches(str(key), options, n=1)
-            found.append((key, f"there is no option {key!r}" + (f"; is it {close[0]}" if close else "")))
+            found.append((key, f"there is no option {key!r}" + (f"; is it {close[0]}?" if close else "")))
     return found

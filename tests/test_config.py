@@ -103,7 +103,7 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
     ("- a list\n", "holds list instead of options"),
     ("use_cpu: true\nnum_processes: 0\n", "line 2: num_processes=0 can't be used: it has to be >= 1"),
     ("mixed_precision: int8\n", r"line 1: mixed_precision='int8' is not known \(use one of no, bf16, fp16\)"),
-    ("\nnum_proceses: 2\n", "line 2: there is no option 'num_proceses'; is it num_processes"),
+    ("\nnum_proceses: 2\n", "line 2: there is no option 'num_proceses'; is it num_processes?"),
     ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu is there for the second time"),
     ("distributed_type: FSDP\n", "line 1: distributed_type: FSDP asks for another way of training"),
     ("num_machines: 2\n", "line 1: num_machines: 2 asks for several machines"),

@@ -41,10 +41,10 @@ def test_second_notebook_accumulates_and_computes_in_bf16(kernel: kernels.Kernel
     shown = _run(path, kernel)[-1].stdout
     lines = re.findall(r"^(.+?) +accuracy (\S+) % of (\d+), weights (\S+) % from the first$", shown, re.MULTILINE)
     assert [name for name, *_ in lines] == ["batches of 32", "4 x 8, accumulated", "batches of 32 in bf16"], shown
-    for _, accuracy, tested, apart in lines:
+    for name, accuracy, tested, apart in lines:
         assert float(accuracy) >= 95
         assert tested == "450"  # each test image once
-        assert float(apart) < 20
+        assert float(apart) < (20 if "bf16" in name else 1)
 
 
 def test_third_notebook_resumes_to_the_bit(kernel: kernels.Kernel) -> None:

@@ -97,7 +97,10 @@ def _input(_prompt: object = "", /) -> str:
 
 
 def _breakpoint(*_: Any, **__: Any) -> None:
-    raise RuntimeError("a rank has no keyboard, so nobody could use a debugger in it: take out breakpoint()")
+    raise RuntimeError(
+        "a rank has no keyboard, so nobody could use a debugger in it: take out breakpoint(), or launch with "
+        "start_method='inline' and `import pdb; pdb.set_trace()`"
+    )
 
 
 def _display(*objects: Any, **_: Any) -> None:

@@ -142,7 +142,7 @@ def test_a_file_that_is_there_is_read_and_replaced_only_when_the_box_is_ticked(k
     )  # fmt: skip
     assert (value, more, disabled, display) == ("7", "", True, "")
     problems, shown = _values(kernel, "click()", "show(parts._problems)", "path.read_text()")
-    assert problems == "Not taken over:line 2: there is no option 'num_procs'; is it num_processes"
+    assert problems == "Not taken over:line 2: there is no option 'num_procs'; is it num_processes?"
     assert shown == "grace_s: 7\nnum_procs: 2\n"
     (shown,) = _values(kernel, "send(parts._overwrite, value=True); click()", "path.read_text()")
     assert "grace_s: 7.0\n" in str(shown) and "num_procs:" not in str(shown)

@@ -30,7 +30,7 @@ def test_help_has_every_option_with_its_default(notebook: kernels.Kernel) -> Non
     shown = notebook.value("get_ipython().find_cell_magic('distributed').__doc__")
     for option in config.fields():
         assert f"--{option.name}" in shown
-        if option.default not in (None, ""):
+        if option.default not in (None, "", ()):
             assert f"Default: {option.default}." in " ".join(shown.replace("\\n", " ").split())
     for flag in ("--args", "--out", "--pull", "--push", "--background", "--no-use_cpu"):
         assert flag in shown
@@ -64,7 +64,7 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("--mixed_precision fp4", "mixed_precision='fp4' is not known."),
         ("--timeout_s soon", "timeout_s='soon' is not a number."),
         ("--nonsense 3", "there is no option --nonsense"),
-        ("--num_proceses 3", "there is no option --num_proceses; is it --num_processes"),
+        ("--num_proceses 3", "there is no option --num_proceses; is it --num_processes? %%distributed?"),
         ("--pull modle", "the cell neither assigns nor uses 'modle'"),
         ("--num_processes", "expected one argument"),
         ("--pull a-b", "'a-b' is no name"),
