@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from notebook_accel.config import LaunchConfig
     from notebook_accel.errors import (
         CheckpointError,
+        CollectiveError,
         ConfigError,
         LaunchError,
         NotebookAccelError,
@@ -56,6 +57,7 @@ _HOME = {
     "AcceleratorState": "training.states",
     "AutocastKwargs": "training.handlers",
     "CheckpointError": "errors",
+    "CollectiveError": "errors",
     "ConfigError": "errors",
     "DDPCommunicationHookType": "training.handlers",
     "DataLoaderConfiguration": "training.data",
@@ -93,6 +95,7 @@ __all__ = [
     "AcceleratorState",
     "AutocastKwargs",
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from notebook_accel import events, serialization
-from notebook_accel.errors import CollectiveError
+from notebook_accel.errors import CollectiveError, NotebookAccelError
 from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up"]
@@ -34,6 +34,8 @@ def describe(error: BaseException, spec: JobSpec, shipped: list[Any], *, saved: 
         saved: Whether the names to be pulled were saved.
     """
     text = traceback.TracebackException(type(error), error, _without_our_frames(error.__traceback__))
+    if isinstance(error, NotebookAccelError):
+        _end_at_the_users_line(text)
     message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
@@ -78,6 +80,13 @@ def _without_our_frames(tb: types.TracebackType | None) -> types.TracebackType |
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
+
+
+def _end_at_the_users_line(text: traceback.TracebackException) -> None:
+    """For an error of ours: it says what happened and why, and where in here it was raised adds nothing to that."""
+    text.__cause__ = text.__context__ = None
+    while text.stack and _is_ours(text.stack[-1].filename):
+        text.stack.pop()
 
 
 def _is_ours(filename: str) -> bool:

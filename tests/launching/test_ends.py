@@ -56,6 +56,15 @@ def test_failure_in_a_notebook_function_shows_its_cells_source(notebook: kernels
     assert "ZeroDivisionError" in outcome.traceback
 
 
+def test_an_error_of_the_library_ends_at_the_users_line(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("""%%distributed -n 1
+from notebook_accel import Accelerator
+Accelerator().load_state("nowhere")""")
+    assert 'Accelerator().load_state("nowhere")' in outcome.traceback
+    assert "CheckpointError" in outcome.traceback
+    assert "notebook_accel/training" not in outcome.traceback
+
+
 def test_the_ranks_exception_is_the_cause(notebook: kernels.Kernel) -> None:
     notebook.run("""from notebook_accel import notebook_launcher, RankFailedError
 class Special(Exception): pass
