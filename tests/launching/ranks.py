@@ -154,8 +154,9 @@ def takes_memory(size_bytes: int) -> int:
     return 0
 
 
-def has_no_device_memory_left() -> None:
+def has_no_device_memory_left(folder: str) -> None:
     if rank() == 1:
+        wait_for(folder, "all have said what they use")
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     time.sleep(60)
 

@@ -115,8 +115,11 @@ def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None
     assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
 
 
-def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch) -> None:
+def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(ranks.has_no_device_memory_left, str(tmp_path))
+    processes.wait_until(lambda: all(info.memory_used_bytes for info in job.ranks), "all have said what they use")
+    (tmp_path / "all have said what they use").touch()
     with pytest.raises(RankFailedError, match="CUDA out of memory") as caught:
-        launch(ranks.has_no_device_memory_left).results(timeout_s=60)
+        job.results(timeout_s=60)
     assert "Memory in use then, rank 0: " in caught.value.why and ", rank 1: " in caught.value.why
     assert "smaller batches" in caught.value.fix
