@@ -60,8 +60,10 @@ class MemoryWatch:
         self._samples.append(_look())
         room = min((room for room, _ in self._samples), key=lambda room: room.free_bytes / room.limit_bytes)
         kills = self._samples[-1][1] - self._samples[0][1]
-        if kills <= 0 and room.free_bytes > _NEARLY_GONE * room.limit_bytes:
-            return None
+        if room.free_bytes > _NEARLY_GONE * room.limit_bytes:
+            if kills <= 0:
+                return None
+            room = self._samples[-1][0]  # it went faster than anybody looked: the limit that counts is the present one
         return MemoryShortage(
             free_bytes=room.free_bytes, limit_bytes=room.limit_bytes, is_machine=room.is_machine, was_seen=kills > 0
         )
