@@ -56,7 +56,10 @@ class Ranks:
         replies = []
         for rank, (_, connection) in enumerate(self._ranks):
             if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} didn't return from {function.__name__} within {deadline_s} s")
+                others = [_receive(other) for _, other in self._ranks[rank + 1 :] if other.poll(0)]
+                raise TimeoutError(
+                    f"rank {rank} didn't return from {function.__name__} within {deadline_s} s; after it came {others}"
+                )
             replies.append(_receive(connection))
         return replies
 

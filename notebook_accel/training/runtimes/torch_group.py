@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import itertools
 import os
+import time
 import warnings
 import weakref
 
@@ -30,6 +31,7 @@ __all__ = ["JOIN_DEADLINE_S", "Group", "current_place", "enter"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
+_RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 # For a collective, by the kind of device; torch's own for its backends.
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
 
@@ -181,7 +183,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         )
     timeout = options.timeout or datetime.timedelta(seconds=JOIN_DEADLINE_S)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = _come_to_the_store(place, timeout)
     except dist.DistError as error:
         raise TrainingError(
             f"Rank {place.rank} of {place.world_size} could not meet the others at "
@@ -200,6 +202,21 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
         )
     return Group(place, sockets, own_store, deadline, options)
+
+
+def _come_to_the_store(place: RankPlace, timeout: datetime.timedelta) -> Store:
+    """The store that rank 0 serves. A connection that is closed as soon as it is made is made once more."""
+    deadline = datetime.datetime.now(datetime.timezone.utc) + timeout
+    while True:
+        left = deadline - datetime.datetime.now(datetime.timezone.utc)
+        try:
+            store: Store = next(rendezvous("env://", timeout=left))[0]
+        except dist.DistNetworkError as error:
+            if place.rank == 0 or left < _RETRY_PERIOD or "Failed to recv" not in str(error):
+                raise
+            time.sleep(_RETRY_PERIOD.total_seconds())
+        else:
+            return store
 
 
 def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
