@@ -212,7 +212,8 @@ def _come_to_the_store(place: RankPlace, timeout: datetime.timedelta) -> Store:
         try:
             store: Store = next(rendezvous("env://", timeout=left))[0]
         except dist.DistNetworkError as error:
-            if place.rank == 0 or left < _RETRY_PERIOD or "Failed to recv" not in str(error):
+            was_closed = "Failed to recv" in str(error) or "reset by peer" in str(error)
+            if place.rank == 0 or left < _RETRY_PERIOD or not was_closed:
                 raise
             time.sleep(_RETRY_PERIOD.total_seconds())
         else:
