@@ -107,7 +107,7 @@ def epochs_of(kind: str, n: int, size: int, skip: int, options: dict[str, Any]) 
     return [whole, again, rest, nested]
 
 
-def check(found: list[Any], n: int, first: int) -> None:
+def assert_each_sample_once(found: list[Any], n: int, first: int) -> None:
     samples = list(range(n))
     objects = [str(sample) for sample in samples]
     assert found == [(samples, objects), (samples, objects), (samples[first:], objects[first:]), samples]
@@ -123,26 +123,26 @@ drawn_cases = {
 drawn = settings(deadline=None, max_examples=12)
 
 
-def draw(running: Ranks, world: int, kind: str, n: int, size: int, skip: int, how: str) -> None:
+def assert_metrics_are_exact(running: Ranks, world: int, kind: str, n: int, size: int, skip: int, how: str) -> None:
     options: dict[str, Any] = {"even": {}, "ragged": {"even_batches": False}, "split": {"split_batches": True}}[how]
     batch_size = size * world if how == "split" else size
     if how == "ragged":
         n += -n % (size * world)  # every rank has a batch in the last round, if not as long a one
         n -= min(size - 1, 1)
     for found in running.run(epochs_of, kind, n, batch_size, skip, options):
-        check(found, n, min(n, skip * size * world))
+        assert_each_sample_once(found, n, min(n, skip * size * world))
 
 
 @drawn
 @given(**drawn_cases)
 def test_two_ranks(two_ranks: Ranks, kind: str, n: int, size: int, skip: int, how: str) -> None:
-    draw(two_ranks, 2, kind, n, size, skip, how)
+    assert_metrics_are_exact(two_ranks, 2, kind, n, size, skip, how)
 
 
 @drawn
 @given(**drawn_cases)
 def test_three_ranks(three_ranks: Ranks, kind: str, n: int, size: int, skip: int, how: str) -> None:
-    draw(three_ranks, 3, kind, n, size, skip, how)
+    assert_metrics_are_exact(three_ranks, 3, kind, n, size, skip, how)
 
 
 def test_four_ranks() -> None:
@@ -151,12 +151,12 @@ def test_four_ranks() -> None:
             ("dataset", 1, 2, "even"), ("stream", 13, 3, "even"), ("dispatched", 29, 2, "even"),
             ("dispatched stream", 18, 9, "even"), ("dataset", 33, 2, "split"), ("dataset", 24, 3, "ragged"),
         ]:  # fmt: skip
-            draw(four, 4, kind, n, size, 1, how)
+            assert_metrics_are_exact(four, 4, kind, n, size, 1, how)
 
 
 def test_one_rank() -> None:
     for kind, n, size in itertools.product(["dataset", "stream", "dispatched"], (1, 4, 10), (1, 3)):
-        check(epochs_of(kind, n, size, 1, {}), n, min(n, size))
+        assert_each_sample_once(epochs_of(kind, n, size, 1, {}), n, min(n, size))
 
 
 def loader_of_another(n: int) -> Any:

@@ -142,7 +142,7 @@ def reference(case: Case, ranks: int) -> Any:
     return [parameter.detach() for parameter in model.parameters()], rates
 
 
-def check(by_rank: list[Any], expected: Any) -> None:
+def assert_trained_alike(by_rank: list[Any], expected: Any) -> None:
     for weights, rates in by_rank:
         assert rates == expected[1]
         torch.testing.assert_close(weights, expected[0], rtol=0, atol=1e-6)
@@ -154,18 +154,18 @@ drawn = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCh
 @drawn
 @given(case=cases)
 def test_one_rank(case: Case) -> None:
-    check([train(case)], reference(case, 1))
+    assert_trained_alike([train(case)], reference(case, 1))
 
 
 @drawn
 @given(case=cases)
 def test_two_ranks(two_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 2)  # first, since it leaves out cases that can't be trained
-    check(two_ranks.run(train, case), expected)
+    assert_trained_alike(two_ranks.run(train, case), expected)
 
 
 @drawn
 @given(case=cases)
 def test_three_ranks(three_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 3)
-    check(three_ranks.run(train, case), expected)
+    assert_trained_alike(three_ranks.run(train, case), expected)
