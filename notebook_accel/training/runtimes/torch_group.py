@@ -31,6 +31,7 @@ __all__ = ["JOIN_DEADLINE_S", "Group", "current_place", "enter"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
+_CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # what torch says when a store has ended
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 # For a collective, by the kind of device; torch's own for its backends.
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
@@ -182,8 +183,10 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
             fix="unset RANK and WORLD_SIZE, or set MASTER_ADDR and MASTER_PORT to the same values on every rank",
         )
     timeout = options.timeout or datetime.timedelta(seconds=JOIN_DEADLINE_S)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"notebook_accel/{restarts}/{next(_group_numbers)}"
     try:
-        store = _come_to_the_store(place, timeout)
+        own_store = _meet(place, prefix, timeout)
     except dist.DistError as error:
         raise TrainingError(
             f"Rank {place.rank} of {place.world_size} could not meet the others at "
@@ -191,9 +194,6 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
             why=str(error),
             fix="see that every rank is running and that all have the same MASTER_ADDR and MASTER_PORT",
         ) from error
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own_store = PrefixStore(f"notebook_accel/{restarts}/{next(_group_numbers)}", store)
-    _wait_for_all(own_store, place, timeout)
     backend = options.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     deadline = options.timeout or datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S[device.type])
     sockets = GlooSockets(place.master_port)
@@ -204,15 +204,19 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     return Group(place, sockets, own_store, deadline, options)
 
 
-def _come_to_the_store(place: RankPlace, timeout: datetime.timedelta) -> Store:
-    """The store that rank 0 serves. A connection that is closed as soon as it is made is made once more."""
-    deadline = datetime.datetime.now(datetime.timezone.utc) + timeout
+def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
+    """The store that rank 0 serves, when all ranks have come to it.
+
+    A rank may find the store of the group before, which ends a moment later with that group: then it comes again.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
-        left = deadline - datetime.datetime.now(datetime.timezone.utc)
+        left = datetime.timedelta(seconds=deadline_s - time.monotonic())
         try:
-            store: Store = next(rendezvous("env://", timeout=left))[0]
+            store = PrefixStore(prefix, next(rendezvous("env://", timeout=left))[0])
+            _wait_for_all(store, place, left)
         except dist.DistNetworkError as error:
-            was_closed = "Failed to recv" in str(error) or "reset by peer" in str(error)
+            was_closed = any(words in str(error) for words in _CLOSED)
             if place.rank == 0 or left < _RETRY_PERIOD or not was_closed:
                 raise
             time.sleep(_RETRY_PERIOD.total_seconds())
@@ -229,7 +233,7 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
     except dist.DistStoreError:
         missing = [key for key in keys if not store.check([key])]
         raise TrainingError(
-            f"Rank {place.rank} waited {timeout.total_seconds():g} s for the others; missing: {', '.join(missing)}.",
+            f"Rank {place.rank} waited {timeout.total_seconds():.0f} s for the others; missing: {', '.join(missing)}.",
             why="They have ended, or haven't come to their Accelerator yet.",
             fix="make the Accelerator on every rank, before work that takes some ranks longer than others",
         ) from None
