@@ -30,8 +30,13 @@ def find(kernel: kernels.Kernel, who: str) -> processes.Process:
 
 def stop(kernel: kernels.Kernel, who: str) -> None:
     process = find(kernel, who)
-    os.kill(process.pid, signal.SIGSTOP)
-    processes.wait_until(lambda: (now := processes.read(process.pid)) and now.state == "T", f"the {who} is stopped")
+
+    def is_stopped() -> bool:
+        os.kill(process.pid, signal.SIGSTOP)  # again each time: whoever looks after it may have been quicker than the look
+        now = processes.read(process.pid)
+        return now is not None and now.state == "T"
+
+    processes.wait_until(is_stopped, f"the {who} is stopped")
 
 
 @pytest.mark.parametrize("who", ["agent", "template", "rank"])

@@ -68,7 +68,7 @@ def test_epochs_count_on() -> None:
 def test_the_last_window_is_as_long_as_it_would_have_been() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     weight = torch.zeros(1, requires_grad=True)
-    loader = accelerator.prepare(DataLoader(Numbers(6)))
+    loader, _ = accelerator.prepare(DataLoader(Numbers(6)), torch.optim.SGD([weight]))
     gradients = []
     for _ in accelerator.skip_first_batches(loader, 4):
         with accelerator.accumulate(weight):
