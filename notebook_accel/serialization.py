@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle
 
-from notebook_accel import definitions, memory, memory_files, unpicklable
+from notebook_accel import definitions, host_memory, memory_files, unpicklable
 from notebook_accel.blocks import Block, Blocks, Whole
 
 __all__ = ["Opened", "Pickled", "loads", "open_sealed", "pickle_by_value", "seal"]
@@ -93,7 +93,7 @@ def pickle_by_value(
     try:
         data = pickler.pickled(value, roots)
     except _TooLargeError:
-        raise unpicklable.too_large(pickler.sizes_bytes, memory.available_bytes(), is_all=False) from None
+        raise unpicklable.too_large(pickler.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
     shipped = tuple(obj for _, obj in pickler.shipped)
@@ -107,12 +107,12 @@ def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
         PayloadError: There isn't the memory for it.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
-    if needed > _LARGE_BYTES and needed > memory.available_bytes():
-        raise unpicklable.too_large(pickled.sizes_bytes, memory.available_bytes())
+    if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
+        raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes())
     try:
         return memory_files.write(descriptor, head, pickled.data, pickled.buffers)
     except MemoryError:
-        raise unpicklable.too_large(pickled.sizes_bytes, memory.available_bytes()) from None
+        raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 
 def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Sequence[Any] = ()) -> Opened:
@@ -156,7 +156,7 @@ class _Stream(io.BytesIO):
         written = super().write(data)
         if self.tell() > self._checked_bytes:
             self._checked_bytes += _LARGE_BYTES
-            if self.tell() > memory.available_bytes():
+            if self.tell() > host_memory.available_bytes():
                 raise _TooLargeError
         return written
 

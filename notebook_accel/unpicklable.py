@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from notebook_accel.errors import PayloadError
+from notebook_accel.sizes import in_words
 
-__all__ = ["Failure", "OnDeviceError", "explain", "in_words", "too_large"]
+__all__ = ["Failure", "OnDeviceError", "explain", "too_large"]
 
 _MOST_LISTED = 8
 
@@ -62,14 +63,6 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
         fix="load it inside the cell or the function instead, from a file that all of them map: "
         'numpy.load(path, mmap_mode="r"), torch.load(path, mmap=True); or del what is no longer needed',
     )
-
-
-def in_words(size_bytes: int) -> str:
-    """``1.5 GB``, ``240 MB``, ``3 kB``."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.{1 if size_bytes < 10 * factor else 0}f} {unit}"
-    return f"{size_bytes / 1000:.0f} kB"
 
 
 def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:

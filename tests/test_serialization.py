@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 
-from notebook_accel import memory, memory_files, serialization
+from notebook_accel import host_memory, memory_files, serialization
 from notebook_accel.errors import PayloadError
 
 
@@ -230,21 +230,21 @@ def test_each_roots_size_is_known_and_what_is_shared_counts_once(memory_file: in
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_file: int) -> None:
     # Pages that nobody has touched take no memory, so these are larger than the machine and fit into a test.
-    vast = [torch.from_numpy(numpy.zeros(memory.available_bytes() * 3 // 4, dtype=numpy.uint8)) for _ in range(2)]
+    vast = [torch.from_numpy(numpy.zeros(host_memory.available_bytes() * 3 // 4, dtype=numpy.uint8)) for _ in range(2)]
     roots = {'global "vast"': vast, 'global "small"': torch.ones(1 << 20)}
     pickled = serialization.pickle_by_value(roots, roots=roots)
     with pytest.raises(PayloadError, match="doesn't fit into memory") as caught:
         serialization.seal(memory_file, pickled)
     assert os.fstat(memory_file).st_size == 0
     assert caught.value.path == 'global "vast"'
-    assert "GB" in caught.value.why and 'global "small": 4.2 MB' in caught.value.why
+    assert "GiB" in caught.value.why and 'global "small": 4.0 MiB' in caught.value.why
     assert "mmap_mode" in caught.value.fix
 
 
 def test_pickle_that_outgrows_the_memory_is_refused_with_what_it_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 50 << 20)  # a real end of memory would end the test, too
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 50 << 20)  # a real end of memory would end the test
     roots = {"first": b"", "texts": [bytes(1 << 20) for _ in range(200)]}
-    with pytest.raises(PayloadError, match=r"at least 6[78] MB, and 52 MB can be had") as caught:
+    with pytest.raises(PayloadError, match=r"at least 6[34] MiB, and 50 MiB can be had") as caught:
         serialization.pickle_by_value(roots, roots=roots)
     assert caught.value.path == "texts"
 

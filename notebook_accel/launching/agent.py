@@ -22,7 +22,7 @@ from notebook_accel.launching import messages
 from notebook_accel.launching.forking import open_rank, order
 from notebook_accel.launching.inspection import Inspection
 from notebook_accel.launching.loop import Loop
-from notebook_accel.launching.memory import MemoryWatch
+from notebook_accel.launching.memory_watch import MemoryWatch
 from notebook_accel.launching.processes import end_with_parent
 from notebook_accel.launching.runs import Rank, Run, reason_of
 from notebook_accel.launching.templates import TemplateProcess, Templates

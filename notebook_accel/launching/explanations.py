@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
+from notebook_accel.sizes import in_words
 
 __all__ = ["CRASH", "of_crash", "of_death", "of_exception", "of_shortage"]
 
@@ -38,7 +39,7 @@ def of_death(end: Ended, *, start_method: str) -> tuple[str, str, str]:
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
             return "", _KILLED, ""
-        used = f"The rank had used up to {_gib(end.peak_bytes)}. " if end.peak_bytes else ""
+        used = f"The rank had used up to {in_words(end.peak_bytes)}. " if end.peak_bytes else ""
         return ": out of host memory", used + of_shortage(end.shortage), _LESS_MEMORY
     if end.signal == signal.SIGBUS:
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
@@ -77,7 +78,7 @@ def of_exception(
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
-            f"rank {rank}: {_gib(said.used_bytes)} of {_gib(said.total_bytes)}"
+            f"rank {rank}: {in_words(said.used_bytes)} of {in_words(said.total_bytes)}"
             + (" of the host's" if said.kind == "host" else "")
             for rank, said in sorted(memory.items())
         ]
@@ -100,10 +101,6 @@ def _of_missing_name(failed: Failed, left_out: Mapping[str, str]) -> str:
 def of_shortage(shortage: MemoryShortage) -> str:
     """How short of memory the machine was, in a sentence or two."""
     whose = "the machine" if shortage.is_machine else "the container"
-    left = f"Of the {_gib(shortage.limit_bytes)} that {whose} has, {_gib(shortage.free_bytes)} were left."
+    left = f"Of the {in_words(shortage.limit_bytes)} that {whose} has, {in_words(shortage.free_bytes)} were left."
     killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
     return f"{left} {killer}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

@@ -15,8 +15,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.devices import Devices
+from notebook_accel.sizes import in_words
 
 __all__ = ["Gpu", "Machine", "host", "tpu_chips"]
 
@@ -24,7 +26,6 @@ _BF16_SINCE = (
     8,
     0,
 )  # compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
-_GIB = 1 << 30
 # Of three signs of a service one may be left over from something else, such as a package of that name that somebody
 # has installed, or a variable in an image; two are not.
 _SIGNS = {
@@ -75,7 +76,8 @@ class Machine:
     def find(cls) -> Machine:
         """What is there."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(Devices.find(LaunchConfig()), tuple(_gpus(os.environ)), cores, _memory_bytes(), host(), tpu_chips())
+        devices, gpus = Devices.find(LaunchConfig()), tuple(_gpus(os.environ))
+        return cls(devices, gpus, cores, host_memory.total_bytes(), host(), tpu_chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
         """Each precision, and why it doesn't fit the devices; empty if it does."""
@@ -89,7 +91,7 @@ class Machine:
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What to tell a person: pairs of a word and what there is."""
         facts = [("devices", self._devices())]
-        facts.append(("machine", f"{_count(self.cores, 'CPU core')}, {_size(self.memory_bytes)} of memory"))
+        facts.append(("machine", f"{_count(self.cores, 'CPU core')}, {in_words(self.memory_bytes)} of memory"))
         if self.tpus:
             kinds = " and ".join(sorted(set(self.tpus)))
             facts.append(("TPU", f"{_count(len(self.tpus), 'chip')} {kinds}: training on TPUs isn't there yet"))
@@ -101,7 +103,7 @@ class Machine:
         text = self.devices.describe(self.devices.available)
         if self.devices.kind == "CPU":
             return "no GPU: ranks run on the CPU"
-        kinds = dict.fromkeys(f"{gpu.name}, {_size(gpu.memory_bytes)}" for gpu in self.gpus)
+        kinds = dict.fromkeys(f"{gpu.name}, {in_words(gpu.memory_bytes)}" for gpu in self.gpus)
         return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
 
 
@@ -130,15 +132,6 @@ def _handles(nvml: Any, listed: str | None) -> Iterator[Any]:
             yield nvml.nvmlDeviceGetHandleByUUID(name)
         else:
             return  # as the driver does
-
-
-def _memory_bytes() -> int:
-    """The machine's memory, or less where the container has a limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not that version of cgroups, or no limit, which reads `max`
-            total = min(total, int(pathlib.Path(path).read_text()))
-    return total
 
 
 def host(root: pathlib.Path = pathlib.Path("/"), environ: Mapping[str, str] = os.environ) -> str:
@@ -174,7 +167,3 @@ def tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> tuple[str, ...]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.0f} GiB"

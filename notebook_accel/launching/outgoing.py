@@ -10,7 +10,7 @@ from typing import Any
 from notebook_accel import serialization
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.worker import Target
-from notebook_accel.unpicklable import in_words
+from notebook_accel.sizes import in_words
 
 __all__ = ["pickled"]
 

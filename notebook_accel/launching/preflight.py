@@ -14,12 +14,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel import memory
+from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.launching import forkable, kernel_state, processes
 from notebook_accel.launching.devices import Devices
-from notebook_accel.unpicklable import in_words
+from notebook_accel.sizes import in_words
 
 __all__ = ["check", "warn"]
 
@@ -148,7 +148,7 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
     if sys.platform != "linux":
         return None
     ranks = config.num_processes or devices.available
-    available_bytes = memory.available_bytes()
+    available_bytes = host_memory.available_bytes()
     if available_bytes >= ranks * _RANK_BYTES:
         return None
     return Finding(

@@ -35,7 +35,7 @@ def test_exit_status_says_enough() -> None:
 
 
 def test_shortage_has_its_figures() -> None:
-    assert explanations.of_shortage(SHORTAGE).startswith("Of the 16.0 GiB that the machine has, 0.2 GiB were left.")
+    assert explanations.of_shortage(SHORTAGE).startswith("Of the 16 GiB that the machine has, 256 MiB were left.")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def stop(kernel: kernels.Kernel, who: str) -> None:
     process = find(kernel, who)
 
     def is_stopped() -> bool:
-        os.kill(process.pid, signal.SIGSTOP)  # again each time: whoever looks after it may have been quicker than the look
+        os.kill(process.pid, signal.SIGSTOP)  # each time: whoever looks after it may have let it go on
         now = processes.read(process.pid)
         return now is not None and now.state == "T"
 

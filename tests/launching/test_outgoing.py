@@ -13,7 +13,9 @@ with torch.no_grad():
     model.weight.zero_()
 float(model.weight.sum() + data.sum() + small[0])""")
     assert outcome.result == "[30000001.0, 30000001.0]", outcome.traceback
-    assert outcome.stdout.startswith("Sending to the ranks: model 200 MB, data 120 MB\nLaunching training on 2 CPUs.\n")
+    assert outcome.stdout.startswith(
+        "Sending to the ranks: model 191 MiB, data 114 MiB\nLaunching training on 2 CPUs.\n"
+    )
     assert notebook.value("bool(model.weight.abs().sum() > 0)") == "True"
     notebook.run("del model, data")
 
@@ -23,7 +25,7 @@ def test_arguments_are_listed_too_and_small_ones_not(notebook: kernels.Kernel) -
 def train(data, lr=1): return len(data)
 notebook_launcher(train, (bytes(200_000_000),), 1, kwargs={"lr": 2}, use_cpu=True)[0]""")
     assert outcome.result == "200000000", outcome.traceback
-    assert "Sending to the ranks: argument 0 200 MB\n" in outcome.stdout
+    assert "Sending to the ranks: argument 0 191 MiB\n" in outcome.stdout
 
 
 def test_tensor_with_a_graph_is_sent_without_it_and_that_is_said(notebook: kernels.Kernel) -> None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from notebook_accel import memory, notebook_launcher
+from notebook_accel import host_memory, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching import devices, forkable, preflight
@@ -83,9 +83,11 @@ def test_all_findings_come_at_once() -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 100 << 20)  # the machine's own can't be used up in a test
+    monkeypatch.setattr(
+        host_memory, "available_bytes", lambda: 100 << 20
+    )  # the machine's own can't be used up in a test
     [finding] = preflight.check(LaunchConfig(num_processes=2, use_cpu=True))
-    assert finding.what == "There is too little memory for 2 processes: 105 MB can still be had."
+    assert finding.what == "There is too little memory for 2 processes: 100 MiB can still be had."
     assert preflight.check(LaunchConfig(num_processes=1, use_cpu=True)) == ()
 
 
@@ -143,4 +145,4 @@ seen = [entry for entry in done if entry.startswith(("open", "import", "subproce
 print(*(entry for entry in seen if not entry.startswith("open /sys/fs/cgroup")), sep="\\n")
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.splitlines() == ["open /proc/meminfo"]
+    assert run.stdout.splitlines() == ["open /proc/meminfo", "open /proc/self/cgroup"]

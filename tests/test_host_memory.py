@@ -7,19 +7,20 @@ import pathlib
 import psutil
 import pytest
 
-from notebook_accel import memory
+from notebook_accel import host_memory
 
 
 def test_no_more_than_the_machine_has() -> None:
     machine = psutil.virtual_memory().available + psutil.swap_memory().free
-    assert 0 < memory.available_bytes() <= machine + (256 << 20)
+    assert 0 < host_memory.available_bytes() <= machine + (256 << 20)
 
 
 @pytest.mark.parametrize(("line", "files"), [
     ("0::/user/job", {"memory.max": "5000000\n", "memory.current": "3000000\n",
-                      "memory.stat": "anon 1\ninactive_file 500000\n"}),
+                      "memory.stat": "anon 1\ninactive_file 500000\n", "memory.events": "oom 9\noom_kill 3\n"}),
     ("4:memory:/user/job", {"memory/memory.limit_in_bytes": "5000000\n", "memory/memory.usage_in_bytes": "3000000\n",
-                            "memory/memory.stat": "total_inactive_file 500000\n"}),
+                            "memory/memory.stat": "total_inactive_file 500000\n",
+                            "memory/memory.oom_control": "oom_kill 3\n"}),
 ], ids=["version 2", "version 1"])  # fmt: skip
 def test_limit_of_a_control_group_around_ours(
     line: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
@@ -29,14 +30,16 @@ def test_limit_of_a_control_group_around_ours(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "cgroup").write_text(f"12:devices:/\n{line}\n")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "cgroup")
-    assert memory.available_bytes() == 2_500_000
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "cgroup")
+    assert host_memory.available_bytes() == 2_500_000
+    assert host_memory.total_bytes() == 5_000_000
+    assert host_memory.kills() == 3
 
 
 def test_group_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "cgroup").write_text("0::/\n")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "cgroup")
-    assert memory.available_bytes() > 100_000_000
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "cgroup")
+    assert host_memory.available_bytes() > 100_000_000
