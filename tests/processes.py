@@ -81,7 +81,7 @@ def _by_parent() -> dict[int, list[Process]]:
     return table
 
 
-def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0) -> _T:
+def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0, poll_s: float = 0.01) -> _T:
     """Returns the condition's first true value; fails with ``what`` if there is none in time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -90,7 +90,7 @@ def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0) 
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.01)
+        time.sleep(poll_s)
 
 
 def adopt_orphans() -> None:

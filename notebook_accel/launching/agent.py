@@ -140,7 +140,14 @@ class Agent:
             self._not_started(run, said.rank, said.why)
 
     def _template_lost(self, template: TemplateProcess) -> None:
+        again: list[Run] = []
         for run in list(template.runs):
+            for rank in run.alive:
+                self._read_rank(run, rank)
+            if run.may_start_again and template.pidfd < 0:
+                self._take_back(run, template)
+                again.append(run)
+                continue
             run.end("kill", "template lost")
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
@@ -154,6 +161,17 @@ class Agent:
         waiting, self._waiting = self._waiting, []
         for run in waiting:
             self._refuse(run, broken)
+        if again:
+            self._waiting += again
+            self._templates.start_if_needed()
+
+    def _take_back(self, run: Run, template: TemplateProcess) -> None:
+        """Its template has died before the user's code has begun: it waits for the next one."""
+        for rank in run.alive:
+            self._loop.unwatch(rank.connection.fileno())
+        run.take_back()
+        template.runs.remove(run)
+        del self._runs[run.launch.job_id]
 
     # Runs ----------------------------------------------------------------------------------------------------------
 
@@ -197,8 +215,6 @@ class Agent:
         for number in range(run.launch.world_size):
             if not self._fork(run, template, number):
                 break
-        if not run.keeps:
-            run.close_descriptors()
 
     def _respawn(self, told: messages.Respawn) -> None:
         run = self._runs.get(told.job_id)
@@ -303,7 +319,11 @@ class Agent:
             event = events.decode(body)
         except msgspec.DecodeError:
             return  # what one rank garbles must not end all runs
-        if isinstance(event, events.Finished):
+        if isinstance(event, events.Started):
+            rank.said_started = True
+            if not run.keeps and all(other.said_started for other in run.ranks):
+                run.close_descriptors()
+        elif isinstance(event, events.Finished):
             rank.said_finished = True
             if all(other.said_finished for other in run.ranks):
                 run.release()

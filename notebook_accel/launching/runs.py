@@ -40,6 +40,7 @@ class Rank:
         dump: The file that it writes its stacks to when it is asked for them.
         pid: ``None`` until it was forked.
         status: How it exited, ``None`` while it lives.
+        said_started: Whether it has come to the user's code.
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
         lost_peer: Whether that was only that another rank has gone.
@@ -53,6 +54,7 @@ class Rank:
     dump: int
     pid: int | None = None
     status: int | None = None
+    said_started: bool = False
     said_finished: bool = False
     said_failed: bool = False
     lost_peer: bool = False
@@ -98,11 +100,11 @@ class Run:
 
     Attributes:
         launch: What the kernel asked for.
-        descriptors: What came with it, until the ranks have it; to the end if ranks may be started again.
+        descriptors: What came with it, until all ranks run; to the end if ranks may be started again.
         ranks: In order; empty until the run is started.
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
         refusal: Why it could not be started, as the user is told it; empty if it could.
-        store: Listens for the ranks' store, until rank 0 has it; to the end if rank 0 may be started again.
+        store: Listens for the ranks' store, as long as there are descriptors.
     """
 
     launch: messages.Launch
@@ -112,6 +114,7 @@ class Run:
     refusal: str = ""
     store: socket.socket | None = None
     _is_interrupted_at_start: bool = False
+    _was_taken_back: bool = False
     _how: messages.How | None = None
     _log_folder: int | None = None
     _next_look_s: float = 0.0
@@ -136,6 +139,21 @@ class Run:
         if self.alive:
             return False
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether it can be, once, without anybody's notice: no rank has come to the user's code."""
+        return not self.reason and not self._was_taken_back and not any(rank.said_started for rank in self.ranks)
+
+    def take_back(self) -> None:
+        """Makes it what it was before it was started. Its ranks are gone."""
+        self._was_taken_back = True
+        for rank in self.alive:
+            rank.close()
+        self.ranks.clear()
+        if self.store is not None:
+            self.store.close()
+        self._let_go_of_logs()
 
     def started(self) -> None:
         """Its time runs from now on."""
@@ -212,8 +230,7 @@ class Run:
 
     def ended(self) -> None:
         """It is over: its logs are for the user, and older ones may go."""
-        if self._log_folder is not None:
-            os.close(self._log_folder)
+        self._let_go_of_logs()
         logs.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
@@ -224,6 +241,11 @@ class Run:
         if self.store is not None:
             self.store.close()
             self.store = None
+
+    def _let_go_of_logs(self) -> None:
+        if self._log_folder is not None:
+            os.close(self._log_folder)
+            self._log_folder = None
 
     def _step(self, now_s: float) -> None:
         number = self._steps.pop(0)

@@ -107,8 +107,7 @@ def test_interrupt_runs_finally_and_keeps_the_kernel(run: Run, notebook: kernels
     ok(run("kept = []"))
     cell = notebook.start(f"""%%distributed -n {ranks_of(method)} --start_method {method}
 try:
-    print("in the loop", flush=True)
-    time.sleep(60)
+    print("in the loop", flush=True); time.sleep(60)
 finally:
     print("tidied up", flush=True)""")
     for _ in range(ranks_of(method)):
@@ -119,7 +118,7 @@ finally:
     outcome = cell.finish()
     assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
     assert outcome.stdout.count("tidied up") == ranks_of(method)
-    assert "rank 0 was at In[" in outcome.traceback and "line 4" in outcome.traceback
+    assert "rank 0 was at In[" in outcome.traceback and "line 3" in outcome.traceback
     assert run("kept").result == "[]"
 
 

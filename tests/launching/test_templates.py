@@ -126,6 +126,25 @@ def test_killed_template_that_nobody_uses_is_replaced(kernel: kernels.Kernel) ->
     assert parent_of_ranks(kernel) != before
 
 
+def test_run_whose_template_dies_before_its_ranks_run_starts_again(
+    kernel: kernels.Kernel, tmp_path: pathlib.Path
+) -> None:
+    before = template_of(kernel)
+    cell = kernel.start(f"""%%distributed -n 2 --log_dir {tmp_path}
+import os
+os.getppid(), int(os.environ["RANK"])""")
+
+    def is_ordered() -> bool:  # its agent opens a rank's log when it orders the rank
+        os.kill(before.pid, signal.SIGSTOP)  # again and again, since the agent lets it go on
+        return len(list(tmp_path.rglob("rank_1.log"))) > 0
+
+    processes.wait_until(is_ordered, "the ranks are ordered", poll_s=0)
+    os.kill(before.pid, signal.SIGKILL)
+    outcome = cell.finish(FIRST_LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    assert outcome.result == str([(template_of(kernel).pid, rank) for rank in (0, 1)])
+
+
 def test_idle_processes_go_and_come_back(kernel: kernels.Kernel) -> None:
     before = parent_of_ranks(kernel, "--idle_timeout_s 0.5")
     processes.wait_until(lambda: kernel.descendants() == [], "agent and template have gone")
