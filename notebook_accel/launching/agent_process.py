@@ -18,7 +18,7 @@ from notebook_accel import environment, events, memory_files
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
-from notebook_accel.launching import messages
+from notebook_accel.launching import messages, undisturbed
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.sealing import Sealed
@@ -126,7 +126,7 @@ class AgentProcess:
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
-            self._send(message)
+            undisturbed.call(lambda: self._send(message))
 
     def quit(self) -> None:
         """Tells it to go."""
@@ -158,7 +158,7 @@ class AgentProcess:
     ) -> None:
         self._resume()
         try:
-            _undisturbed(lambda: self._connection.send(messages.encode(message), descriptors))
+            self._connection.send(messages.encode(message), descriptors)
         except (ClosedError, TimeoutError, OSError) as error:
             raise ProcessStartError(
                 "The agent process, which starts and supervises ranks, has gone.",
@@ -253,27 +253,6 @@ class AgentProcess:
             text = os.pread(self._errors, 4000, max(0, size - 4000)).decode(errors="replace").strip()
             return f"It last wrote:\n{text}" if text else ""
         return ""
-
-
-def _undisturbed(act: Callable[[], None]) -> None:
-    """Does something in a thread, where no KeyboardInterrupt can come in the middle of it, and waits for its end."""
-    raised: list[Exception] = []
-
-    def run() -> None:
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="notebook-accel-send", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        thread.join(_SEND_DEADLINE_S)  # the descriptors are still being sent
-        raise
-    if raised:
-        raise raised[0]
 
 
 class _LocalControl:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from notebook_accel import serialization
 from notebook_accel.channel import Connection
 from notebook_accel.errors import ProcessStartError
-from notebook_accel.launching import local, preloading, sealing, template
+from notebook_accel.launching import local, preloading, sealing, template, undisturbed
 from notebook_accel.launching.agent_process import TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -44,6 +44,9 @@ class ForkEngine:
 
     def launch(self, request: Request) -> Job:
         """Starts the ranks. See ``Engine``."""
+        return undisturbed.call(lambda: self._launch(request), Job.kill)
+
+    def _launch(self, request: Request) -> Job:
         shipped = _definitions(request)
         nothing = serialization.pickle_by_value(None, roots={})
         pickled = dataclasses.replace(nothing, shipped=shipped)

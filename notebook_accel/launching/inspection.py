@@ -12,10 +12,13 @@ import faulthandler
 import os
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from notebook_accel.launching import messages
 from notebook_accel.launching.processes import state
-from notebook_accel.launching.runs import Rank
+
+if TYPE_CHECKING:  # ranks arm themselves with this module, and kernels read it where there is no supervision
+    from notebook_accel.launching.runs import Rank
 
 __all__ = ["Inspection", "arm", "dump_file"]
 

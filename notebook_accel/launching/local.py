@@ -7,12 +7,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from notebook_accel import config
+from notebook_accel import config, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launching import outgoing, processes, sealing
+from notebook_accel.launching import outgoing, processes, sealing, undisturbed
 from notebook_accel.launching.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -45,8 +45,11 @@ class LocalEngine:
     def warm(self) -> None:
         """Starts agent and template in the background, so that the first launch finds them ready."""
         if processes.are_supported():
-            with self._lock:
-                self._running_agent().prepare(_usual_options())
+            undisturbed.call(self._warm)
+
+    def _warm(self) -> None:
+        with self._lock:
+            self._running_agent().prepare(_usual_options())
 
     def warm_in_kernel(self) -> None:
         """The same if this process is a notebook's kernel, and nothing if not: a script may never launch."""
@@ -58,6 +61,9 @@ class LocalEngine:
     def launch(self, request: Request) -> Job:
         """Starts ranks that are forked from the template. See ``Engine``."""
         pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        return undisturbed.call(lambda: self._launch(request, pickled, left_out), Job.kill)
+
+    def _launch(self, request: Request, pickled: serialization.Pickled, left_out: Mapping[str, str]) -> Job:
         with sealing.sealed(request, pickled, left_out) as sealed:
             with self._lock:
                 agent = self._running_agent()

@@ -1,25 +1,23 @@
-"""Where the ranks' log files are, how long they stay, and reading them.
+"""Where the ranks' log files are, and reading them.
 
 A run has a folder of its own with one file a rank. By default it is in the system's folder for temporary files, which
-is local and fast wherever the user's home is, and the oldest ones go when there are many.
+is local and fast wherever the user's home is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import pathlib
 import re
-import shutil
 import stat
 import tempfile
 import time
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 
-__all__ = ["hold", "log_file", "make_folder", "read", "remove_old"]
+__all__ = ["KEPT_RUNS", "log_file", "make_folder", "read", "root"]
 
 KEPT_RUNS = 20
 _BLOCK_BYTES = 1 << 16
@@ -39,10 +37,10 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
         ConfigError: It can't be made in ``log_dir``.
     """
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # whose run it is: see ``remove_old``
+    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # whose run it is: see ``log_keeping``
     if not log_dir:
         with contextlib.suppress(OSError):
-            return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_root()))
+            return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
         return None
     try:
         parent = pathlib.Path(log_dir).expanduser().absolute()
@@ -54,58 +52,20 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
         ) from None
 
 
-def _root() -> pathlib.Path:
+def root() -> pathlib.Path:
     """The folder of this user's runs among everybody's temporary files. A name that somebody else has taken is left."""
-    root = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
+    folder = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
-        root.mkdir(mode=0o700)
-    found = root.lstat()
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(errno.EPERM, "not this user's folder, or not only this user's", str(root))
-    return root
+        raise OSError(errno.EPERM, "not this user's folder, or not only this user's", str(folder))
+    return folder
 
 
 def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
     """A rank's log in its run's folder."""
     return pathlib.Path(folder, f"rank_{rank}.log")
-
-
-def hold(folder: str) -> int | None:
-    """A descriptor that keeps a run's folder from being removed as long as it is open, also by other kernels."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return descriptor
-    return None
-
-
-def remove_old(kernel_pid: int, kept: int = KEPT_RUNS) -> None:
-    """Removes temporary folders: all but a kernel's newest ones, and all but the newest of kernels that are gone.
-
-    What belongs to another kernel that lives is left to that one, and what is held stays.
-    """
-    with contextlib.suppress(OSError):
-        oldest_first = sorted(entry for entry in _root().iterdir() if entry.is_dir() and not entry.is_symlink())
-        mine = [folder for folder in oldest_first if _owner(folder) == str(kernel_pid)]
-        orphaned = [folder for folder in oldest_first if not os.path.exists(f"/proc/{_owner(folder)}")]
-        for folder in (*mine[: max(len(mine) - kept, 0)], *orphaned[: max(len(orphaned) - kept, 0)]):
-            _remove_unless_held(folder)
-
-
-def _owner(folder: pathlib.Path) -> str:
-    """The process whose run it was of, as text."""
-    return folder.name.rpartition("-")[0].rpartition("-")[2]
-
-
-def _remove_unless_held(folder: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-        finally:
-            os.close(descriptor)
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:

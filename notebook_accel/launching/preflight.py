@@ -133,6 +133,8 @@ def _port(config: LaunchConfig) -> Finding | None:
 
 def _holder_of(port: int) -> str:
     """Which process listens on a port, as far as this user may see it."""
+    if sys.platform != "linux":
+        return ""
     fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
     sockets = {f"socket:[{line[9]}]" for line in fields if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
     for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):

@@ -10,7 +10,7 @@ import socket
 import time
 
 from notebook_accel.channel import Connection
-from notebook_accel.launching import logs, messages
+from notebook_accel.launching import log_keeping, messages
 from notebook_accel.launching.output import LogTail
 from notebook_accel.launching.processes import kill_group, state
 
@@ -157,7 +157,7 @@ class Run:
 
     def started(self) -> None:
         """Its time runs from now on."""
-        self._log_folder = logs.hold(self.launch.log_folder)
+        self._log_folder = log_keeping.hold(self.launch.log_folder)
         if self.launch.timeout_s is not None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
@@ -231,7 +231,7 @@ class Run:
     def ended(self) -> None:
         """It is over: its logs are for the user, and older ones may go."""
         self._let_go_of_logs()
-        logs.remove_old(kernel_pid=os.getppid())
+        log_keeping.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
         """Closes what came with the launch, and the store's socket."""

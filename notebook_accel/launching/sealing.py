@@ -58,7 +58,7 @@ def sealed(request: Request, pickled: serialization.Pickled, left_out: Mapping[s
         )
         try:
             yield Sealed(job, payload, files)
-        except BaseException:  # an interrupt may come when the ranks are on their way
+        except BaseException:
             job.kill()
             raise
     finally:
