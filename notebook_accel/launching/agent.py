@@ -34,6 +34,12 @@ _TICK_S = 0.1
 _MOST_QUEUED_BYTES = 4 << 20
 _TEMPLATE_FAILED = messages.Broken(text="The process that ranks are forked from could not be started.")
 _TEMPLATE_LOST = messages.Broken(text="The process that ranks are forked from has died.")
+_FORK_FAILED = messages.Broken(
+    text="The fork of the kernel that the ranks are forked from has not come to life.",
+    why="It has none of the kernel's threads. A lock that one of them held at that moment stays locked in it, and what "
+    "takes the lock waits for ever.",
+    fix="--start_method spawn (start_method='spawn'), or end the kernel's threads before the launch",
+)
 _PRELOAD_REFUSED = "A module that is named in preload can't be preloaded."
 _WITHOUT_PRELOAD = "leave it out of preload: ranks then import it themselves"
 _MORE_ROOM = "end what else runs here, or raise the limits on open files and processes (ulimit -n, ulimit -u)"
@@ -148,6 +154,8 @@ class Agent:
                 self._take_back(run, template)
                 again.append(run)
                 continue
+            if not template.is_ready and not run.reason:
+                run.refuse(_FORK_FAILED)
             run.end("kill", "template lost")
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
@@ -247,7 +255,7 @@ class Agent:
         if run.keeps and rank is not None:
             self._say(run, rank, events.Output(text=text))
         else:
-            run.refuse(text)
+            run.refuse(messages.Broken(text=text, fix=_MORE_ROOM))
         if rank is not None and rank.status is None:
             self._rank_ended(run, rank, 1)
 
@@ -271,7 +279,7 @@ class Agent:
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
         if run.refusal:
-            self._refuse(run, messages.Broken(text=run.refusal, fix=_MORE_ROOM))
+            self._refuse(run, run.refusal)
         else:
             run.close_descriptors()
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
@@ -289,7 +297,9 @@ class Agent:
             run.close_descriptors()
             self._tell_kernel(messages.RunEnded(job_id=told.job_id, reason=reason_of(told.how)))
         if told.job_id in self._runs:
-            self._runs[told.job_id].end(told.how)
+            run = self._runs[told.job_id]
+            run.end(told.how)
+            self._templates.end_unready_fork_for(run)
 
     def _inspect(self, told: messages.Inspect) -> None:
         run = self._runs.get(told.job_id)

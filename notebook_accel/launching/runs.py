@@ -103,7 +103,7 @@ class Run:
         descriptors: What came with it, until all ranks run; to the end if ranks may be started again.
         ranks: In order; empty until the run is started.
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
-        refusal: Why it could not be started, as the user is told it; empty if it could.
+        refusal: Why it could not be started, as the user is told it; ``None`` if it could.
         store: Listens for the ranks' store, as long as there are descriptors.
     """
 
@@ -111,7 +111,7 @@ class Run:
     descriptors: list[int]
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     reason: messages.Reason = ""
-    refusal: str = ""
+    refusal: messages.Broken | None = None
     store: socket.socket | None = None
     _is_interrupted_at_start: bool = False
     _was_taken_back: bool = False
@@ -179,9 +179,9 @@ class Run:
         if self._is_interrupted_at_start:
             rank.signal(signal.SIGINT)
 
-    def refuse(self, text: str) -> None:
+    def refuse(self, broken: messages.Broken) -> None:
         """It could not be started as a whole."""
-        self.refusal = self.refusal or text
+        self.refusal = self.refusal or broken
         self.end("kill", "failed")
 
     def interrupt(self) -> None:

@@ -152,6 +152,12 @@ class Templates:
         """The template that forks a run's ranks."""
         return next(template for template in self._all if run in template.runs)
 
+    def end_unready_fork_for(self, run: Run) -> None:
+        """A run is to end: kills the fork of the kernel that was to fork its ranks, if it may never come so far."""
+        for template in self._all:
+            if run in template.runs and template.pidfd >= 0 and not template.is_ready:
+                template.kill()
+
     def release(self, run: Run) -> None:
         """A run has ended; the template that forked its ranks goes if nobody needs it any more."""
         for template in list(self._all):

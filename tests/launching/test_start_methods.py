@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -247,6 +248,27 @@ numbers = Numbers()""")
 [x for batch in torch.utils.data.DataLoader(numbers, batch_size=4, num_workers=2) for x in batch.tolist()]""")
     )
     assert outcome.result == str([[0, 3, 6, 9, 12, 15, 18, 21]] * 2)
+
+
+@pytest.mark.parametrize("way", ["interrupt", "kill"])
+def test_fork_that_hangs_at_its_birth(notebook: kernels.Kernel, run: Run, way: str) -> None:
+    ok(run("asleep = [True]\nos.register_at_fork(after_in_child=lambda: asleep and time.sleep(300))"))
+    standing = set(processes.children(notebook.pid))
+    cell = notebook.start("%%distributed -n 2 --start_method fork\n1")
+    [fork] = processes.wait_until(
+        lambda: set(processes.children(notebook.pid)) - standing, "the kernel has forked itself"
+    )
+    cell.wait_for_output("Launching training")
+    if way == "interrupt":
+        notebook.interrupt()
+        expected = "KeyboardInterrupt"
+    else:  # as its agent does when it has waited too long
+        os.kill(fork.pid, signal.SIGKILL)
+        expected = "has not come to life"
+    assert expected in cell.finish().traceback
+    assert not fork.is_alive
+    ok(run("asleep.clear()"))
+    assert ok(run("%%distributed -n 2 --start_method fork\n1")).result == "[1, 1]"
 
 
 def test_fork_is_refused_when_xla_is_initialised(run: Run) -> None:
