@@ -1,7 +1,8 @@
 """The command line: parses and calls, no logic of its own.
 
 ``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here;
-``notebook-accel config`` asks what the configuration file shall say, and writes it.
+``notebook-accel config`` asks what the configuration file shall say, and writes it; ``notebook-accel launch`` runs a
+script on every device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from notebook_accel import __version__, config, options, questions
+from notebook_accel import __version__, config, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError, PreflightError
 from notebook_accel.launching import configuring, launcher, preflight
 from notebook_accel.launching.devices import Devices
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
     asking.set_defaults(run=_config)
+    launch = commands.add_parser("launch", help="run a script on every device of this machine", allow_abbrev=False)
+    launch_command.add_arguments(launch)
+    launch.set_defaults(run=launch_command.run)
     return parser
 
 

@@ -1,0 +1,145 @@
+"""A script on every rank, from the command line."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+
+import pytest
+
+from notebook_accel import cli, config
+from tests.launching.conftest import template  # noqa: F401 - ranks start at once where it is ready
+
+_SCRIPT = """
+import json, os, pathlib, signal, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from notebook_accel import Accelerator
+
+class Squares(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index * index
+
+def main():
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    how, *rest = sys.argv[1:]
+    if how == "sleep":
+        pathlib.Path(rest[0]).touch()
+    if how == "raise" and rank == 1:
+        raise ValueError("rank 1 gives up")
+    if how == "exit" and rank == 1:
+        sys.exit(5)
+    if how == "die" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how != "train":
+        time.sleep(60)
+    loader = accelerator.prepare(DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
+    squares = accelerator.gather(torch.cat(list(loader))).tolist()
+    accelerator.print(json.dumps([sorted(squares), sys.argv[0], rest, "get_ipython" in globals()]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A training script in a folder that is the current one, with no configuration of the user's."""
+    monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "train_squares.py"
+    path.write_text(_SCRIPT)
+    return path
+
+
+def launch(*arguments: object) -> int:
+    return cli.main(["launch", "--num_processes", "2", "--use_cpu", *map(str, arguments)])
+
+
+@pytest.mark.usefixtures("template")
+@pytest.mark.parametrize("target", [["train_squares.py"], ["-m", "train_squares"]], ids=["file", "module"])
+def test_script_is_the_main_program_of_every_rank(
+    script: pathlib.Path, target: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*target, "train", "--epochs", "3") == 0
+    shown = capsys.readouterr().out
+    assert "Launching training on 2 CPUs." in shown
+    squares = [index * index for index in range(8)]
+    assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false]\n' in shown
+
+
+@pytest.mark.usefixtures("template")
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("raise", 1, "ValueError: rank 1 gives up"), ("exit", 5, "SystemExit: 5"), ("die", 137, "killed by SIGKILL")],
+)
+def test_status_is_that_of_the_rank_that_failed_first(
+    script: pathlib.Path, how: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(script, how) == status
+    shown = capsys.readouterr().err
+    assert said in shown and "rank 1 of 2" in shown
+    assert "notebook_accel" + os.sep not in shown  # frames are the script's own
+
+
+@pytest.mark.usefixtures("template")
+def test_interrupt_ends_it(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_up = script.with_name("up")
+
+    def interrupt() -> None:
+        while not is_up.exists():
+            if ended.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ended = threading.Event()
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        assert launch(script, "sleep", is_up) == 130
+    finally:
+        ended.set()
+        watcher.join()
+    assert "'train_squares.py' was interrupted, and every rank has ended." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.py"], "There is no file 'nothing.py' to launch."),
+        (["-m", "nothing.at_all"], "There is no module 'nothing.at_all' to launch."),
+        (["--tpu", "train_squares.py"], "--tpu is not there yet."),
+        (["--num_machines", "2", "train_squares.py"], "--num_machines 2 is not there yet."),
+        (["--main_process_ip", "10.0.0.1", "train_squares.py"], "--main_process_ip 10.0.0.1 is not there yet."),
+        (["--multi_gpu", "train_squares.py"], "--multi_gpu was asked for, and there is no GPU"),
+        (["--config_file", "none.yaml", "train_squares.py"], "There is no configuration file none.yaml."),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    script: pathlib.Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*arguments) == 1
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("flag", [["--use_fsdp"], ["--zero_stage", "2"], ["--num_proc", "2"]])
+def test_flag_that_is_not_known_is_named(
+    script: pathlib.Path, flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        launch(*flag, script, "train")
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {flag[0]}" in capsys.readouterr().err
+
+
+def test_options_come_from_the_configuration_file(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.default_path().write_text("mixed_precision: fp16\n")
+    assert launch(script, "train") == 1
+    assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in capsys.readouterr().err
