@@ -19,6 +19,7 @@ _MIB = 1 << 20
 _BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after some calm
 _BYTES_PER_S = _MIB  # of all ranks of a run together, for good
 _SMALLEST_SHARE_BYTES = 1 << 14
+_FIRST_BYTES = 1 << 16  # of each rank that are said in any case, also if there are far too many when one first looks
 _LAST_BYTES = 1 << 16  # of each rank that are said at its end, whatever it wrote before
 _LONGEST_LINE_BYTES = _MIB
 _CHUNK_BYTES = _MIB
@@ -103,6 +104,7 @@ class LogTail:
         # Of the first byte that was neither said nor passed over. A rank that is started once more goes on in its log.
         self._position = self._seen_size = self.size_bytes
         self._left_out = 0
+        self._first_bytes = _FIRST_BYTES
 
     def close(self) -> None:
         """Closes the log."""
@@ -131,6 +133,7 @@ class LogTail:
         size = min(size, self.size_bytes)
         if size <= self._position:
             return
+        self._say_first_lines(size)
         start = size - self._allowance.left_bytes
         if start > self._position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
             return
@@ -140,6 +143,7 @@ class LogTail:
     def finish(self) -> None:
         """Says the last lines, one without its end too. For when the rank is gone."""
         size = self.size_bytes
+        self._say_first_lines(size)
         start = size - max(self._allowance.left_bytes, _LAST_BYTES)
         while not self._pass_over(start):
             pass
@@ -147,6 +151,11 @@ class LogTail:
         rest = os.pread(self.descriptor, size - self._position, self._position)
         if rest:
             self._say_text([rest])
+
+    def _say_first_lines(self, size: int) -> None:
+        if self._first_bytes:
+            self._say_lines(min(size, self._position + self._first_bytes))
+            self._first_bytes = 0
 
     def _pass_over(self, start: int) -> bool:
         """Leaves out the lines before ``start``; returns whether that was done, or is to be gone on with."""

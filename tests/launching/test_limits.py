@@ -68,6 +68,18 @@ def test_process_that_a_rank_leaves_behind_delays_nothing_and_no_line_is_lost(
     assert [line for line in lines if line != "from the daemon"] == [f"line {number}" for number in range(1000)]
 
 
+def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None:
+    job = launch(ranks.waits)
+    os.kill(pids_of(job)[1], signal.SIGKILL)
+    assert job.wait(30)
+    assert isinstance(job.error, RankFailedError)
+    assert (job.error.what, job.error.why) == (
+        "rank 1 of 2 was killed by SIGKILL.",
+        "Nothing of notebook-accel sent it.",
+    )
+    assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
+
+
 @pytest.fixture
 def little_memory(engine: object) -> Iterator[int]:
     """A control group with little memory, and the template in it; its limit in bytes."""
@@ -102,18 +114,6 @@ def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_me
     assert "was killed by SIGKILL: out of host memory" in error.what
     assert "512 MiB that the container has" in error.why and "out-of-memory killer has ended a process" in error.why
     assert re.search(r"The rank had used up to \d\d\d MiB", error.why)
-
-
-def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None:
-    job = launch(ranks.waits)
-    os.kill(pids_of(job)[1], signal.SIGKILL)
-    assert job.wait(30)
-    assert isinstance(job.error, RankFailedError)
-    assert (job.error.what, job.error.why) == (
-        "rank 1 of 2 was killed by SIGKILL.",
-        "Nothing of notebook-accel sent it.",
-    )
-    assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
 
 
 def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch, tmp_path: pathlib.Path) -> None:

@@ -49,6 +49,22 @@ def read_lines(chunks: list[bytes]) -> list[str]:
     return log.finish()
 
 
+def test_first_lines_are_said_also_of_a_flood_that_nobody_saw_begin() -> None:
+    count = 300_000
+    flood = "".join(f"line {number} {'x' * 50}\n" for number in range(count)).encode()
+    for is_read_before_its_end in (True, False):
+        log = Log()
+        if is_read_before_its_end:
+            log.write(flood)
+        else:
+            os.write(log.descriptor, flood)
+        lines = log.finish()
+        numbers = [int(line.split()[1]) for line in lines]
+        assert numbers[0] == 0 and numbers[-1] == count - 1
+        assert numbers == sorted(numbers)
+        assert len(numbers) + log.left_out == count and log.left_out > 0
+
+
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)), st.data())
 def test_lines_survive_any_cut(lines: list[str], data: st.DataObject) -> None:
     whole = "".join(line + "\n" for line in lines).encode()
