@@ -21,7 +21,7 @@ class LocalSGD:
     """A context in which gradients stay local, and weights are averaged every few steps and at the end.
 
     The method and its name are those of Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks
-    have to take as many steps.
+    have to take as many steps. A checkpoint has rank 0's weights, which between two averagings are not the others'.
 
     Args:
         accelerator: The Accelerator that has prepared the model.

@@ -95,7 +95,13 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.training.ranks", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                # One thread; and no look at the GPUs other than through NVML, after which a fork could not use them.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                },
             )
 
     def fork(self, variables: dict[str, str]) -> tuple[int, Connection]:

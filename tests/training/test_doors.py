@@ -79,7 +79,7 @@ def test_plugins_that_can_not_be_honoured() -> None:
 ])  # fmt: skip
 def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:
     plugin = getattr(utils, name)
-    assert not isinstance(Accelerator(cpu=True).deepspeed_plugin, plugin)
+    assert not isinstance(Accelerator(cpu=True).state.deepspeed_plugin, plugin)
     with pytest.raises(ConfigError, match=f"^{name} isn't there") as raised:
         plugin(zero_stage=2)
     assert raised.value.why
