@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     )
     from notebook_accel.launching.configuring import write_basic_config
     from notebook_accel.launching.job import Job
-    from notebook_accel.launching.launcher import notebook_launcher
+    from notebook_accel.launching.launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
+    from notebook_accel.training.availability import is_rich_available
     from notebook_accel.training.batch_size import find_executable_batch_size
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
@@ -45,6 +46,20 @@ if TYPE_CHECKING:
     from notebook_accel.training.process_control import DistributedType, PartialState
     from notebook_accel.training.profiling import ProfileKwargs
     from notebook_accel.training.random_state import synchronize_rng_states
+    from notebook_accel.training.refusals import (
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        cpu_offload,
+        disk_offload,
+        dispatch_model,
+        infer_auto_device_map,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+        prepare_pippy,
+    )
     from notebook_accel.training.skipping import skip_first_batches
     from notebook_accel.training.states import AcceleratorState
 
@@ -61,8 +76,10 @@ _HOME = {
     "ConfigError": "errors",
     "DDPCommunicationHookType": "training.handlers",
     "DataLoaderConfiguration": "training.data",
+    "DeepSpeedPlugin": "training.refusals",
     "DistributedDataParallelKwargs": "training.handlers",
     "DistributedType": "training.process_control",
+    "FullyShardedDataParallelPlugin": "training.refusals",
     "GradScalerKwargs": "training.handlers",
     "GradientAccumulationPlugin": "training.accumulation",
     "InitProcessGroupKwargs": "training.handlers",
@@ -70,6 +87,7 @@ _HOME = {
     "LaunchConfig": "config",
     "LaunchError": "errors",
     "NotebookAccelError": "errors",
+    "ParallelismConfig": "training.refusals",
     "PartialState": "training.process_control",
     "PayloadError": "errors",
     "PreflightError": "errors",
@@ -81,9 +99,20 @@ _HOME = {
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",
     "TrainingError": "errors",
+    "cpu_offload": "training.refusals",
+    "debug_launcher": "launching.launcher",
+    "disk_offload": "training.refusals",
+    "dispatch_model": "training.refusals",
     "find_executable_batch_size": "training.batch_size",
+    "infer_auto_device_map": "training.refusals",
+    "init_empty_weights": "training.refusals",
+    "init_on_device": "training.refusals",
+    "is_rich_available": "training.availability",
+    "load_checkpoint_and_dispatch": "training.refusals",
+    "load_checkpoint_in_model": "training.refusals",
     "notebook_launcher": "launching.launcher",
     "prepare_data_loader": "training.data",
+    "prepare_pippy": "training.refusals",
     "report": "reporting",
     "skip_first_batches": "training.skipping",
     "synchronize_rng_states": "training.random_state",
@@ -99,8 +128,10 @@ __all__ = [
     "ConfigError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -108,6 +139,7 @@ __all__ = [
     "LaunchConfig",
     "LaunchError",
     "NotebookAccelError",
+    "ParallelismConfig",
     "PartialState",
     "PayloadError",
     "PreflightError",
@@ -120,9 +152,20 @@ __all__ = [
     "RunTimeoutError",
     "TrainingError",
     "config_widget",
+    "cpu_offload",
+    "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "is_rich_available",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "prepare_data_loader",
+    "prepare_pippy",
     "report",
     "skip_first_batches",
     "synchronize_rng_states",

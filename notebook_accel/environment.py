@@ -137,6 +137,11 @@ def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
     return any(is_true(environ.get(name, "")) for name in DEBUG)
 
 
+def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether training does what Accelerate does also where that is worse."""
+    return environ.get(COMPAT) == "accelerate"
+
+
 def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that libraries read when they are imported, so that a changed one needs a fresh process."""
     return {

@@ -20,7 +20,7 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
-__all__ = ["launch_cell", "launch_function", "notebook_launcher", "try_out"]
+__all__ = ["debug_launcher", "launch_cell", "launch_function", "notebook_launcher", "try_out"]
 
 
 def notebook_launcher(
@@ -137,6 +137,22 @@ def notebook_launcher(
     )
     job = launch_function(function, tuple(args), dict(kwargs or {}), options, background=background)
     return job if background else following.follow(job)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:
+    """Runs a function in ranks on the CPU, also where there are GPUs, to try it out.
+
+    Args:
+        function: What each rank calls.
+        args: Its positional arguments.
+        num_processes: Number of ranks.
+
+    Raises:
+        NotebookAccelError: As ``notebook_launcher`` does.
+    """
+    results = notebook_launcher(function, args, num_processes, use_cpu=True)
+    assert isinstance(results, Results)  # it wasn't told to run in the background
+    return results
 
 
 def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:

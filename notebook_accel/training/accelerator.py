@@ -40,6 +40,7 @@ from notebook_accel.training.optimizers import AcceleratedOptimizer, Accelerated
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.profiling import ProfileKwargs
 from notebook_accel.training.project import Project
+from notebook_accel.training.settings import Settings
 from notebook_accel.training.states import AcceleratorState
 
 __all__ = ["Accelerator"]
@@ -47,7 +48,7 @@ __all__ = ["Accelerator"]
 _T = TypeVar("_T")
 
 
-class Accelerator(GroupCalls, Project):
+class Accelerator(GroupCalls, Project, Settings):
     """One rank of a training run.
 
     Making it joins the group that the environment describes; without one, this process trains alone. A further one in
@@ -116,24 +117,30 @@ class Accelerator(GroupCalls, Project):
         self._prepared: list[tuple[Any, Any]] = []
         self._has_begun = False
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Makes models, optimizers, loaders and schedulers ready for this rank.
 
         Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
         rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects are passed
         through, and so is what was prepared before.
 
+        Args:
+            objects: What to prepare.
+            device_placement: For each of them, whether it is put on the device; ``None`` as the Accelerator does it.
+
         Returns:
             The objects in the same order; a single one by itself.
 
         Raises:
-            ConfigError: A loader can't be shared out, or a dataset was given in place of one.
+            ConfigError: A loader can't be shared out, a dataset was given in place of one, or ``device_placement`` has
+                another length.
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
         """
         data.refuse_data(objects)
-        prepared = objects
+        prepared, placed = objects, self._placements(objects, device_placement)
         for is_kind, prepare_one in self._kinds:
-            prepared = tuple(prepare_one(item) if is_kind(item) else item for item in prepared)
+            pairs = zip(prepared, placed, strict=True)
+            prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_strangers(prepared, [item for _, item in self._prepared])
         return prepared[0] if len(prepared) == 1 else prepared
@@ -144,29 +151,30 @@ class Accelerator(GroupCalls, Project):
         """``prepare`` for one model; one that is only evaluated doesn't average gradients."""
         prepare = functools.partial(
             models.prepare_model,
-            device_placement=self._device_placement if device_placement is None else device_placement,
+            device_placement=self._is_placed(device_placement),
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
         )
         return self._once(model, lambda: prepare(model, self._runtime, self._precision))
 
-    def _prepare_leaf(self, leaf: torch.Tensor) -> torch.Tensor:
-        prepare = functools.partial(models.prepare_leaf, device_placement=self._device_placement)
-        return self._once(leaf, lambda: prepare(leaf, self._runtime))
+    def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
+        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._runtime, device_placement=device_placement))
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        """``prepare`` for one optimizer."""
-        scaler = self._precision.scaler
-        return self._once(optimizer, lambda: optimizers.prepare_optimizer(optimizer, self.gradient_state, scaler))
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """``prepare`` for one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
+        prepare = functools.partial(optimizers.prepare_optimizer, moves=self._is_placed(device_placement))
+        return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
     ) -> DataLoaderShard:
-        """``prepare`` for one loader; ``device_placement`` can differ from the Accelerator's."""
-        placed = self._device_placement if device_placement is None else device_placement
+        """``prepare`` for one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
+        data.refuse_slicing(slice_fn_for_dispatch)
         prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
-        device = self.device if placed else None
+        device = self.device if self._is_placed(device_placement) else None
         return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -275,6 +283,14 @@ class Accelerator(GroupCalls, Project):
         """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
         return accumulation.no_sync(model)
 
+    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the backward pass averages gradients although the forward pass was in ``no_sync``.
+
+        Raises:
+            TrainingError: The model was prepared to find unused parameters, which only a forward pass finds.
+        """
+        return accumulation.sync_in_backward(model)
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """A context that computes in mixed precision, for what happens outside of a prepared model."""
         return self._precision.autocast(autocast_handler)
@@ -325,11 +341,6 @@ class Accelerator(GroupCalls, Project):
         self.gradient_state.change_steps(steps)
 
     @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
-        return self._precision.name
-
-    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left out its last step because a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
@@ -351,14 +362,15 @@ class Accelerator(GroupCalls, Project):
         return [prepared for _, prepared in self._prepared if isinstance(prepared, AcceleratedOptimizer)]
 
     @property
-    def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...]:
+    def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any, bool], Any]], ...]:
         """What is prepared, in this order, and how."""
         return (
             (_is_a(torch.nn.Module), self.prepare_model),  # first: optimizers follow where their parameters have gone
             (models.is_leaf, self._prepare_leaf),
             (_is_a(torch.optim.Optimizer), self.prepare_optimizer),
             (_is_a(DataLoader), self.prepare_data_loader),
-            (_is_a(LRScheduler), self.prepare_scheduler),  # last: each looks for its optimizer among the prepared ones
+            # Last: each looks for its optimizer among the prepared ones.
+            (_is_a(LRScheduler), lambda scheduler, _: self.prepare_scheduler(scheduler)),
         )
 
     def _once(self, given: Any, prepare: Callable[[], _T]) -> _T:

@@ -22,7 +22,7 @@ from notebook_accel.training.sharding import Tail
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GradientAccumulationPlugin", "GradientState", "is_left_local", "no_sync", "resolve"]
+__all__ = ["GradientAccumulationPlugin", "GradientState", "is_left_local", "no_sync", "resolve", "sync_in_backward"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def resolve(
     return dataclasses.replace(
         plugin,
         num_steps=plugin.num_steps or steps,
-        scale_last_window=plugin.scale_last_window and environ.get(environment.COMPAT) != "accelerate",
+        scale_last_window=plugin.scale_last_window and not environment.follows_accelerate(environ),
     )
 
 
@@ -122,14 +122,15 @@ class GradientState:
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
 
     def change_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches in a window, from the next window on.
+        """Changes the number of micro-batches in a window. One that has begun ends when it has as many.
 
         Raises:
             ConfigError: It isn't a whole number from 1.
         """
         _check_steps("gradient_accumulation_steps", steps)
         self.num_steps = steps
-        if self.sync_gradients:
+        # Of a window that has begun, losses have been divided by the old number; where it ends they are rescaled.
+        if self.sync_gradients or not self.plugin.scale_last_window:
             self._divisor = steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,6 +283,12 @@ def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
     if isinstance(model, torch.Tensor):
         return _left_local(model)
     method = getattr(model, "no_sync", None)
+    return method() if callable(method) else contextlib.nullcontext()
+
+
+def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the backward pass averages gradients, although the forward pass was in ``no_sync``."""
+    method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient syncs outside of ``no_sync`` anyway
     return method() if callable(method) else contextlib.nullcontext()
 
 

@@ -96,7 +96,9 @@ def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_ga
             why="With even_batches=False nothing is repeated to give every rank as many batches.",
             fix="even_batches=True: gather_for_metrics leaves out what is repeated",
         )
-    if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree)):
+    are_tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree))
+    # An empty list is one of objects: other ranks may have some.
+    if use_gather_object or not are_tensors or (isinstance(tree, list) and not tree):
         gathered = gather_object(runtime, tree)
         return gathered[: tail.kept(len(gathered))] if tail else gathered
     if tail is None:

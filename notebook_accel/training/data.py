@@ -24,7 +24,7 @@ from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSam
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
 
-__all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "share_out"]
+__all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "refuse_slicing", "share_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,10 @@ def prepare_data_loader(
     process_index: int | None = None,
     split_batches: bool = False,
     put_on_device: bool = False,
+    rng_types: Iterable[Any] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
+    slice_fn_for_dispatch: object = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
@@ -85,9 +87,11 @@ def prepare_data_loader(
         num_processes: Number of ranks to share it out to; by default those of this run.
         process_index: The rank that gets this share; by default this one.
         put_on_device: Move batches to the device.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins.
         split_batches: As in ``DataLoaderConfiguration``, and so the others.
         dispatch_batches: See there.
         even_batches: See there.
+        slice_fn_for_dispatch: Not needed here, and refused.
         use_seedable_sampler: See there.
         data_seed: See there.
         non_blocking: See there.
@@ -96,6 +100,8 @@ def prepare_data_loader(
     Raises:
         ConfigError: The loader can't be shared out as it is, or not in this way.
     """
+    refuse_slicing(slice_fn_for_dispatch)
+    types = random_state.check_rng_types(rng_types or ())
     runtime = process_group.join(cpu=device is not None and torch.device(device).type == "cpu")
     asked = {"world_size": num_processes, "rank": process_index}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -110,7 +116,7 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
     )
     target = None if not put_on_device else torch.device(device) if device is not None else runtime.device
-    return share_out(dataloader, runtime=runtime, config=config, device=target, place=place)
+    return share_out(dataloader, runtime=runtime, config=config, device=target, place=place, rng_types=types)
 
 
 def share_out(
@@ -176,6 +182,20 @@ def refuse_data(objects: Iterable[Any]) -> None:
                 why="It would be passed through as it is, and every rank would work on all of it.",
                 fix="prepare(DataLoader(dataset, batch_size=...))",
             )
+
+
+def refuse_slicing(slice_fn_for_dispatch: object) -> None:
+    """Refuses a function that would cut a dispatched batch into the ranks' parts.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if slice_fn_for_dispatch is not None:
+        raise ConfigError(
+            "slice_fn_for_dispatch isn't there.",
+            why="Rank 0 makes each rank's batch by itself, with the loader's collate_fn, and cuts none.",
+            fix="leave it out",
+        )
 
 
 def _kind_of(item: object) -> str:

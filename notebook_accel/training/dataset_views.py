@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset
 
 from notebook_accel.training.epochs import EpochClock
-from notebook_accel.training.sharding import IterableDatasetShard, Round, Tail, sample_count
+from notebook_accel.training.sharding import IterableDatasetShard, Round, Tail, dispatched_rounds, sample_count
 
 __all__ = ["EpochStream", "MarkedBatch", "MarkedCollate", "MarkedStream", "ReadRound", "RoundDataset", "RoundStream"]
 
@@ -153,6 +153,6 @@ class RoundStream(_View, IterableDataset[ReadRound]):
         super().__init__(shard.dataset, _shard=shard, _collate=collate, _is_batch=is_batch)
 
     def __iter__(self) -> Iterator[ReadRound]:
-        for shares, tail in self._shard.rounds():
+        for shares, tail in dispatched_rounds(self._shard):
             batches = [self._collate(share if self._is_batch else share[0]) for share in shares]
             yield ReadRound(batches, [len(share) for share in shares], tail)

@@ -13,7 +13,13 @@ from notebook_accel.training import collectives
 from notebook_accel.training.dataset_views import MarkedBatch, ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loaders import DataLoaderShard, kept_options
 from notebook_accel.training.runtimes.runtime import Runtime
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Round, Tail
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    Round,
+    Tail,
+    dispatched_rounds,
+)
 
 __all__ = ["DataLoaderDispatcher"]
 
@@ -95,7 +101,7 @@ class _Rounds(Sampler[Round]):
         self._skipped = skipped
 
     def __iter__(self) -> Iterator[Round]:
-        return itertools.islice(self._shard.rounds(), self._skipped, None)
+        return itertools.islice(dispatched_rounds(self._shard), self._skipped, None)
 
 
 def _reader(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from notebook_accel.errors import CheckpointError, ConfigError
 from notebook_accel.training.durable_files import written
 
-__all__ = ["read_weights", "save_model", "write_object", "write_weights"]
+__all__ = ["read_weights", "save", "save_model", "write_object", "write_weights"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMAT = {"format": "pt"}  # without it Transformers refuses the file
@@ -44,6 +44,19 @@ def write_object(value: Any, path: pathlib.Path) -> None:
     """``torch.save`` to a file that is there whole or not at all."""
     with written(path) as draft:
         torch.save(value, draft)
+
+
+def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
+    """Writes a state dict to a safetensors file, or anything by ``torch.save``; the file is there whole or not at all.
+
+    Raises:
+        CheckpointError: Safetensors can't hold it.
+    """
+    target = pathlib.Path(path).expanduser()
+    if safe:
+        write_weights(value, target, safe=True)
+    else:
+        write_object(value, target)
 
 
 def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from notebook_accel.training.precision import Precision
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import to_float32
 
-__all__ = ["is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
+__all__ = ["is_compiled", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
 
 
 # What averages gradients and was made here; the user's own is left as it is.
@@ -119,6 +119,11 @@ def unwrap_model(
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
     return unwrap(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` has made it."""
+    return _compiled_from(model) is not None
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:

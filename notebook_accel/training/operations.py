@@ -1,19 +1,28 @@
-"""Collectives as functions, for code that has no ``Accelerator``: they take the group that this process is in."""
+"""What an ``Accelerator`` does, as functions, for code that has none: they take the group that this process is in."""
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
-from notebook_accel.training import collectives, process_group, trees
+import torch
+
+from notebook_accel.training import collectives, model_files, models, process_group, trees
 from notebook_accel.training.process_control import PartialState
 
 __all__ = [
     "broadcast",
     "broadcast_object_list",
+    "extract_model_from_parallel",
     "gather",
     "gather_object",
+    "is_compiled_module",
+    "load",
     "pad_across_processes",
     "reduce",
+    "release_memory",
+    "save",
     "send_to_device",
     "tqdm",
     "wait_for_everyone",
@@ -81,3 +90,53 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and not PartialState().is_local_main_process:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module,
+    keep_fp32_wrapper: bool = False,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,  # noqa: ARG001  what is inside of a model isn't wrapped here
+) -> torch.nn.Module:
+    """The model that was prepared, as it was; as ``Accelerator.unwrap_model``."""
+    return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` has made it."""
+    return models.is_compiled(module)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Gives unused device memory back.
+
+    Returns:
+        As many ``None`` as there are arguments, to overwrite the caller's names with: ``a, b = release_memory(a, b)``.
+    """
+    gc.collect()
+    process_group.current().release_memory()
+    return [None] * len(objects)
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """``torch.save`` on rank 0, or safetensors; the file is there whole or not at all.
+
+    Args:
+        obj: What to save; for safetensors a state dict.
+        f: The file.
+        save_on_each_node: The first rank of each machine writes it.
+        safe_serialization: Safetensors rather than torch's own format.
+
+    Raises:
+        CheckpointError: Safetensors can't hold it.
+    """
+    state = PartialState()
+    if state.is_main_process or (save_on_each_node and state.is_local_main_process):
+        model_files.save(obj, f, safe=safe_serialization)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load``, which reads nothing that can run code unless it is told ``weights_only=False``."""
+    return torch.load(f, map_location=map_location, **kwargs)

@@ -178,12 +178,12 @@ class AcceleratedScheduler:
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None
+    optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None, *, moves: bool = True
 ) -> AcceleratedOptimizer:
-    """Wraps an optimizer, and brings its state to where its parameters are now."""
+    """Wraps an optimizer, and if it ``moves``, brings its state to where its parameters are now."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
-    if _state_lies_elsewhere(optimizer):
+    if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
     return AcceleratedOptimizer(optimizer, state, scaler)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -106,7 +105,7 @@ class Position:
                 f"{resumption.epoch} anew. Fix: the same data and batch size, or skip_first_batches",
                 stacklevel=2,
             )
-        begins_anew = not fits or os.environ.get(environment.COMPAT) == "accelerate"
+        begins_anew = not fits or environment.follows_accelerate()
         self._resumption = None if begins_anew or resumption.begun is None else resumption
 
     def set_epoch(self, epoch: int) -> None:

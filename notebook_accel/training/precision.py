@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,9 +16,17 @@ from notebook_accel import environment
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
-__all__ = ["LossScaler", "Precision"]
+__all__ = ["LossScaler", "Precision", "PrecisionType"]
 
 _DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class PrecisionType(str, enum.Enum):
+    """What ``mixed_precision`` can be."""
+
+    NO = "no"
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 class Precision:
@@ -50,11 +59,11 @@ class Precision:
         scaler: GradScalerKwargs | None = None,
         downcast_bf16: bool = False,
     ) -> None:
-        name = name or environ.get(environment.MIXED_PRECISION) or "no"
+        name = str(getattr(name, "value", name) or environ.get(environment.MIXED_PRECISION) or "no")
         if name not in _DTYPES:
-            raise ConfigError(
-                f"mixed_precision is {name!r}.", fix=f"one of {', '.join(repr(known) for known in _DTYPES)}"
-            )
+            why = "There is no arithmetic in 8 bits here." if name == "fp8" else ""
+            known = ", ".join(repr(known) for known in _DTYPES)
+            raise ConfigError(f"mixed_precision is {name!r}.", why=why, fix=f"one of {known}")
         if name == "fp16" and device.type == "cpu":
             raise ConfigError(
                 "mixed_precision='fp16' needs a GPU, and this rank computes on the CPU.",

@@ -212,10 +212,7 @@ class Project(ProcessControl):
     def save(self, obj: Any, f: _Path, safe_serialization: bool = False) -> None:
         """``torch.save`` on rank 0, or safetensors; the file is there whole or not at all."""
         if self.is_main_process:
-            path = pathlib.Path(f).expanduser()
-            model_files.write_weights(obj, path, safe=True) if safe_serialization else model_files.write_object(
-                obj, path
-            )
+            model_files.save(obj, f, safe=safe_serialization)
 
     # Trackers
 

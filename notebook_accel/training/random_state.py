@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import random
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from notebook_accel.training import collectives, process_group
 from notebook_accel.training.runtimes.runtime import Runtime
 
 __all__ = [
+    "RNGType",
     "capture",
     "check_rng_types",
     "plain",
@@ -22,10 +24,19 @@ __all__ = [
     "set_seed",
     "snapshot",
     "synchronize",
+    "synchronize_rng_state",
     "synchronize_rng_states",
 ]
 
-_RNG_TYPES = ("torch", "cuda", "numpy", "python", "generator")
+
+class RNGType(str, enum.Enum):
+    """Generators of random numbers."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    NUMPY = "numpy"
+    PYTHON = "python"
+    GENERATOR = "generator"
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -98,8 +109,9 @@ def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
     """
     names = tuple(str(getattr(kind, "value", kind)) for kind in types)
     for name in names:
-        if name not in _RNG_TYPES:
-            raise ConfigError(f"rng_types has {name!r}.", fix=f"some of {', '.join(map(repr, _RNG_TYPES))}")
+        if name not in [known.value for known in RNGType]:
+            shown = ", ".join(repr(known.value) for known in RNGType)
+            raise ConfigError(f"rng_types has {name!r}.", fix=f"some of {shown}")
     return names
 
 
@@ -127,3 +139,8 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
         ConfigError: There is no such generator.
     """
     synchronize(process_group.current(), check_rng_types(rng_types), generator)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """``synchronize_rng_states`` for one of them."""
+    synchronize_rng_states([] if rng_type is None else [rng_type], generator)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import IterableDataset, Sampler
 
+from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "IterableDatasetShard",
     "Round",
     "Tail",
+    "dispatched_rounds",
     "sample_count",
 ]
 
@@ -273,6 +275,28 @@ class IterableDatasetShard(IterableDataset[Any]):
                 missing = self.num_processes - len(shares)
                 tail = Tail(real, len(taken), ragged=len(taken) < round_size, missing=missing)
             yield Round(shares, tail)
+
+
+def dispatched_rounds(shard: BatchSamplerShard | IterableDatasetShard) -> Iterator[Round]:
+    """The rounds that rank 0 reads for all.
+
+    With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment, what is left for a last round is cut into equal parts,
+    and only as much is repeated as that needs, instead of filling each rank's batch.
+    """
+    rounds = shard.rounds()
+    return _cut_evenly(rounds, shard.num_processes) if environment.follows_accelerate() else rounds
+
+
+def _cut_evenly(rounds: Iterator[Round], num_processes: int) -> Iterator[Round]:
+    for shares, tail in rounds:
+        if tail is None or tail.ragged or not all(isinstance(share, list) for share in shares):
+            yield Round(shares, tail)
+            continue
+        samples = list(itertools.chain.from_iterable(shares))  # the real ones come first
+        size = -(-tail.real // num_processes)
+        total = size * num_processes
+        cut = [samples[start : start + size] for start in range(0, total, size)]
+        yield Round(cut, Tail(tail.real, total) if tail.real < total else None)
 
 
 def _part_of(batch_size: int | None, num_processes: int) -> int:

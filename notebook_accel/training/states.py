@@ -27,6 +27,8 @@ class AcceleratorState(ProcessControl):
         TrainingError: The other ranks didn't come in time, or this one has no device.
     """
 
+    deepspeed_plugin: None = None  # programs ask for it before they use it
+
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))
         latest = None if _latest is None else _latest()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from tests.training import ranks
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _nursery() -> Iterator[None]:
+    with contextlib.closing(ranks.Nursery()) as nursery:
+        ranks.Nursery.shared = nursery
+        yield
+        ranks.Nursery.shared = None
 
 
 @pytest.fixture(scope="package")

@@ -1,13 +1,12 @@
-"""Ranks that are killed while they save, again and again: ``python -m tests.training.killed_savers MODE FOLDER``.
+"""Ranks that are killed while they save, again and again.
 
-All are forked from this process, which has imported torch and done nothing else. Each first loads what the one before
-it has left. Prints one line of JSON: the numbers of the checkpoints that were found, and how often ranks were killed.
+All are forked from the process that ``run`` is called in, which has imported torch and done nothing else. Each first
+loads what the one before it has left.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -164,9 +163,8 @@ def _first_line(pipe: int) -> int:
         return int(file.readline())
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def run(mode: str, folder: str, naming: str) -> dict[str, Any]:
+    """The numbers of the checkpoints that were found, and how often ranks were killed."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).state_dict()  # the first one imports half of torch
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
     modes = {"changes": at_every_change, "moments": at_random_moments}
-    print(json.dumps(modes[sys.argv[1]](sys.argv[2], numbered=sys.argv[3] == "numbered")))
+    return modes[mode](folder, numbered=naming == "numbered")

@@ -1,13 +1,17 @@
-"""Real ranks for tests: processes that run a function each, over and over, so that torch is imported once a rank.
+"""Real ranks for tests: processes that run a function each, over and over.
 
-``python -m tests.training.ranks <descriptor>`` is one of them.
+They are forks of a *nursery*, a process that has imported torch, has one thread, and has touched nothing else: so that
+ranks are there at once, and torch is imported once. ``python -m tests.training.ranks <descriptor>`` is it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
+import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +19,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 _DEADLINE_S = 60.0
+_START_DEADLINE_S = 60.0
+_REQUEST_BYTES = 1 << 20
 
 
 def free_port() -> int:
@@ -31,11 +37,14 @@ class Ranks:
     """As many ranks as there are environments.
 
     Args:
-        environments: The variables of each.
+        environments: The variables of each, besides those that this process has.
     """
 
     def __init__(self, environments: list[dict[str, str]]) -> None:
-        self._ranks = [_start(variables) for variables in environments]
+        self._own = contextlib.ExitStack()
+        nursery = Nursery.shared or self._own.enter_context(contextlib.closing(Nursery()))
+        self._nursery = nursery
+        self._ranks = [nursery.fork({**os.environ, **variables}) for variables in environments]
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """What ``function(*args)`` returns in each rank.
@@ -64,21 +73,56 @@ class Ranks:
         return replies
 
     def close(self) -> None:
-        for process, connection in self._ranks:
+        for pid, connection in self._ranks:
             connection.close()
-            process.kill()
-            process.wait()
+            self._nursery.end(pid)
+        self._own.close()
 
 
-def _start(variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.ranks", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **variables},
-        )
-    return process, Connection(ours.detach())
+class Nursery:
+    """Forks ranks, and waits for those that it has killed.
+
+    Attributes:
+        shared: The one that all tests use, if there is one.
+    """
+
+    shared: ClassVar[Nursery | None] = None
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(_START_DEADLINE_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.training.ranks", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                # One thread; and no look at the GPUs other than through NVML, after which a fork could not use them.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                },
+            )
+
+    def fork(self, variables: dict[str, str]) -> tuple[int, Connection]:
+        """Forks a rank with these environment variables, and no others."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._requests, [pickle.dumps(variables)], [theirs.fileno()])
+        return self._reply(), Connection(ours.detach())
+
+    def end(self, pid: int) -> None:
+        """Kills a rank, if it is still there."""
+        self._requests.send(pickle.dumps(pid))
+        self._reply()
+
+    def close(self) -> None:
+        self._requests.close()  # which ends it, and its ranks
+        self._process.wait(_START_DEADLINE_S)
+
+    def _reply(self) -> int:
+        pid: int = pickle.loads(self._requests.recv(_REQUEST_BYTES))
+        return pid
 
 
 def _send(connection: Connection, thing: Any) -> None:
@@ -124,10 +168,65 @@ def running(size: int, **variables: str) -> Iterator[Ranks]:
         ranks.close()
 
 
-def _serve(connection: Connection) -> None:
+def _nurse(requests: socket.socket) -> None:
+    """What a nursery does, until whoever has started it is gone."""
+    _import_what_ranks_need()
+    assert len(os.listdir("/proc/self/task")) == 1  # a fork has only one of the threads
+    gc.freeze()
+    alive: set[int] = set()
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 1)
+        if not request:
+            break
+        asked = pickle.loads(request)
+        if isinstance(asked, dict):
+            pid = os.fork()
+            if not pid:
+                requests.close()
+                _begin(asked, descriptors[0])
+            os.close(descriptors[0])
+            alive.add(pid)
+        else:
+            pid = asked
+            _kill(pid)
+            alive.discard(pid)
+        requests.send(pickle.dumps(pid))
+    for pid in alive:
+        _kill(pid)
+
+
+def _import_what_ranks_need() -> None:
+    import hypothesis  # noqa: F401  tests import it, and ranks import tests
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
     import torch
+    import torch._dynamo  # which the first optimizer imports
+
+    import notebook_accel.training.accelerator  # noqa: F401
 
     torch.set_num_threads(1)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this process
+    os.waitpid(pid, 0)
+
+
+def _begin(variables: dict[str, str], descriptor: int) -> None:
+    """What a rank does, in place of the nursery."""
+    import numpy
+
+    try:
+        os.environ.clear()
+        os.environ.update(variables)
+        random.seed()  # as in a process that wasn't forked
+        numpy.random.seed()
+        _serve(Connection(descriptor))
+    finally:
+        os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
     while True:
         try:
             function, args = _receive(connection)
@@ -136,9 +235,9 @@ def _serve(connection: Connection) -> None:
         try:
             _send(connection, function(*args))
         except Exception as error:  # noqa: BLE001  whatever it is, the test gets it
-            error.in_rank = traceback.format_exc()  # tracebacks don't pickle
+            error.in_rank = traceback.format_exc()  # type: ignore[attr-defined]  # tracebacks don't pickle
             _send(connection, error)
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+    _nurse(socket.socket(fileno=int(sys.argv[1])))

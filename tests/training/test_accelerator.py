@@ -331,5 +331,56 @@ def split() -> Any:
     return len(loader), scheduler.last_epoch, [accelerator.gather_for_metrics(batch).tolist() for batch in ids]
 
 
+def test_schedules_of_their_own() -> None:
+    _, optimizer, _ = materials(4)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
+    scheduler = accelerator.prepare(lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    optimizer.step()
+    for _ in range(3):
+        with accelerator.accumulate():
+            assert not accelerator.sync_gradients
+            scheduler.step()
+    assert scheduler.last_epoch == 3
+
+
+def test_clipping_values() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    weight = torch.zeros(1, requires_grad=True)
+    accelerator.prepare(torch.optim.SGD([weight]))
+    clipped = []
+    for _ in range(2):
+        with accelerator.accumulate(weight):
+            accelerator.backward(weight.sum() * 8)
+            accelerator.clip_grad_value_(weight, 5.0)
+            clipped.append(weight.grad.item())  # type: ignore[union-attr]
+    assert clipped == [4, 5]
+
+
+def test_a_model_that_is_left_where_it_is() -> None:
+    model = torch.nn.Linear(1, 1, device="meta")  # which can't be moved
+    assert Accelerator(cpu=True, device_placement=False).prepare(model) is model
+    with pytest.raises(NotImplementedError):
+        Accelerator(cpu=True).prepare(model)
+
+
+def draw(rng_types: list[str]) -> list[float]:
+    accelerator = Accelerator(cpu=True, rng_types=rng_types)
+    loader = accelerator.prepare(DataLoader(torch.arange(4), shuffle=True))
+    drawn = []
+    for epoch in range(2):
+        torch.manual_seed(10 * accelerator.process_index + epoch)
+        for _ in loader:
+            drawn.append(torch.rand(1).item())
+    return drawn
+
+
+def test_generators_that_are_synchronised_each_epoch(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(draw, ["torch"])
+    assert first == second
+    assert len(set(first)) == 4
+    first, second = two_ranks.run(draw, [])
+    assert set(first).isdisjoint(second)
+
+
 def test_split_batches(two_ranks: Ranks) -> None:
     assert two_ranks.run(split) == [(2, 1, [[0, 1, 2, 3], [4, 5, 6]])] * 2

@@ -146,6 +146,21 @@ def test_number_and_plugin_agree() -> None:
         resolve(2, GradientAccumulationPlugin(num_steps=3), {})
 
 
+@pytest.mark.parametrize(("options", "gradient"), [({}, 1.0), ({"scale_last_window": False}, 0.5 + 2 / 3)])
+def test_the_number_can_change_within_a_window(options: dict[str, Any], gradient: float) -> None:
+    accumulating = state(2, **options)
+    parameter = torch.zeros(1, requires_grad=True)
+    synced = []
+    for _ in range(3):
+        with accumulating.accumulate([]):
+            accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
+        synced.append(accumulating.sync_gradients)
+        accumulating.change_steps(3)
+    assert synced == [False, False, True]
+    assert parameter.grad is not None
+    assert parameter.grad.item() == pytest.approx(gradient)
+
+
 def test_environment_asks_for_accelerates_numbers() -> None:
     assert resolve(2, None, {}).scale_last_window
     assert not resolve(2, None, {environment.COMPAT: "accelerate"}).scale_last_window

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import os
 import pathlib
+import pickle
 import random
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from torch.utils.data import DataLoader
 
 import notebook_accel
 from notebook_accel import Accelerator, AcceleratorState, ConfigError, DistributedType, TrainingError, utils
@@ -22,17 +26,20 @@ from tests.training.ranks import Ranks
 _DOORS = {
     "notebook_accel": "Accelerator AcceleratorState AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration "
     "DistributedDataParallelKwargs DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs "
-    "PartialState ProfileKwargs ProjectConfiguration find_executable_batch_size notebook_launcher prepare_data_loader "
-    "skip_first_batches synchronize_rng_states",
+    "PartialState ProfileKwargs ProjectConfiguration debug_launcher find_executable_batch_size is_rich_available "
+    "notebook_launcher prepare_data_loader skip_first_batches synchronize_rng_states",
     "notebook_accel.state": "AcceleratorState DistributedType GradientState PartialState",
+    "notebook_accel.local_sgd": "LocalSGD",
     "notebook_accel.logging": "get_logger",
     "notebook_accel.optimizer": "AcceleratedOptimizer",
     "notebook_accel.scheduler": "AcceleratedScheduler",
     "notebook_accel.tracking": "GeneralTracker TensorBoardTracker on_main_process register_tracker_class",
-    "notebook_accel.utils": "DataLoaderConfiguration DistributedType GradientAccumulationPlugin LoggerType "
-    "ProfileKwargs ProjectConfiguration broadcast broadcast_object_list find_executable_batch_size gather "
-    "gather_object pad_across_processes reduce send_to_device set_seed synchronize_rng_states tqdm wait_for_everyone "
-    "write_basic_config",
+    "notebook_accel.utils": "DataLoaderConfiguration DistributedOperationException DistributedType DynamoBackend "
+    "GradientAccumulationPlugin LoggerType PrecisionType ProfileKwargs ProjectConfiguration RNGType broadcast "
+    "broadcast_object_list clear_environment concatenate extract_model_from_parallel find_executable_batch_size gather "
+    "gather_object is_bf16_available is_cuda_available is_deepspeed_available is_torch_version is_torch_xla_available "
+    "listify load pad_across_processes patch_environment recursively_apply reduce release_memory save send_to_device "
+    "set_seed synchronize_rng_state synchronize_rng_states tqdm wait_for_everyone write_basic_config",
 }
 
 
@@ -64,6 +71,112 @@ def test_plugins_that_can_not_be_honoured() -> None:
         Accelerator(mixed_precison="bf16")
     with pytest.raises(ConfigError, match="rng_types has 'dice'"):
         Accelerator(rng_types=["dice"])
+
+
+@pytest.mark.parametrize("name", [
+    "DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin", "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
+])  # fmt: skip
+def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:
+    plugin = getattr(utils, name)
+    assert not isinstance(Accelerator(cpu=True).state.deepspeed_plugin, plugin)
+    with pytest.raises(ConfigError, match=f"^{name} isn't there") as raised:
+        plugin(zero_stage=2)
+    assert raised.value.why
+    assert raised.value.fix
+
+
+@pytest.mark.parametrize("name", [
+    "cpu_offload", "disk_offload", "dispatch_model", "infer_auto_device_map", "init_empty_weights", "init_on_device",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "prepare_pippy",
+])  # fmt: skip
+def test_large_models_are_no_subject_here(name: str) -> None:
+    function = getattr(notebook_accel, name)
+    assert function.__name__ == name
+    with pytest.raises(ConfigError, match=f"{name} isn't there") as raised:
+        function(torch.nn.Linear(1, 1), device_map="auto")
+    assert raised.value.fix == f"from accelerate import {name}: that works in these ranks too"
+
+
+def test_settings_given_as_names() -> None:
+    assert Accelerator(cpu=True, mixed_precision=utils.PrecisionType.BF16).mixed_precision == "bf16"
+    Accelerator(cpu=True, rng_types=[utils.RNGType.TORCH], dynamo_backend=utils.DynamoBackend.NO)
+    with pytest.raises(ConfigError, match="dynamo_backend"):
+        Accelerator(cpu=True, dynamo_backend=utils.DynamoBackend.INDUCTOR)
+    with pytest.raises(ConfigError, match="no arithmetic in 8 bits"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+
+
+def test_placement_of_each_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    for wrong in ([True], True, [True, False, None]):
+        with pytest.raises(ConfigError, match="2 objects and device_placement"):
+            accelerator.prepare(torch.nn.Linear(1, 1), "text", device_placement=wrong)
+    model = torch.nn.Linear(1, 1, device="meta")  # which can't be moved
+    assert accelerator.prepare("text", model, device_placement=[None, False])[1] is model
+    with pytest.raises(NotImplementedError):
+        accelerator.prepare(torch.nn.Linear(1, 1, device="meta"))
+    with pytest.raises(ConfigError, match="slice_fn_for_dispatch"):
+        accelerator.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=len)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="slice_fn_for_dispatch"):
+        notebook_accel.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=len)  # type: ignore[arg-type]
+
+
+def test_saved_by_one_rank_and_loaded(tmp_path: pathlib.Path) -> None:
+    utils.save({"a": torch.ones(2)}, tmp_path / "a.bin")
+    assert utils.load(tmp_path / "a.bin", map_location="cpu")["a"].tolist() == [1, 1]
+    utils.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+    assert list(safetensors.torch.load_file(tmp_path / "a.safetensors")) == ["a"]
+    utils.save(pathlib.Path("an object of some class"), tmp_path / "b.bin")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        utils.load(tmp_path / "b.bin")
+    assert utils.load(tmp_path / "b.bin", weights_only=False).name == "an object of some class"
+
+
+def save_on_ranks(folder: str) -> None:
+    rank = PartialState(cpu=True).process_index
+    utils.save(rank, f"{folder}/main")
+    utils.save(rank, f"{folder}/of the rank {rank}", save_on_each_node=True)
+
+
+def test_only_rank_0_saves(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    two_ranks.run(save_on_ranks, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["main", "of the rank 0"]
+    assert utils.load(tmp_path / "main") == 0
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: utils.concatenate(["a", "b"]), "str isn't one"),
+    (lambda: utils.concatenate([]), "NoneType isn't one"),
+    (lambda: utils.recursively_apply(len, [torch.ones(1), "a"], error_on_other_type=True), "can't take a str"),
+    (lambda: utils.find_batch_size(["a", torch.tensor(1)]), "no tensor with a length"),
+    (lambda: utils.is_torch_version("about", "2.9"), "can't be compared by 'about'"),
+    (lambda: utils.str_to_bool("perhaps"), "neither yes nor no"),
+])  # fmt: skip
+def test_what_helpers_refuse(call: Any, message: str) -> None:
+    with pytest.raises((ConfigError, TrainingError), match=message) as raised:
+        call()
+    assert raised.value.fix
+
+
+def test_variables_are_put_back_after_an_error() -> None:
+    before = dict(os.environ)
+    with pytest.raises(KeyError), utils.patch_environment(home="/", other=1), utils.clear_environment():
+        os.environ["LEFT"] = "1"
+        raise KeyError
+    assert dict(os.environ) == before
+
+
+def one_generator() -> float:
+    torch.manual_seed(PartialState(cpu=True).process_index)
+    utils.synchronize_rng_state(utils.RNGType.TORCH)
+    utils.synchronize_rng_state()
+    return torch.rand(1).item()
+
+
+def test_one_generator_is_synchronised(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(one_generator)
+    assert first == second
 
 
 def together() -> Any:
@@ -154,6 +267,14 @@ def test_seeds(two_ranks: Ranks) -> None:
     assert (torch.rand(1).item(), random.random(), float(np.random.rand())) == first[0]
     with pytest.raises(ConfigError, match="'dice'"):
         utils.synchronize_rng_states(["dice"])
+
+
+def test_algorithms_that_give_the_same_each_time() -> None:
+    try:
+        utils.set_seed(5, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def search() -> Any:

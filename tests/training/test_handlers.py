@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from notebook_accel import Accelerator
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -86,6 +86,19 @@ def test_gradients_travel_as_told(two_ranks: Ranks) -> None:
     assert not torch.equal(fp16, exact)
     torch.testing.assert_close(fp16, exact, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(power_sgd, exact)  # which begins to compress later
+
+
+def sync_late() -> None:
+    own = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    with own.trigger_sync_in_backward(own.prepare(Skips())):
+        pass
+
+
+def test_a_late_sync_needs_to_know_what_is_used(two_ranks: Ranks) -> None:
+    for error in two_ranks.replies(sync_late):
+        assert isinstance(error, TrainingError)
+        assert "find_unused_parameters" in error.what
+        assert "outside of no_sync" in error.fix
 
 
 def test_a_hook_that_the_backend_lacks(two_ranks: Ranks) -> None:

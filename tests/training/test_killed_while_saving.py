@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.training import killed_savers, ranks
+
 
 def run(mode: str, folder: pathlib.Path, naming: str) -> Any:
-    command = [sys.executable, "-m", "tests.training.killed_savers", mode, str(folder), naming]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.closing(ranks.Ranks([meeting])) as parent:
+        (result,) = parent.run(killed_savers.run, mode, str(folder), naming, deadline_s=110)
+    return result
 
 
 @pytest.mark.parametrize("naming", ["numbered", "one name"])

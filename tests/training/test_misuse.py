@@ -98,6 +98,22 @@ def test_gradients_never_meet_another_collective(pair: ranks.Ranks) -> None:
         assert found["sum"] == 2
 
 
+def models_in_another_order() -> Any:
+    own = accelerator()
+    nets = own.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with told(own) as found:
+        for net in nets if own.process_index == 0 else reversed(nets):
+            own.backward(net(torch.ones(1, 2)).sum())
+    return found
+
+
+def test_gradients_of_one_model_never_meet_those_of_another(pair: ranks.Ranks) -> None:
+    for found in pair.run(models_in_another_order):
+        assert "rank 0: backward at " in found["message"]
+        assert "rank 1: backward at " in found["message"]
+        assert found["sum"] == 2
+
+
 def ended_early() -> None:
     own = Accelerator(cpu=True)  # whose deadline is half an hour
     if own.process_index == 1:

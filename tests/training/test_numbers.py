@@ -44,7 +44,7 @@ class Case:
 
 cases = st.builds(
     Case,
-    samples=st.integers(1, 40),
+    samples=st.integers(1, 26),
     share=st.integers(1, 4),
     window=st.integers(1, 5),
     optimizer=st.sampled_from(["momentum", "adam"]),
@@ -148,23 +148,24 @@ def assert_trained_alike(by_rank: list[Any], expected: Any) -> None:
         torch.testing.assert_close(weights, expected[0], rtol=0, atol=1e-6)
 
 
-drawn = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+def drawn(examples: int) -> settings:
+    return settings(deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.filter_too_much])
 
 
-@drawn
+@drawn(25)
 @given(case=cases)
 def test_one_rank(case: Case) -> None:
     assert_trained_alike([train(case)], reference(case, 1))
 
 
-@drawn
+@drawn(25)
 @given(case=cases)
 def test_two_ranks(two_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 2)  # first, since it leaves out cases that can't be trained
     assert_trained_alike(two_ranks.run(train, case), expected)
 
 
-@drawn
+@drawn(15)
 @given(case=cases)
 def test_three_ranks(three_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 3)

@@ -140,8 +140,9 @@ def test_one_cycle_ends_where_it_ends() -> None:
     assert scheduler.last_epoch == 7
 
 
-def test_plateau_counts_its_own_calls() -> None:
-    _, optimizer, state = make()
+@pytest.mark.parametrize("options", [{}, {"adjust_scheduler": True}])
+def test_plateau_counts_its_own_calls(options: dict[str, bool]) -> None:
+    _, optimizer, state = make(**options)
     inner = lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=2, factor=0.5)
     scheduler = schedule(optimizer, state, inner, ranks=4)
     rates = []

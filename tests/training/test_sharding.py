@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
+from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     Tail,
+    dispatched_rounds,
 )
 
 lengths = st.integers(0, 40)
@@ -114,6 +116,16 @@ def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
         list(shard)
         assert shard.tail == (Tail(1, 1, ragged=True, missing=1) if shard.process_index == 0 else None)
         assert shard.rounds_of_all == 1
+
+
+def test_a_last_round_that_is_dispatched_as_accelerate_does_it() -> None:
+    (shard, *_), stream = shards(13, 4, 2), IterableDatasetShard(Stream(13), 4, num_processes=2)
+    for dealt in (shard, stream):
+        assert [shares for shares, _ in dispatched_rounds(dealt)][1] == [[8, 9, 10, 11], [12, 0, 1, 2]]
+        with environment.patched({environment.COMPAT: "accelerate"}):
+            rounds = list(dispatched_rounds(dealt))
+        assert rounds[0] == ([[0, 1, 2, 3], [4, 5, 6, 7]], None)
+        assert rounds[1] == ([[8, 9, 10], [11, 12, 0]], Tail(5, 6))
 
 
 @pytest.mark.parametrize(("gathered", "kept"), [(8, 3), (16, 6), (0, 0), (2, 2), (9, 9)])

@@ -69,7 +69,8 @@ class Runtime(Protocol):
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         """A module that averages ``model``'s gradients over the ranks in each backward pass.
 
-        It begins with rank 0's weights on every rank. If it has a method ``no_sync``, gradients stay local in there.
+        It begins with rank 0's weights on every rank. If it has a method ``no_sync``, gradients stay local in there; if
+        it has ``sync_in_backward``, they don't in there, although the forward pass was in ``no_sync``.
         """
 
     def leave(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -145,6 +145,27 @@ class _DataParallel(DistributedDataParallel):
         except RuntimeError as error:
             self.explain(error)
             raise
+
+    @contextlib.contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """As at the end of a forward pass outside of ``no_sync``.
+
+        Raises:
+            TrainingError: Which parameters take part is known from a forward pass only.
+        """
+        if self.find_unused_parameters or self.static_graph:
+            raise TrainingError(
+                "trigger_sync_in_backward can't be used with find_unused_parameters=True or static_graph=True.",
+                why="Which gradients will come is found out in a forward pass outside of no_sync.",
+                fix="make the last forward pass outside of no_sync",
+            )
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = True
+        self.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.module,),)

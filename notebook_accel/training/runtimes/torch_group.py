@@ -36,6 +36,9 @@ _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 # For a collective, by the kind of device; torch's own for its backends.
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
 
+# Each has connections and threads of its own.
+_GRADIENT_GROUPS = 4
+
 # Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
 # prefix of its own. Ranks run the same program and count alike.
 _group_numbers = itertools.count()
@@ -65,7 +68,8 @@ class Group:
         self._sockets = sockets
         self._deadline = deadline
         self._members: weakref.WeakSet[object] = weakref.WeakSet()
-        self._for_gradients: dist.ProcessGroup | None = None
+        self._for_gradients: list[dist.ProcessGroup] = []
+        self._models = 0
         self._watch: Watch | None = None
         if place.world_size > 1:
             deadline_s = None if deadline is None else deadline.total_seconds()
@@ -107,22 +111,26 @@ class Group:
             self._watch = None
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
-        """A group that only gradients go through, ``None`` for the default group; on all ranks at once.
+        """A group for the gradients of one more model, ``None`` for the default group; on all ranks at once.
 
-        With gloo, a collective that meets another of a different size ends the process. In a group of their own,
-        gradients can't meet what a rank does that has left its loop: that rank is waited for, and can be named.
+        With gloo, a collective that meets another of a different size ends the process, and one of the same size gives
+        it wrong numbers. In a group of their own, gradients can't meet what a rank does that has left its loop, nor
+        those of another model: that rank is waited for, and can be named.
 
-        It lives as long as this object: gloo's thread may still have to give up Python objects after a backward pass,
-        and a group that is destroyed at that moment waits for its thread for ever, because it holds Python's lock.
+        A group lives as long as this object: gloo's thread may still have to give up Python objects after a backward
+        pass, and a group that is destroyed at that moment waits for its thread for ever, because it holds Python's
+        lock. So there is a limit to their number, and models take turns where there are more.
         """
         if not self.has_gloo_for(device):
             return None
-        if self._for_gradients is None:
+        number = self._models % _GRADIENT_GROUPS
+        self._models += 1
+        if number == len(self._for_gradients):
             with self._sockets.opened_inside():
                 made = dist.new_group(timeout=self._deadline, backend="gloo")
             assert isinstance(made, dist.ProcessGroup)
-            self._for_gradients = made
-        return self._for_gradients
+            self._for_gradients.append(made)
+        return self._for_gradients[number]
 
     def explain(self, error: RuntimeError) -> None:
         """Raises a better error if this one comes from waiting for other ranks.

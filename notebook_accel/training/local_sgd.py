@@ -1,0 +1,75 @@
+"""Local SGD: ranks train for themselves for some steps, and then average their weights."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from notebook_accel.training.accelerator import Accelerator
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """A context in which gradients stay local, and weights are averaged every few steps and at the end.
+
+    The method and its name are those of Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks
+    have to take as many steps. A checkpoint has rank 0's weights, which between two averagings are not the others'.
+
+    Args:
+        accelerator: The Accelerator that has prepared the model.
+        model: The prepared model, or the bare tensor in the place of one.
+        local_sgd_steps: Calls of ``step`` from one averaging to the next.
+        enabled: ``False`` trains as without it.
+
+    Raises:
+        ConfigError: ``local_sgd_steps`` isn't a whole number from 1.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module | torch.Tensor,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
+        number: object = local_sgd_steps
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"local_sgd_steps is {number!r}.", fix="a whole number from 1")
+        self._accelerator = accelerator
+        self._model = model
+        self._period = number
+        self._is_enabled = enabled and accelerator.use_distributed
+        self._steps = 0
+        self._local = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._is_enabled:
+            self._local.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._local.close()
+        if self._is_enabled and kind is None:  # after an error the others may never come
+            self._average()
+
+    def step(self) -> None:
+        """Counts a step, and averages weights if it is their turn."""
+        self._steps += 1
+        if self._is_enabled and self._steps % self._period == 0:
+            self._average()
+
+    def _average(self) -> None:
+        model = self._model
+        weights = [model] if isinstance(model, torch.Tensor) else list(model.parameters())
+        means = self._accelerator.reduce([weight.detach() for weight in weights], "mean")
+        with torch.no_grad():
+            for weight, mean in zip(weights, means, strict=True):
+                weight.copy_(mean)

@@ -1,0 +1,122 @@
+"""The same programs with Accelerate and with this package, number by number.
+
+With ``NOTEBOOK_ACCEL_COMPAT=accelerate``. What is left out is where Accelerate is wrong or has another order:
+``adjust_scheduler``, which does nothing there; metrics of what was dropped or read by each rank for itself; the epoch
+after ``skip_first_batches`` with a seedable sampler; ``reduce(scale=...)``, which does nothing there; state dicts of
+compiled models, which have other names there; and, with several ranks, the order that ``shuffle=True`` gives
+without a seedable sampler, which here is that of one process in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.training import programs, ranks, utility_programs
+
+SPLIT, UNEVEN, DISPATCHED = {"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}
+SEEDABLE = {"use_seedable_sampler": True}
+OPTIONS: list[dict[str, Any]] = [{}, SPLIT, UNEVEN]
+
+CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    *(("samples", (kind,), options) for kind in ("numbers", "drop last", "batch sampler") for options in OPTIONS),
+    *(("samples", ("shuffled",), {**SEEDABLE, **options}) for options in OPTIONS),
+    *(("samples", ("stream",), options) for options in ({}, SPLIT, {"dispatch_batches": False})),
+    *(("metrics", (kind,), options) for kind in ("numbers", "drop last") for options in ({}, SPLIT)),
+    ("metrics", ("numbers",), DISPATCHED),
+    ("metrics", ("shuffled",), SEEDABLE),
+    ("metrics", ("stream",), {}),
+    *(("rest", ("numbers",), options) for options in OPTIONS),
+    ("rest", ("stream",), {}),
+    ("training", (24, "numbers", "StepLR"), {}),
+    ("training", (24, "numbers", "StepLR"), {"num_steps": 3}),
+    ("training", (23, "numbers", "OneCycleLR"), {"num_steps": 4}),
+    ("training", (23, "numbers", "CosineAnnealingLR"), {"num_steps": 4, "plugin": {"sync_with_dataloader": False}}),
+    ("training", (23, "numbers", "StepLR"), {"num_steps": 3, "plugin": {"sync_each_batch": True}}),
+    ("training", (23, "numbers", "OneCycleLR"), {"num_steps": 2, "plugin": {"adjust_scheduler": False}}),
+    ("training", (23, "numbers", "LambdaLR"), {"num_steps": 2, **SPLIT}),
+    ("training", (21, "numbers", "LambdaLR"), {"num_steps": 2, **DISPATCHED}),
+    ("training", (23, "shuffled", "StepLR"), {"num_steps": 2, **SEEDABLE}),
+    ("training", (13, "stream", "LambdaLR"), {"num_steps": 2}),
+    ("training", (24, "numbers", "StepLR"), {"num_steps": 2, "precision": "bf16"}),
+    ("without_end", (), {}),
+    ("by_hand", (), {}),
+    ("late_sync", (), {}),
+    ("local_sgd", (), {"enabled": True}),
+    ("local_sgd", (), {"enabled": False}),
+    ("tutorial", (), {}),
+    ("tutorial", (), {"precision": "bf16"}),
+    ("checkpoints", (), {}),
+    ("tracking", (), {}),
+    ("collectives", (), {}),
+    ("trees", (), {}),
+    ("surroundings", (), {}),
+    ("models", (), {}),
+    ("settings", (), {}),
+]
+
+
+def side_by_side(folder: str) -> list[tuple[Any, Any]]:
+    """For each case, what it comes to with Accelerate and here; an exception in place of what raised it."""
+    warnings.simplefilter("ignore")
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")  # which both of them then use
+    found = []
+    for name, args, options in CASES:
+        given = (folder,) if name == "checkpoints" else args
+        found.append((outcome("accelerate", name, given, options), outcome("notebook_accel", name, given, options)))
+    return found
+
+
+def outcome(api: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    try:
+        module = programs if hasattr(programs, name) else utility_programs
+        return getattr(module, name)(api, *args, **options)
+    except Exception as error:  # noqa: BLE001  the test shows it
+        return error
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """By world size, rank and case."""
+    told = {"ACCELERATE_USE_CPU": "true", "NOTEBOOK_ACCEL_COMPAT": "accelerate"}
+    with contextlib.ExitStack() as running:
+        alone = running.enter_context(contextlib.closing(ranks.Ranks([told])))
+        groups = {1: alone, 2: running.enter_context(ranks.running(2, **told))}
+        folders = {world: str(tmp_path_factory.mktemp(f"world_{world}")) for world in groups}
+        yield {world: group.run(side_by_side, folders[world], deadline_s=100) for world, group in groups.items()}
+
+
+def difference(theirs: Any, ours: Any, path: str = "") -> str:
+    """Where two structures first differ, empty if they don't; numbers may, by rounding."""
+    if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
+        return difference([*theirs.values()], [*ours.values()], f"{path}{list(theirs)}")
+    if isinstance(theirs, (list, tuple)) and type(theirs) is type(ours) and len(theirs) == len(ours):
+        pairs = enumerate(zip(theirs, ours, strict=True))
+        return next((found for i, (one, other) in pairs if (found := difference(one, other, f"{path}[{i}]"))), "")
+    if isinstance(theirs, float) and isinstance(ours, float) and abs(theirs - ours) <= 1e-6:
+        return ""
+    return "" if theirs == ours else f"{path}: {theirs!r} there, {ours!r} here"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
+def test_numbers_are_the_same(outcomes: Any, world: int, number: int) -> None:
+    assert len(outcomes[world]) == world
+    for of_rank in outcomes[world]:
+        theirs, ours = of_rank[number]
+        assert not isinstance(theirs, Exception), theirs
+        assert not difference(theirs, ours)
+
+
+def test_a_difference_is_found() -> None:
+    assert not difference([{"a": (1, 2.0)}], [{"a": (1, 2.0000001)}])
+    assert difference([{"a": (1, 2.0)}], [{"a": (1, 2.1)}]) == "[0]['a'][0][1]: 2.0 there, 2.1 here"
+    assert difference([1], (1,))
+    assert difference([1], [1, 2])

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accel import Accelerator, ConfigError
+from notebook_accel.local_sgd import LocalSGD
+from tests.training.ranks import Ranks
+
+
+def train(steps: int, fails_at: int | None = None) -> list[Any]:
+    """The weight of each rank after each step; its gradient is the rank plus 1."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    weight = torch.zeros(1, requires_grad=True)
+    weight, optimizer = accelerator.prepare(weight, torch.optim.SGD([weight], lr=1.0))
+    seen = []
+    with contextlib.suppress(KeyError), LocalSGD(accelerator, weight, 2) as local:
+        for step in range(steps):
+            accelerator.backward((weight * (rank + 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            seen.append(weight.item())
+            if step == fails_at:
+                raise KeyError
+    return [*seen, weight.item(), accelerator.reduce(torch.ones(1)).item()]
+
+
+def test_weights_are_averaged_every_few_steps_and_at_the_end(two_ranks: Ranks) -> None:
+    assert two_ranks.run(train, 3) == [[-1, -3, -4, -4.5, 2], [-2, -3, -5, -4.5, 2]]
+
+
+def test_after_an_error_nothing_is_averaged(two_ranks: Ranks) -> None:
+    assert two_ranks.run(train, 3, 0) == [[-1, -1, 2], [-2, -2, 2]]
+
+
+def gradients_afterwards() -> Any:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    net = accelerator.prepare(model)
+    seen = []
+    for enabled in (True, False):
+        with LocalSGD(accelerator, net, 2, enabled):
+            accelerator.backward(net(torch.full((1, 1), float(accelerator.process_index))).sum())
+            seen.append(model.weight.grad.item())  # type: ignore[union-attr]
+            net.zero_grad()
+    accelerator.backward(net(torch.full((1, 1), float(accelerator.process_index))).sum())
+    return [*seen, model.weight.grad.item()]  # type: ignore[union-attr]
+
+
+def test_gradients_are_local_inside_only(two_ranks: Ranks) -> None:
+    assert two_ranks.run(gradients_afterwards) == [[0, 0.5, 0.5], [1, 0.5, 0.5]]
+
+
+def test_alone_it_is_ordinary_training() -> None:
+    assert train(3) == [-1, -2, -3, -3, 1]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_steps_that_cannot_be(steps: Any) -> None:
+    with pytest.raises(ConfigError, match="local_sgd_steps"):
+        LocalSGD(Accelerator(cpu=True), torch.nn.Linear(1, 1), steps)
