@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_ext import front_end, render
 from kernel_ext.chart import chart_html
+from kernel_ext.live_clicks import LiveClicks
 from kernel_ext.run_state import RunState
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
@@ -58,6 +59,9 @@ class PanelView:
         self._cell_context = contextvars.copy_context()
         self._display_id = uuid.uuid4().hex
         self._widgets = _Widgets(job)
+        self._clicks = LiveClicks(front_end.kernel())
+        for widget in self._widgets.clickable:
+            self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._publish(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
@@ -94,6 +98,7 @@ class PanelView:
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
         # A widget sends nothing when it is given the value that it has.
         widgets, state = self._widgets, self._state
+        widgets.show_controls(visible=self._is_clickable())
         widgets.header.value = render.header_html(self._facts(now_s), state, now_s)
         widgets.table.value = render.table_html(state, now_s)
         if events.Output in kinds or not widgets.output.value:
@@ -113,12 +118,20 @@ class PanelView:
             precision=job.config.mixed_precision,
             status=job.status,
             elapsed_s=end_s - job.started_s,
-            hint="" if job.is_background or job.done else "interrupt the kernel to stop",
+            hint="" if job.done or self._is_clickable() else "interrupt the kernel to stop",
             failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
             traceback=traceback,
             is_background=job.is_background,
             log_folder="" if job.log_folder is None else str(job.log_folder),
         )
+
+    def _is_clickable(self) -> bool:
+        """Whether something happens on a click: a cell that waits for the run may keep the kernel from hearing of it.
+
+        A run of this very process can't be stopped from outside.
+        """
+        job = self._job
+        return job.run_here is None and (job.is_background or self._clicks.are_delivered)
 
     def _publish(self, data: dict[str, Any], **options: Any) -> None:
         from IPython.display import display
@@ -135,14 +148,11 @@ class _Widgets:
 
         style = ipywidgets.HTML(render.style_html())
         self.header, self.table, self.output, self.chart = (ipywidgets.HTML() for _ in range(4))
-        top = [self.header]
-        if job.is_background:
-            # Only then can a click be delivered for certain: a running cell keeps the kernel from reading messages.
-            self._stop = ipywidgets.Button(description="Stop", tooltip="Stop every rank of this run")
-            self._stop.on_click(lambda _: self._on_stop(job))
-            self._stop.add_class("nba-stop")
-            top.append(self._stop)
-        header_row = ipywidgets.HBox(top)
+        self._stop = ipywidgets.Button(description="Stop", tooltip="Stop every rank of this run")
+        self._stop.on_click(lambda _: self._on_stop(job))
+        self._stop.add_class("nba-stop")
+        self.clickable = (self._stop,)
+        header_row = ipywidgets.HBox([self.header, self._stop])
         bottom = ipywidgets.HBox([self.output, self.chart])
         self.root = ipywidgets.VBox([style, header_row, self.table, bottom])
         for widget, name in (
@@ -154,6 +164,9 @@ class _Widgets:
             (self.chart, "nba-chart-pane"),
         ):
             widget.add_class(name)
+
+    def show_controls(self, *, visible: bool) -> None:
+        self._stop.layout.display = "" if visible else "none"
 
     def _on_stop(self, job: Job) -> None:
         self._stop.disabled = True

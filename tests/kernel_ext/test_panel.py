@@ -12,49 +12,17 @@ from typing import Any
 import pytest
 
 from tests import kernels
+from tests.kernel_ext import made_up
 
 pytestmark = pytest.mark.front_end
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-_SETUP = """
-import threading
-import time
-from kernel_ext.panel import open_view
-from notebook_accel import events
-from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.spec import JobSpec
-
-class Stops:
-    calls = 0
-    def stop(self):
-        Stops.calls += 1
-
-def make_job(is_background=False, **options):
-    spec = JobSpec(name="digits", world_size=2, environment={}, working_directory="", sys_path=[])
-    job = Job(
-        "1", spec, LaunchConfig(**options), devices="2 CPUs", is_background=is_background, shipped=(), result_files=()
-    )
-    job.attach(Stops())
-    return job
-
-def start(job):
-    for rank in range(2):
-        job.deliver(rank, events.Started(pid=rank + 1))
-        job.deliver(rank, events.Progress(step=1, total=10, steps=1))
-
-def finish(job):
-    for rank in range(2):
-        job.deliver(rank, events.Finished(result_bytes=1))
-        job.deliver(rank, events.Ended(exit_code=0))
-    job.end("")
-"""
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(_SETUP)
+        outcome = running.run(made_up.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
@@ -204,25 +172,25 @@ def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(ker
     assert [message for message in later if message["msg_type"].endswith("display_data")] == []
 
 
-def test_only_a_run_in_the_background_has_a_stop_button_and_a_click_stops_it(kernel: kernels.Kernel) -> None:
-    def models(messages: list[dict[str, Any]]) -> dict[str, str]:
-        opened = [message["content"] for message in messages if message["msg_type"] == "comm_open"]
-        return {content["data"]["state"]["_model_name"]: content["comm_id"] for content in opened}
+def _models(messages: list[dict[str, Any]]) -> dict[str, str]:
+    """What kind of widgets were made, with the id of the last one of each."""
+    opened = [message["content"] for message in messages if message["msg_type"] == "comm_open"]
+    return {content["data"]["state"]["_model_name"]: content["comm_id"] for content in opened}
 
-    blocking = _messages(kernel, "job = make_job(); view = open_view(job); finish(job); view.close()")
-    assert "ButtonModel" not in models(blocking)
-    assert any("interrupt the kernel to stop" in value for value in _widget_values(blocking))
 
+def test_a_click_stops_a_run_in_the_background(kernel: kernels.Kernel) -> None:
     background = _messages(
         kernel, "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
     )
     assert not any("interrupt the kernel" in value for value in _widget_values(background))
-    button = models(background)["ButtonModel"]
-    # What a front end sends when the button is clicked, through the kernel's own handler.
-    _messages(
-        kernel,
-        f"get_ipython().kernel.comm_manager.get_comm({button!r}).handle_msg("
-        "{'content': {'data': {'method': 'custom', 'content': {'event': 'click'}}}, 'buffers': []})",
-    )
-    assert kernel.value("Stops.calls") == "1"
+    kernel.click(_models(background)["ButtonModel"])
+    _messages(kernel, "assert Control.called.wait(60); view.refresh()")
+    assert kernel.value("Control.calls") == "['stop']"
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_a_run_in_the_kernel_itself_is_stopped_by_the_kernels_interrupt_only(kernel: kernels.Kernel) -> None:
+    _messages(kernel, "job = make_job(); job.run_here = print; view = open_view(job); start(job); view.refresh()")
+    assert kernel.value("view._widgets._stop.layout.display") == "'none'"
+    assert "interrupt the kernel to stop" in kernel.value("view._widgets.header.value")
     _messages(kernel, "finish(job); view.close()")
