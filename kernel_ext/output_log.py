@@ -9,19 +9,14 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
 
-__all__ = ["OutputLine", "OutputLog", "clipped", "plain_lines", "plain_text"]
+__all__ = ["OutputLine", "OutputLog"]
 
 _HEAD_LINES = 200
 _TAIL_LINES = 800
 _RANK_LINES = 200
 _ERROR_LINES = 50
-_LINE_CHARACTERS = 2000
 
-# ECMA-48 control sequences (colours, cursor movements) and operating system commands (titles, links).
-_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
-_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 # The first and the last line of a traceback, what loggers write in capitals, and what compilers and C libraries write.
 _ERROR = re.compile(
     r"^Traceback \(most recent call last\)|^[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
@@ -101,21 +96,3 @@ class OutputLog:
         missing = count - len(from_tail)
         from_head = self._head[-missing:] if missing > 0 and self.left_out == 0 else []
         return from_head + from_tail[::-1]
-
-
-def plain_lines(text: str) -> Iterator[str]:
-    """The lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
-    return (clipped(plain_text(line)) for line in text.split("\n"))
-
-
-def plain_text(line: str) -> str:
-    """A line as a terminal would leave it, without colours: what a carriage return overwrites is left out."""
-    line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
-    return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
-
-
-def clipped(line: str) -> str:
-    """A line that is no longer than a screen or two."""
-    if len(line) <= _LINE_CHARACTERS:
-        return line
-    return f"{line[:_LINE_CHARACTERS]} … and {len(line) - _LINE_CHARACTERS:,} more characters"

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kernel_ext.history import Curves
-from kernel_ext.output_log import OutputLine, OutputLog, clipped, plain_lines, plain_text
+from kernel_ext.output_log import OutputLine, OutputLog
 from notebook_accel import events
 from notebook_accel.errors import signal_name
+from notebook_accel.plain_text import clipped, plain_lines, plain_text
 
 __all__ = ["RankState", "RunState"]
 
@@ -261,13 +262,13 @@ class RunState:
             return {}
         middle = statistics.median_high(counting.values())
         rates = [rate for rank in counting if (rate := self.ranks[rank].steps_per_s(now_s)) is not None]
-        apart = max(
-            _BEHIND_STEPS, _BEHIND_SHARE * middle, _BEHIND_S * statistics.median_high(rates) if rates else 0.0
-        )
+        apart = max(_BEHIND_STEPS, _BEHIND_SHARE * middle, _BEHIND_S * statistics.median_high(rates) if rates else 0.0)
         return {rank: middle - steps for rank, steps in counting.items() if middle - steps >= apart}
 
     def _extend_history(self, name: str, rank: int, step: int) -> None:
-        unit: Literal["steps", "reports"] = "steps" if any(other.step is not None for other in self.ranks) else "reports"
+        unit: Literal["steps", "reports"] = (
+            "steps" if any(other.step is not None for other in self.ranks) else "reports"
+        )
         curves = self.history.get(name)
         if curves is None and len(self.history) >= _MOST_METRICS:
             return
