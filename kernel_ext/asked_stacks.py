@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kernel_ext.markup import time_in_digits
@@ -20,14 +21,16 @@ class AskedStacks:
 
     Args:
         job: The run.
+        on_change: Called when there is an answer, in a thread of its own.
 
     Attributes:
         texts: Where each rank stands; empty before the first answer.
         said: What to say of them all: that they are being asked, when they were, or why they could not be.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, on_change: Callable[[], None]) -> None:
         self._job = job
+        self._on_change = on_change
         self._asking: threading.Thread | None = None
         self.texts: tuple[str, ...] = ()
         self.said = "not asked yet"
@@ -45,3 +48,4 @@ class AskedStacks:
             self.said = f"as of {time_in_digits(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
             self.said = str(error)
+        self._on_change()

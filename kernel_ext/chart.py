@@ -22,13 +22,14 @@ _LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
 _Point: TypeAlias = tuple[int, float]
 
 
-def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False) -> str:
+def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
     """A metric over steps; empty until it has two points.
 
     Args:
         state: The run.
         metric: The metric; by default the first one, a loss if there is one.
         of_ranks: Whether to draw a curve for each rank, behind that of their mean.
+        is_titled: Whether it says above it what it shows.
     """
     name = metric if metric in state.history else next(iter(state.metric_names), "")
     curves = state.history.get(name)
@@ -40,8 +41,9 @@ def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False) -> 
     title = html.escape(shortened(name, _MOST_TITLE_CHARACTERS))
     of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
     description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
+    head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
     return (
-        f'<div class="nba-chart"><div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>'
+        f'<div class="nba-chart">{head}'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
     )

@@ -19,7 +19,7 @@ _ERROR_LINES = 50
 
 # The first and the last line of a traceback, what loggers write in capitals, and what compilers and C libraries write.
 _ERROR = re.compile(
-    r"^Traceback \(most recent call last\)|^[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
+    r"^Traceback \(most recent call last\)|^[\w.]*(?:Error|Exception|KeyboardInterrupt)(?::|$)"
     r"|\b(?:ERROR|CRITICAL|FATAL)\b|\b(?:error|fatal): "
 )
 

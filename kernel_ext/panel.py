@@ -61,7 +61,7 @@ class PanelView:
         has_prefixes = bool(job.config.log_line_prefix_template)
         prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
         self._state = RunState(job.world_size, prefixes)
-        self._stacks = AskedStacks(job)
+        self._stacks = AskedStacks(job, self._on_change)
         self._drawn = _Drawn()
         self._has_changed = False  # what people have chosen
         self._clicked: Literal["", "stop", "interrupt"] = ""
@@ -130,21 +130,22 @@ class PanelView:
             drawn.output, drawn.body_s = False, now_s
             widgets.errors.value = output_pane.errors_html(state, widgets.choice)
             widgets.body.value = self._body_html()
-        if has_changed or (drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S):
-            drawn.metrics, drawn.chart_s = False, now_s
-            widgets.chart.value = chart_html(state, widgets.metric, of_ranks=widgets.has_each_rank)
+        is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
             are_live=self._is_clickable(),
             metrics=tuple(name for name in state.metric_names if name in state.history),
             clicked=self._clicked,
-            has_chart=bool(widgets.chart.value),
+            has_chart=bool(widgets.chart.value) or is_chart_due,
         )
+        if has_changed or is_chart_due:
+            drawn.metrics, drawn.chart_s = False, now_s
+            widgets.chart.value = chart_html(
+                state, widgets.metric, of_ranks=widgets.has_each_rank, is_titled=not widgets.names_chart
+            )
         drawn.second = int(now_s - self._job.started_s)
 
     def _is_body_due(self, now_s: float) -> bool:
         """Whether what is below the table has changed by itself. A file isn't read five times a second."""
-        if self._widgets.choice.view == "stacks":
-            return True
         period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
         return self._drawn.output and now_s - self._drawn.body_s >= period_s
 

@@ -118,6 +118,11 @@ class PanelWidgets:
         """Whether the chart has a curve for each rank."""
         return bool(self._curves.value == _EACH)
 
+    @property
+    def names_chart(self) -> bool:
+        """Whether what people choose from says already what the chart shows."""
+        return self._chart_tools.layout.display == "" == self._metric.layout.display == self._curves.layout.display
+
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
         """Shows those that do something now.
 

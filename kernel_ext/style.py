@@ -87,7 +87,8 @@ _RULES = """
   box-shadow: none; }
 .nba-panel .nba-tools :is(select, input) { height: 24px; padding: 0 7px; border: 1px solid var(--nba-line);
   border-radius: 6px; background-color: var(--nba-page); color: var(--nba-text); font: inherit; font-size: 12px; }
-.nba-panel .nba-tools select { width: auto; max-width: 130px; padding-right: 22px; text-overflow: ellipsis;
+.nba-panel .nba-tools select { width: auto; max-width: 130px; padding: 0 22px 0 7px; line-height: 22px;
+  text-overflow: ellipsis;
   background-repeat: no-repeat; background-image: linear-gradient(45deg, transparent 50%, var(--nba-faint) 50%),
     linear-gradient(135deg, var(--nba-faint) 50%, transparent 50%);
   background-position: right 12px center, right 7px center; background-size: 5px 5px; }
@@ -96,7 +97,7 @@ _RULES = """
 .nba-panel .nba-chart-pane > .nba-tools { justify-content: space-between; }
 
 .nba-panel .nba-badge { display: inline-block; padding: 0 7px; border: 1px solid currentColor; border-radius: 4px;
-  font-size: 12px; line-height: 18px; color: var(--nba-faint); white-space: nowrap; }
+  font-size: 12px; line-height: 18px; color: var(--nba-faint); white-space: nowrap; vertical-align: 1px; }
 .nba-panel table.nba-ranks .nba-badge { min-width: 44px; text-align: center; }
 .nba-panel .nba-running { color: var(--nba-busy); }
 .nba-panel .nba-finished { color: var(--nba-good); }
@@ -137,6 +138,7 @@ _RULES = """
 .nba-panel li.nba-cell { position: relative; display: flex; justify-content: space-between; margin: 0;
   padding: 0 7px 3px; overflow: hidden; border: 1px solid var(--nba-line); border-radius: 4px; font-size: 12px;
   line-height: 20px; color: var(--nba-text); }
+.nba-panel li.nba-finished span { color: var(--nba-good); }
 .nba-panel li.nba-cell b { font-weight: 400; }
 .nba-panel li.nba-cell i { position: absolute; left: 0; bottom: 0; height: 3px; background: var(--nba-bar); }
 .nba-panel li:is(.nba-silent, .nba-behind) { --nba-bar: var(--nba-warn); border-color: var(--nba-warn);

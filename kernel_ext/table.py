@@ -32,9 +32,10 @@ MOST_ROWS = 16
 """Of more ranks, those of one state share a row, unless all are asked for."""
 _MOST_SINGLE = 3
 _MOST_METRIC_COLUMNS = 4
+_MOST_METRICS_BESIDE_OUTPUT = 2  # of more, nothing that can be read would be left of a line
 _MOST_NAME_CHARACTERS = 24
 _ALIVE_S = 3.0
-_SIGNS = {"failed": "✗", "killed": "✗", "finished": "✓", "stopped": "■", "silent": "!", "waiting": "=", "behind": "▼"}
+_SIGNS = {"failed": "✗", "killed": "✗", "finished": "✓", "silent": "!", "behind": "▼"}
 _ALARMING = ("failed", "killed", "silent", "behind")
 
 
@@ -124,9 +125,10 @@ class _Table:
         first = ranks[0]
         word = self._word(first)
         cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
-        about = html.escape(self._about(first)) if len(ranks) == 1 else ""
+        about = html.escape(self._about(first) if len(ranks) == 1 else _numbers(ranks))
+        who = first.rank if len(ranks) == 1 else f"{len(ranks)} ranks"
         kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
-        row = f'<tr{kind} title="{about}"><th scope="row">{_numbers(ranks)}</th>{cells}</tr>'
+        row = f'<tr{kind} title="{about}"><th scope="row">{who}</th>{cells}</tr>'
         note = _note(first, self._now_s) if len(ranks) == 1 else _shared_note(ranks, self._now_s)
         if note:
             color = first.state if first.note else "silent"
@@ -153,7 +155,7 @@ class _Table:
         columns = [
             _Column(
                 "state", self._word, html=lambda rank: badge(self._word(rank)),
-                together=lambda ranks: f"{badge(self._word(ranks[0]))} {faint(f'of {len(ranks)} ranks')}",
+                together=lambda ranks: badge(self._word(ranks[0])),
             )
         ]  # fmt: skip
         if any(rank.step is not None for rank in ranks):
@@ -181,8 +183,9 @@ class _Table:
             columns.append(
                 _Column("seen", self._seen, together=lambda ranks: self._seen(min(ranks, key=_last_event_s)))
             )
-        # Always there: it takes the width that the others leave, so that they don't move when one comes.
-        columns.append(_Column("last output", lambda rank: rank.last_line, "nba-last"))
+        # There from the start: it takes the width that the others leave, so that they don't move when one comes.
+        if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
+            columns.append(_Column("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
 
     def _word(self, rank: RankState) -> str:
@@ -211,7 +214,7 @@ def _metric_column(name: str) -> _Column:
 
 
 def _numbers(ranks: Sequence[RankState]) -> str:
-    """``5``, ``0-3``, ``0, 2-7``; of many parts only the first ones."""
+    """``ranks 0-3``, ``ranks 0, 2-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank.rank == parts[-1][-1] + 1:
@@ -219,7 +222,7 @@ def _numbers(ranks: Sequence[RankState]) -> str:
         else:
             parts.append([rank.rank])
     shown = ["\N{EN DASH}".join(map(str, part)) for part in parts]
-    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")
+    return f"ranks {', '.join(shown)}"
 
 
 def _last_event_s(rank: RankState) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-_EPOCHS = 12
+_EPOCHS = 30
 _STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
 _DATA = """
 import torch
@@ -112,6 +112,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert "running" in panel.locator(".nba-header").inner_text()
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
+    _use_controls(panel)
 
     wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()
@@ -138,6 +139,22 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert panel.locator("svg path").count() == 1
     assert attacked.inner_text().count("<script>alert(1)</script>") == 4
     assert alerts == []
+
+
+def _use_controls(panel: Locator) -> None:
+    """While the cell runs, and with the keyboard where that is what people use."""
+    panel.get_by_label("Search").fill("EPOCH 1:")
+    panel.locator("mark").first.wait_for()
+    panel.get_by_label("Search").fill("")
+    panel.get_by_label("Rank", exact=True).select_option("rank 1")
+    panel.locator(".nba-output-pane").get_by_text("no output yet").wait_for()
+    panel.get_by_role("button", name="Each rank").click()
+    processes.wait_until(lambda: panel.locator("svg path").count() == 3, "a curve for each rank, and their mean")
+    panel.get_by_role("button", name="Stacks").press("Enter")
+    panel.locator("details").get_by_text("rank 1 (pid").wait_for()
+    panel.get_by_label("Rank", exact=True).select_option("rank 0")
+    panel.get_by_role("button", name="Log file").click()
+    panel.get_by_text("rank_0.log").wait_for()
 
 
 def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
