@@ -97,8 +97,8 @@ _RULES = """
 .nba-panel .nba-chart-pane > .nba-tools { justify-content: space-between; }
 
 .nba-panel .nba-badge { display: inline-block; padding: 0 7px; border: 1px solid currentColor; border-radius: 4px;
-  font-size: 12px; line-height: 18px; color: var(--nba-faint); white-space: nowrap; vertical-align: 1px; }
-.nba-panel table.nba-ranks .nba-badge { min-width: 44px; text-align: center; }
+  font-size: 12px; line-height: 18px; color: var(--nba-faint); white-space: nowrap; }
+.nba-panel table.nba-ranks .nba-badge { display: block; width: fit-content; min-width: 44px; text-align: center; }
 .nba-panel .nba-running { color: var(--nba-busy); }
 .nba-panel .nba-finished { color: var(--nba-good); }
 .nba-panel .nba-failed, .nba-panel .nba-killed { color: var(--nba-bad); }
@@ -182,7 +182,7 @@ _RULES = """
 .nba-panel .nba-chart .nba-rank-curve ~ .nba-curve { color: var(--nba-text); }
 .nba-panel .nba-chart text { fill: currentColor; }
 
-@container (max-width: 880px) {
+@container (max-width: 1000px) {
   .nba-panel table.nba-ranks :is(th, td) { padding-right: 14px; }
   .nba-panel .nba-bar { width: 90px; }
 }

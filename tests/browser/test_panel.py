@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-_EPOCHS = 30
+_EPOCHS = 12
 _STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
 _DATA = """
 import torch
@@ -33,6 +33,9 @@ training = TensorDataset(images[:1437], labels[:1437])
 """
 _TRAINING = f"""
 %%distributed --num_processes 2 --name digits
+import pathlib
+import time
+
 from notebook_accel import Accelerator, report
 from torch import nn
 from tqdm.auto import tqdm
@@ -53,6 +56,8 @@ for epoch in tqdm(range({_EPOCHS})):
         optimizer.zero_grad()
         report(loss=loss)
     accelerator.print(f"epoch {{epoch + 1}}: loss {{loss.item():.3f}}")
+while not pathlib.Path("seen").exists():
+    time.sleep(0.1)
 """
 _ATTACK = """
 %%distributed --num_processes 2
@@ -113,6 +118,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
     _use_controls(panel)
+    lab.put_file("seen")
 
     wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()

@@ -37,7 +37,7 @@ TOTAL, RATE_HZ = 2250, 53.0
 def train(world_size, *, seconds=42.0, behind=(), silent=(), failed=(), restarts=0):
     "A run in its third epoch of five, as a background job, which has every control."
     job = make_job(is_background=True, world_size=world_size, mixed_precision="fp16")
-    job.name, job.devices = "pets-resnet50d", f"{world_size} x T4"
+    job.name, job.devices = "pets-resnet50d", f"{world_size} NVIDIA T4"
     now = time.monotonic()
     job.started_s = now - seconds
     for rank in range(world_size):
@@ -93,7 +93,7 @@ def end(job, reason=""):
 """
 _RUNNING = {
     "panel_2": "show(train(2))",
-    "panel_8": "show(train(8, behind=(5,), restarts=1))",
+    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets._curves.value = 'Each rank'; view.refresh()",
     "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
     "panel_64_failing": "show(train(64, failed=(9,)))",
 }

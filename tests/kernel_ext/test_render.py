@@ -172,7 +172,22 @@ def test_any_text_is_well_formed_html(text: str) -> None:
     state.apply(0, events.Output(text=text))
     state.apply(0, events.Failed(kind="E", message=text, traceback=""))
     assert {tag for tag, _ in Document(summary_html(made.facts(), state, 0.0)).elements} <= {
-        *("div", "style", "span", "table", "caption", "thead", "tbody", "tr", "th", "td", "pre", "details", "summary", "b")
+        *(
+            "div",
+            "style",
+            "span",
+            "table",
+            "caption",
+            "thead",
+            "tbody",
+            "tr",
+            "th",
+            "td",
+            "pre",
+            "details",
+            "summary",
+            "b",
+        )
     }
 
 
