@@ -121,7 +121,7 @@ class PanelWidgets:
     @property
     def names_chart(self) -> bool:
         """Whether what people choose from says already what the chart shows."""
-        return self._chart_tools.layout.display == "" == self._metric.layout.display == self._curves.layout.display
+        return all(widget.layout.display == "" for widget in (self._chart_tools, self._metric, self._curves))
 
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
         """Shows those that do something now.
