@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+from kernel_ext.markup import shortened
 from kernel_ext.run_state import RunState
 
 __all__ = ["chart_html", "ticks"]
@@ -13,52 +15,109 @@ __all__ = ["chart_html", "ticks"]
 _WIDTH, _HEIGHT = 280, 132
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 20
 _MOST_INTERVALS = 4
+_MOST_TITLE_CHARACTERS = 40
+_MOST_LABELS = 8
+_LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
+
+_Point: TypeAlias = tuple[int, float]
 
 
-def chart_html(state: RunState) -> str:
-    """The first metric, a loss if there is one, over steps; empty until it has two points."""
-    name = next(iter(state.metric_names), "")
-    series = state.history.get(name)
-    points = [] if series is None else series.points
-    if series is None or len(points) < 2:
+def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
+    """A metric over steps; empty until it has two points.
+
+    Args:
+        state: The run.
+        metric: The metric; by default the first one, a loss if there is one.
+        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
+        is_titled: Whether it says above it what it shows.
+    """
+    name = metric if metric in state.history else next(iter(state.metric_names), "")
+    curves = state.history.get(name)
+    mean = [] if curves is None else curves.mean.points
+    if curves is None or len(mean) < 2:
         return ""
-    title = html.escape(name)
-    of = "mean of ranks" if len(state.ranks) > 1 else ""
-    description = f"{title} over {points[-1][0]:,} {series.unit}: from {points[0][1]:.4g} to {points[-1][1]:.4g}"
+    ranks = {rank: series.points for rank, series in curves.ranks.items()} if of_ranks else {}
+    ranks = {rank: points for rank, points in sorted(ranks.items()) if len(points) > 1}
+    title = html.escape(shortened(name, _MOST_TITLE_CHARACTERS))
+    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
+    description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
+    head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
     return (
-        f'<div class="nba-chart"><div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>'
+        f'<div class="nba-chart">{head}'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{description}">{_drawing(points, series.unit)}</svg></div>'
+        f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
     )
 
 
-def _drawing(points: Sequence[tuple[int, float]], unit: str) -> str:
-    values = [value for _, value in points]
-    marks = ticks(min(values), max(values))
-    low, high = min(marks[0], *values), max(marks[-1], *values)
-    first, last = points[0][0], points[-1][0]
+class _Drawing:
+    """Axes and curves.
 
-    def x(step: float) -> float:
-        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+    Args:
+        mean: The curve that is in front.
+        ranks: Those behind it; a few have their rank's number at their end.
+        unit: What is counted from left to right.
+    """
 
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+    def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
+        self._mean = mean
+        self._ranks = ranks
+        self._unit = unit
+        points = [point for curve in (mean, *ranks.values()) for point in curve]
+        values = [value for _, value in points]
+        self._marks = ticks(min(values), max(values))
+        self._low, self._high = min(self._marks[0], *values), max(self._marks[-1], *values)
+        self._first, self._last = min(step for step, _ in points), max(step for step, _ in points)
+        self._has_labels = 0 < len(ranks) <= _MOST_LABELS
+        self._right = _RIGHT + (_LABEL_WIDTH if self._has_labels else 0)
 
-    # Spaces between the texts, since some sanitizers leave nothing of an SVG but those.
-    grid = " ".join(
-        f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}" '
-        f'stroke="currentColor" stroke-opacity="0.15"/>'
-        f'<text x="{_LEFT - 6}" y="{y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
-        for mark in marks
-    )
-    path = "M" + "L".join(f"{x(step):.1f} {y(value):.1f}" for step, value in points)
-    return (
-        f'<g font-size="10.5" fill="currentColor">{grid} '
-        f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{first:,}</text> '
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{last:,} {unit}</text></g>'
-        f'<path class="nba-curve" d="{path}" fill="none" stroke="currentColor" '
-        f'stroke-width="1.6" stroke-linejoin="round"/>'
-    )
+    def svg(self) -> str:
+        behind = "".join(self._path(points, f"nba-rank-curve nba-c{rank % _MOST_LABELS}", f"rank {rank}")
+                         for rank, points in self._ranks.items())  # fmt: skip
+        return f"{self._axes()}{behind}{self._path(self._mean, 'nba-curve', 'mean')}{self._labels()}"
+
+    def _x(self, step: float) -> float:
+        return _LEFT + (step - self._first) / (self._last - self._first) * (_WIDTH - _LEFT - self._right)
+
+    def _y(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+    def _axes(self) -> str:
+        # Spaces between the texts, since some sanitizers leave nothing of an SVG but those.
+        grid = " ".join(
+            f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
+            f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
+            f'<text x="{_LEFT - 6}" y="{self._y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
+            for mark in self._marks
+        )
+        return (
+            f'<g font-size="10.5" fill="currentColor">{grid} '
+            f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{self._first:,}</text> '
+            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{self._last:,} {self._unit}</text></g>'
+        )
+
+    def _path(self, points: Sequence[_Point], kind: str, title: str) -> str:
+        path = "M" + "L".join(f"{self._x(step):.1f} {self._y(value):.1f}" for step, value in points)
+        width = 1.6 if kind == "nba-curve" else 1
+        return (
+            f'<path class="{kind}" d="{path}" fill="none" stroke="currentColor" '
+            f'stroke-width="{width}" stroke-linejoin="round"><title>{title}</title></path>'
+        )
+
+    def _labels(self) -> str:
+        """The ranks' numbers at the ends of their curves, one below the other where those are close together."""
+        if not self._has_labels:
+            return ""
+        ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
+        lowest = _HEIGHT - _BOTTOM - _LABEL_HEIGHT * (len(ends) - 1)
+        shown, below = [], float(_TOP)
+        for index, (y, rank) in enumerate(ends):
+            at = min(max(y, below), lowest + _LABEL_HEIGHT * index)
+            below = at + _LABEL_HEIGHT
+            shown.append(
+                f'<text class="nba-c{rank % _MOST_LABELS}" x="{_WIDTH - _LABEL_WIDTH}" y="{at + 3:.1f}">{rank}</text>'
+            )
+        return f'<g font-size="9.5" fill="currentColor">{" ".join(shown)}</g>'
 
 
 def ticks(low: float, high: float) -> list[float]:

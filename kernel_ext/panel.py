@@ -8,21 +8,30 @@ meantime can't be told to replace it; for such a page the outermost widget stays
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from kernel_ext import front_end, render
+from kernel_ext import front_end, output_pane, render
+from kernel_ext.asked_stacks import AskedStacks
 from kernel_ext.chart import chart_html
+from kernel_ext.live_clicks import LiveClicks
+from kernel_ext.panel_widgets import PanelWidgets
 from kernel_ext.run_state import RunState
+from kernel_ext.table import table_html
 from notebook_accel import events
-from notebook_accel.errors import RankFailedError
+from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.launching.view import line_prefix
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job
 
 __all__ = ["PanelView", "open_view"]
+
+_SLOW_PERIOD_S = 1.0  # for what costs more to draw, or to read
+_LOG_LINES = 200
+_ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
 
 
 def open_view(job: Job) -> PanelView | None:
@@ -52,24 +61,42 @@ class PanelView:
         has_prefixes = bool(job.config.log_line_prefix_template)
         prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
         self._state = RunState(job.world_size, prefixes)
-        self._drawn_second = -1
+        self._stacks = AskedStacks(job, self._on_change)
+        self._drawn = _Drawn()
+        self._has_changed = False  # what people have chosen
+        self._clicked: Literal["", "stop", "interrupt"] = ""
         # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
         # ipykernel keeps in a context variable (since version 7).
         self._cell_context = contextvars.copy_context()
         self._display_id = uuid.uuid4().hex
-        self._widgets = _Widgets(job)
+        self._widgets = PanelWidgets(
+            job.world_size,
+            on_stop=self._on_stop,
+            on_interrupt=self._on_interrupt,
+            on_ask=self._stacks.ask,
+            on_change=self._on_change,
+        )
+        self._clicks = LiveClicks(front_end.kernel())
+        for widget in self._widgets.clickable:
+            self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._publish(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
         """Draws what is new. Without events, only the clock moves, once a second."""
-        kinds = self._take_events()
-        now_s = time.monotonic()
-        if kinds or int(now_s - self._job.started_s) != self._drawn_second:
-            self._draw(now_s, kinds)
+        self._cell_context.copy().run(self._refresh)
 
     def close(self) -> None:
         """Replaces what is displayed by the final state as plain HTML and text. The run has ended."""
+        self._cell_context.copy().run(self._close)
+
+    def _refresh(self) -> None:
+        kinds = self._take_events()
+        now_s = time.monotonic()
+        if kinds or self._has_changed or int(now_s - self._job.started_s) != self._drawn.second:
+            self._draw(now_s, kinds)
+
+    def _close(self) -> None:
         self._take_events()
         self._state.close()
         now_s = time.monotonic()
@@ -93,14 +120,48 @@ class PanelView:
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
         # A widget sends nothing when it is given the value that it has.
-        widgets, state = self._widgets, self._state
+        widgets, state, drawn = self._widgets, self._state, self._drawn
+        has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(self._facts(now_s), state, now_s)
-        widgets.table.value = render.table_html(state, now_s)
-        if events.Output in kinds or not widgets.output.value:
-            widgets.output.value = render.output_html(state)
-        if events.Metrics in kinds:
-            widgets.chart.value = chart_html(state)
-        self._drawn_second = int(now_s - self._job.started_s)
+        widgets.table.value = table_html(state, now_s, is_folded=widgets.is_folded)
+        drawn.output |= events.Output in kinds
+        drawn.metrics |= events.Metrics in kinds
+        if has_changed or not widgets.body.value or self._is_body_due(now_s):
+            drawn.output, drawn.body_s = False, now_s
+            widgets.errors.value = output_pane.errors_html(state, widgets.choice)
+            widgets.body.value = self._body_html()
+        is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
+        widgets.show_controls(
+            are_live=self._is_clickable(),
+            metrics=tuple(name for name in state.metric_names if name in state.history),
+            clicked=self._clicked,
+            has_chart=bool(widgets.chart.value) or is_chart_due,
+        )
+        if has_changed or is_chart_due:
+            drawn.metrics, drawn.chart_s = False, now_s
+            widgets.chart.value = chart_html(
+                state, widgets.metric, of_ranks=widgets.has_each_rank, is_titled=not widgets.names_chart
+            )
+        drawn.second = int(now_s - self._job.started_s)
+
+    def _is_body_due(self, now_s: float) -> bool:
+        """Whether what is below the table has changed by itself. A file isn't read five times a second."""
+        period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
+        return self._drawn.output and now_s - self._drawn.body_s >= period_s
+
+    def _body_html(self) -> str:
+        choice = self._widgets.choice
+        if choice.view == "stacks":
+            return output_pane.stacks_html(self._stacks.texts, self._stacks.said, choice)
+        if choice.view == "output":
+            return output_pane.output_html(self._state, choice)
+        text = ""
+        if choice.rank is not None and self._job.log_files:
+            try:
+                text = self._job.logs(choice.rank, _LOG_LINES)
+            except NotebookAccelError as error:
+                text = str(error)
+        return output_pane.log_html([str(path) for path in self._job.log_files], text, choice)
 
     def _facts(self, now_s: float) -> render.RunFacts:
         job = self._job
@@ -113,12 +174,44 @@ class PanelView:
             precision=job.config.mixed_precision,
             status=job.status,
             elapsed_s=end_s - job.started_s,
-            hint="" if job.is_background or job.done else "interrupt the kernel to stop",
+            hint=self._hint(),
             failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
             traceback=traceback,
             is_background=job.is_background,
             log_folder="" if job.log_folder is None else str(job.log_folder),
         )
+
+    def _hint(self) -> str:
+        job = self._job
+        if job.done:
+            return _ENDED_BY[self._clicked] if job.status == "stopped" else ""
+        if self._clicked == "stop":
+            return "stopping …"
+        if self._clicked == "interrupt":
+            return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s"
+        return "" if self._is_clickable() else "interrupt the kernel to stop"
+
+    def _is_clickable(self) -> bool:
+        """Whether something happens on a click: a cell that waits for the run may keep the kernel from hearing of it.
+
+        A run of this very process can't be stopped from outside.
+        """
+        job = self._job
+        return job.run_here is None and (job.is_background or self._clicks.are_delivered)
+
+    # Called in whatever thread a click comes in: nothing is drawn there.
+
+    def _on_stop(self) -> None:
+        self._clicked, self._has_changed = "stop", True
+        self._job.stop()
+
+    def _on_interrupt(self) -> None:
+        if not self._clicked:
+            self._clicked, self._has_changed = "interrupt", True
+            self._job.interrupt()
+
+    def _on_change(self) -> None:
+        self._has_changed = True
 
     def _publish(self, data: dict[str, Any], **options: Any) -> None:
         from IPython.display import display
@@ -127,53 +220,12 @@ class PanelView:
         self._cell_context.copy().run(display, data, raw=True, **options)
 
 
-class _Widgets:
-    """The panel's widgets. Each part is one widget, so that only what has changed is sent."""
+@dataclasses.dataclass
+class _Drawn:
+    """What was drawn when, and what has come since: whether there was output, and metrics."""
 
-    def __init__(self, job: Job) -> None:
-        import ipywidgets  # not above: plain scripts import this module too, to be told that they have no panel
-
-        style = ipywidgets.HTML(render.style_html())
-        self.header, self.table, self.output, self.chart = (ipywidgets.HTML() for _ in range(4))
-        top = [self.header]
-        if job.is_background:
-            # Only then can a click be delivered for certain: a running cell keeps the kernel from reading messages.
-            self._stop = ipywidgets.Button(description="Stop", tooltip="Stop every rank of this run")
-            self._stop.on_click(lambda _: self._on_stop(job))
-            self._stop.add_class("nba-stop")
-            top.append(self._stop)
-        header_row = ipywidgets.HBox(top)
-        bottom = ipywidgets.HBox([self.output, self.chart])
-        self.root = ipywidgets.VBox([style, header_row, self.table, bottom])
-        for widget, name in (
-            (self.root, "nba-panel"),
-            (style, "nba-style"),
-            (header_row, "nba-top"),
-            (bottom, "nba-bottom"),
-            (self.output, "nba-output-pane"),
-            (self.chart, "nba-chart-pane"),
-        ):
-            widget.add_class(name)
-
-    def _on_stop(self, job: Job) -> None:
-        self._stop.disabled = True
-        self._stop.description = "Stopping …"
-        job.stop()
-
-    def close(self, summary: str) -> None:
-        """Leaves the final state as the only thing in the root and closes everything else."""
-        import ipywidgets
-
-        parts = self.root.children
-        self.root.children = [ipywidgets.HTML(summary)]
-        self.root.add_class("nba-ended")
-        for part in parts:
-            _close(part)
-
-
-def _close(widget: Any) -> None:
-    """Closes a widget and what is in it, with the models of their layouts and styles, so that no comm stays open."""
-    for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
-        if part is not None:
-            _close(part) if hasattr(part, "layout") else part.close()
-    widget.close()
+    second: int = -1
+    body_s: float = -_SLOW_PERIOD_S
+    chart_s: float = -_SLOW_PERIOD_S
+    output: bool = False
+    metrics: bool = False

@@ -96,11 +96,19 @@ class Display(_Event, frozen=True, kw_only=True):
 
 
 class Memory(_Event, frozen=True, kw_only=True):
-    """Memory in use by the rank, of what its device has, in bytes. ``kind`` says which memory that is."""
+    """Memory in use by the rank, of what its device has, in bytes.
+
+    Attributes:
+        used_bytes: What is in use.
+        total_bytes: What there is.
+        kind: Which memory that is.
+        utilisation: Per cent of the last second in which the device computed, ``None`` where nothing measures it.
+    """
 
     used_bytes: int
     total_bytes: int
     kind: Literal["host", "device"]
+    utilisation: float | None = None
 
 
 class Failed(_Event, frozen=True, kw_only=True):

@@ -80,6 +80,7 @@ class Reporter:
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
+        self._device_utilisation: Callable[[], float | None] | None = None
         self._pid = os.getpid()
         self._at_close: list[Callable[[], None]] = []
         self._stop = threading.Event()
@@ -115,10 +116,22 @@ class Reporter:
         """The counter around the shown one, such as a bar over epochs: gives the epoch and how many there will be."""
         self._outer = counter
 
-    def set_device(self, name: str, memory: Callable[[], tuple[int, int]] | None = None) -> None:
-        """Names the rank's device; ``memory`` gives its used and total bytes and is called once a second."""
+    def set_device(
+        self,
+        name: str,
+        memory: Callable[[], tuple[int, int]] | None = None,
+        utilisation: Callable[[], float | None] | None = None,
+    ) -> None:
+        """Names the rank's device.
+
+        Args:
+            name: Its name.
+            memory: Gives its used and total bytes; called once a second, as is the next one.
+            utilisation: Gives the per cent of time in which it computes, ``None`` if that isn't known.
+        """
         self._device = name
         self._device_memory = memory
+        self._device_utilisation = utilisation
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
         """Replaces the latest value of each named metric. Tensors are read later, by the sampling thread."""
@@ -216,7 +229,8 @@ class Reporter:
             used, total = self._device_memory()
         except RuntimeError:  # the device has failed: training will say so, and the sampler must go on
             return
-        self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device"))
+        utilisation = None if self._device_utilisation is None else self._device_utilisation()
+        self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
 
 
 def _same_progress(new: events.Progress, old: events.Progress | None) -> bool:

@@ -183,6 +183,26 @@ class Kernel:
         assert outcome.status == "ok", outcome.traceback
         return outcome.result
 
+    def make_subshell(self, timeout_s: float = 60.0) -> str:
+        """Has the kernel make a subshell, as a front end does; its id."""
+        request = self._client.session.msg("create_subshell_request", {})
+        self._client.control_channel.send(request)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert time.monotonic() < deadline, "not in time: a subshell"
+            with contextlib.suppress(queue.Empty):
+                reply = self._client.get_control_msg(timeout=_POLL_S)
+                if reply["parent_header"].get("msg_id") == request["header"]["msg_id"]:
+                    return str(reply["content"]["subshell_id"])
+
+    def click(self, comm_id: str, subshell_id: str | None = None) -> None:
+        """What a front end sends when the button of this comm is clicked; it may name a subshell."""
+        data = {"method": "custom", "content": {"event": "click"}}
+        message = self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        if subshell_id is not None:
+            message["header"]["subshell_id"] = subshell_id
+        self._client.shell_channel.send(message)
+
     def descendants(self) -> list[processes.Process]:
         """The living processes below the kernel."""
         return processes.descendants(self.pid)

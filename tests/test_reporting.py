@@ -152,7 +152,9 @@ def test_memory_is_this_process_and_then_the_device(rank: types.SimpleNamespace)
     assert 10_000_000 < heard.used_bytes < heard.total_bytes
     rank.reporter.set_device("cuda:0", lambda: (5, 8))
     heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.kind == "device")
-    assert (heard.used_bytes, heard.total_bytes) == (5, 8)
+    assert (heard.used_bytes, heard.total_bytes, heard.utilisation) == (5, 8, None)
+    rank.reporter.set_device("cuda:0", lambda: (5, 8), lambda: 87.0)
+    assert rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.utilisation == 87.0)
 
 
 def test_device_that_fails_does_not_end_the_sampling(rank: types.SimpleNamespace) -> None:

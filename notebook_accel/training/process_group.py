@@ -11,7 +11,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.runtimes import torch_group
-from notebook_accel.training.runtimes.devices import local_device
+from notebook_accel.training.runtimes.devices import local_device, utilisation_of
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
@@ -48,7 +48,7 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
         runtime = SingleProcess(place, device)
     else:
         runtime = TorchDistributed(place, device, options)
-    reporter().set_device(str(device), runtime.memory())
+    reporter().set_device(str(device), runtime.memory(), utilisation_of(device))
     _latest = weakref.ref(runtime)
     return runtime
 

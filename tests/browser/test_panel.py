@@ -33,6 +33,9 @@ training = TensorDataset(images[:1437], labels[:1437])
 """
 _TRAINING = f"""
 %%distributed --num_processes 2 --name digits
+import pathlib
+import time
+
 from notebook_accel import Accelerator, report
 from torch import nn
 from tqdm.auto import tqdm
@@ -53,15 +56,18 @@ for epoch in tqdm(range({_EPOCHS})):
         optimizer.zero_grad()
         report(loss=loss)
     accelerator.print(f"epoch {{epoch + 1}}: loss {{loss.item():.3f}}")
+while not pathlib.Path("seen").exists():
+    time.sleep(0.1)
 """
 _ATTACK = """
 %%distributed --num_processes 2
 print("<script>alert(1)</script>")
 """
-_BACKGROUND = """
-%%distributed --num_processes 2 --name sleepers --background
+_SLEEPING = """
+%%distributed --num_processes 2 --name sleepers {flag}
+import os
 import time
-print("asleep")
+print("asleep", os.getpid())
 time.sleep(600)
 """
 _WAITING = """
@@ -111,6 +117,8 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert "running" in panel.locator(".nba-header").inner_text()
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
+    _use_controls(panel)
+    lab.put_file("seen")
 
     wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()
@@ -139,26 +147,61 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert alerts == []
 
 
-def test_a_run_in_the_background_is_dark_in_a_dark_theme_and_stopped_by_a_click(
+def _use_controls(panel: Locator) -> None:
+    """While the cell runs, and with the keyboard where that is what people use."""
+    panel.get_by_label("Search").fill("EPOCH 1:")
+    panel.locator("mark").first.wait_for()
+    panel.get_by_label("Search").fill("")
+    panel.get_by_label("Rank", exact=True).select_option("rank 1")
+    panel.locator(".nba-output-pane").get_by_text("no output yet").wait_for()
+    panel.get_by_role("button", name="Each rank").click()
+    processes.wait_until(lambda: panel.locator("svg path").count() == 3, "a curve for each rank, and their mean")
+    panel.get_by_role("button", name="Stacks").press("Enter")
+    panel.locator("details").get_by_text("rank 1 (pid").wait_for()
+    panel.get_by_label("Rank", exact=True).select_option("rank 0")
+    panel.get_by_role("button", name="Log file").click()
+    panel.get_by_text("rank_0.log").wait_for()
+
+
+def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
     page: Page, lab: Lab, screenshot: Screenshot
 ) -> None:
     lab.use_theme("JupyterLab Dark")
-    lab.write_notebook("background.ipynb", ["%load_ext notebook_accel", _BACKGROUND.strip(), "1 + 1"])
-    open_notebook(page, lab, "background.ipynb")
+    sleeping = [_SLEEPING.format(flag=flag).strip() for flag in ("", "--background")]
+    lab.write_notebook("stopped.ipynb", ["%load_ext notebook_accel", *sleeping, "1 + 1"])
+    open_notebook(page, lab, "stopped.ipynb")
     run_cell(page, 0)
     wait_until_done(page, 0)
-    output = run_cell(page, 1)
-    panel = output.locator(".nba-panel")
-    panel.get_by_text("asleep").last.wait_for()
-    run_cell(page, 2)  # the kernel is free, and what the panel shows then is still below its own cell
-    wait_until_done(page, 2)
+
+    panel = run_cell(page, 1).locator(".nba-panel")
+    ranks = _processes_of(panel)
     red, green, blue = re.findall(r"\d+", panel.evaluate("panel => getComputedStyle(panel).backgroundColor"))[:3]
     assert max(int(red), int(green), int(blue)) < 80
-    screenshot(panel, "panel_background")
+    screenshot(panel, "panel_waiting")
     panel.get_by_role("button", name="Stop").click()
     panel.locator(".nba-header").get_by_text("stopped").wait_for()
+    wait_until_done(page, 1)
+    assert "RunStoppedError" in page.locator(".jp-CodeCell").nth(1).inner_text()
+    assert [rank.pid for rank in ranks if rank.is_alive] == []
+
+    panel = run_cell(page, 2).locator(".nba-panel")
+    ranks = _processes_of(panel)
+    run_cell(page, 3)  # the kernel is free, and what the panel shows then is still below its own cell
+    wait_until_done(page, 3)
+    panel.get_by_role("button", name="Stop").click()
+    panel.locator(".nba-header").get_by_text("stopped").wait_for()
+    assert [rank.pid for rank in ranks if rank.is_alive] == []
     assert panel.get_by_role("button").count() == 0
-    assert page.locator(".nba-panel").count() == 1
+    assert page.locator(".nba-panel").count() == 2
+
+
+def _processes_of(panel: Locator) -> list[processes.Process]:
+    """The two ranks, as soon as both have printed who they are."""
+    panel.locator(".nba-output-pane").get_by_text(re.compile(r"asleep \d+[^$]*asleep \d+")).wait_for()
+    pids = re.findall(r"asleep (\d+)", panel.locator(".nba-output-pane").inner_text())
+    ranks = [processes.read(int(pid)) for pid in pids]
+    assert len(ranks) == 2
+    return [rank for rank in ranks if rank is not None and rank.is_alive]
 
 
 @pytest.mark.parametrize("flag", ["", "--background"])

@@ -12,49 +12,19 @@ from typing import Any
 import pytest
 
 from tests import kernels
+from tests.kernel_ext import made_up
 
 pytestmark = pytest.mark.front_end
 
+# What a panel sends belongs to the cell that it stands under: here, to the running one.
+_HERE = "view._cell_context = __import__('contextvars').copy_context()"
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-_SETUP = """
-import threading
-import time
-from kernel_ext.panel import open_view
-from notebook_accel import events
-from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.spec import JobSpec
-
-class Stops:
-    calls = 0
-    def stop(self):
-        Stops.calls += 1
-
-def make_job(is_background=False, **options):
-    spec = JobSpec(name="digits", world_size=2, environment={}, working_directory="", sys_path=[])
-    job = Job(
-        "1", spec, LaunchConfig(**options), devices="2 CPUs", is_background=is_background, shipped=(), result_files=()
-    )
-    job.attach(Stops())
-    return job
-
-def start(job):
-    for rank in range(2):
-        job.deliver(rank, events.Started(pid=rank + 1))
-        job.deliver(rank, events.Progress(step=1, total=10, steps=1))
-
-def finish(job):
-    for rank in range(2):
-        job.deliver(rank, events.Finished(result_bytes=1))
-        job.deliver(rank, events.Ended(exit_code=0))
-    job.end("")
-"""
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(_SETUP)
+        outcome = running.run(made_up.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
@@ -162,13 +132,13 @@ def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kern
 
 def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     _messages(kernel, "job = make_job(); view = open_view(job); start(job); view.refresh()")
-    later = "job.started_s = time.monotonic() - 7; view.refresh(); view.refresh(); view.refresh()"
+    later = f"{_HERE}; job.started_s = time.monotonic() - 7; view.refresh(); view.refresh(); view.refresh()"
     assert len(_widget_values(_messages(kernel, later))) == 1  # the clock, once
-    output = "job.deliver(0, events.Output(text='hello')); view.refresh()"
+    output = f"{_HERE}; job.deliver(0, events.Output(text='hello')); view.refresh()"
     values = _widget_values(_messages(kernel, output))
     assert any("nba-output" in value for value in values)
     assert not any("nba-chart" in value for value in values)
-    progress = "job.deliver(0, events.Progress(step=2, total=10, steps=2)); view.refresh()"
+    progress = f"{_HERE}; job.deliver(0, events.Progress(step=2, total=10, steps=2)); view.refresh()"
     assert not any("nba-output" in value for value in _widget_values(_messages(kernel, progress)))
     _messages(kernel, "finish(job); view.close()")
 
@@ -204,25 +174,152 @@ def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(ker
     assert [message for message in later if message["msg_type"].endswith("display_data")] == []
 
 
-def test_only_a_run_in_the_background_has_a_stop_button_and_a_click_stops_it(kernel: kernels.Kernel) -> None:
-    def models(messages: list[dict[str, Any]]) -> dict[str, str]:
-        opened = [message["content"] for message in messages if message["msg_type"] == "comm_open"]
-        return {content["data"]["state"]["_model_name"]: content["comm_id"] for content in opened}
+def _comm(kernel: kernels.Kernel, widget: str) -> str:
+    return kernel.value(f"view._widgets.{widget}.comm.comm_id").strip("'")
 
-    blocking = _messages(kernel, "job = make_job(); view = open_view(job); finish(job); view.close()")
-    assert "ButtonModel" not in models(blocking)
-    assert any("interrupt the kernel to stop" in value for value in _widget_values(blocking))
 
+def test_a_click_stops_a_run_in_the_background(kernel: kernels.Kernel) -> None:
     background = _messages(
         kernel, "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
     )
     assert not any("interrupt the kernel" in value for value in _widget_values(background))
-    button = models(background)["ButtonModel"]
-    # What a front end sends when the button is clicked, through the kernel's own handler.
-    _messages(
-        kernel,
-        f"get_ipython().kernel.comm_manager.get_comm({button!r}).handle_msg("
-        "{'content': {'data': {'method': 'custom', 'content': {'event': 'click'}}}, 'buffers': []})",
+    kernel.click(_comm(kernel, "_stop"))
+    _messages(kernel, "assert Control.called.wait(60); view.refresh()")
+    assert kernel.value("Control.calls") == "['stop']"
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_a_run_in_the_kernel_itself_is_stopped_by_the_kernels_interrupt_only(kernel: kernels.Kernel) -> None:
+    _messages(kernel, "job = make_job(); job.run_here = print; view = open_view(job); start(job); view.refresh()")
+    assert kernel.value("view._widgets._stop.layout.display") == "'none'"
+    assert "interrupt the kernel to stop" in kernel.value("view._widgets.header.value")
+    _messages(kernel, "finish(job); view.close()")
+
+
+_OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
+
+
+def _see(kernel: kernels.Kernel, part: str) -> str:
+    """What a widget shows after the next drawing."""
+    return kernel.run(f"view.refresh(); print(view._widgets.{part}.value)").stdout
+
+
+def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    kernel.click(_comm(kernel, "_stop"))
+    assert kernel.value("Control.called.wait(60)") == "True"
+    assert "stopping …" in _see(kernel, "header")
+    assert kernel.value("view._widgets._stop.disabled, view._widgets._interrupt.disabled") == "(True, True)"
+    summary = _messages(kernel, f"{_HERE}; job.end('stopped'); view.close()")
+    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
+    assert "by the button Stop" in shown["text/html"]
+
+
+def test_a_click_interrupts_once(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    button = _comm(kernel, "_interrupt")
+    kernel.click(button)
+    assert kernel.value("Control.called.wait(60)") == "True"
+    kernel.click(button)
+    assert "interrupting …; what goes on is ended after 2 s" in _see(kernel, "header")
+    assert kernel.value("view._widgets._stop.disabled") == "False"  # for what goes on nevertheless
+    _messages(kernel, "finish(job); view.close()")
+    assert kernel.value("Control.calls") == "['interrupt']"
+
+
+def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    deliver = "job.deliver(0, events.Output(text='Apple\\npear')); job.deliver(1, events.Output(text='apple pie'))"
+    _messages(kernel, deliver)
+    shown = _see(kernel, "body")
+    assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, True]
+    _messages(kernel, "view._widgets._rank.value = 0")
+    shown = _see(kernel, "body")
+    assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, False]
+    _messages(kernel, "view._widgets._rank.value = -1; view._widgets._search.value = 'APPLE'")
+    shown = _see(kernel, "body")
+    assert "<mark>Apple</mark>" in shown
+    assert "<mark>apple</mark> pie" in shown
+    assert "2 of 3 lines" in shown
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    _messages(kernel, "view._widgets._view.value = 'Stacks'")
+    assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
+    assert "asking every rank …" in _see(kernel, "body")
+    dumps = """
+    from notebook_accel.launching.messages import RankDump
+    text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
+    job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="said", text=text) for rank in range(2)])
+    view._stacks._asking.join(60)
+    """
+    _messages(kernel, dumps)
+    shown = _see(kernel, "body")
+    assert "rank 1 (pid 6), innermost call first:" in shown
+    assert "&lt;train&gt;, line 7 in work" in shown
+    assert "asking" not in shown
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -> None:
+    code = f"""
+    import pathlib
+    {_OPEN.replace("; ", chr(10) + "    ")}
+    pathlib.Path("rank_1.log").write_text("<first>\\nsecond\\n")
+    job.log_files = (pathlib.Path("rank_0.log"), pathlib.Path("rank_1.log"))
+    view._widgets._view.value = 'Log file'
+    """
+    _messages(kernel, code)
+    shown = _see(kernel, "body")
+    assert "rank_0.log" in shown
+    assert "rank_1.log" in shown
+    _messages(kernel, "view._widgets._rank.value = 1")
+    assert "rank_1.log</span>\n&lt;first&gt;\nsecond" in _see(kernel, "body")
+    _messages(kernel, "view._widgets._rank.value = 0")
+    assert "can&#x27;t be read" in _see(kernel, "body")
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_chart_is_of_the_chosen_metric_and_ranks(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    metrics = """
+    for step in range(1, 5):
+        for rank in range(2):
+            job.deliver(rank, events.Metrics(step=step, values={"accuracy": step / 5, "loss": rank + 1 / step}))
+    """
+    _messages(kernel, metrics)
+    shown = _see(kernel, "chart")
+    assert 'aria-label="loss over 4 steps' in shown
+    assert shown.count("<path") == 1
+    assert kernel.value("view._widgets._metric.options") == "('loss', 'accuracy')"
+    _messages(kernel, "view._widgets._metric.value = 'accuracy'; view._widgets._curves.value = 'Each rank'")
+    shown = _see(kernel, "chart")
+    assert 'aria-label="accuracy over 4 steps' in shown
+    assert shown.count("<path") == 3
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_many_ranks_share_rows_until_all_are_asked_for(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN.replace("is_background=True", "is_background=True, world_size=64"))
+    assert _see(kernel, "table").count('scope="row"') == 1
+    assert kernel.value("view._widgets._fold.layout.display, view._widgets._fold.description") == (
+        "('', 'Show all 64 ranks')"
     )
-    assert kernel.value("Stops.calls") == "1"
+    _messages(kernel, "view._widgets._fold.value = True")
+    assert _see(kernel, "table").count('scope="row"') == 64
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_a_flood_of_events_is_drawn_at_once(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    flood = f"""
+    {_HERE}
+    for step in range(20_000):
+        job.deliver(step % 2, events.Progress(step=step, total=20_000, steps=step))
+        job.deliver(step % 2, events.Metrics(step=step, values={{"loss": 1 / (step + 1)}}))
+    view.refresh()
+    """
+    assert len(_widget_values(_messages(kernel, flood))) <= 4  # header, table, chart, and the chart's metric
     _messages(kernel, "finish(job); view.close()")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import pickle
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_ext.run_state import OutputLine, OutputLog, RunState, Series, plain_text
+from kernel_ext.output_log import OutputLine
+from kernel_ext.run_state import RunState
 from notebook_accel import events
 from tests.kernel_ext import strategies
 
@@ -127,26 +128,6 @@ def test_output_is_kept_by_rank_in_order_of_arrival() -> None:
     assert [rank.last_line for rank in state.ranks] == ["c", "b"]
 
 
-def test_much_output_keeps_its_beginning_and_its_end() -> None:
-    log = OutputLog()
-    for number in range(5000):
-        log.add(OutputLine(0, str(number)))
-    assert log.count == 5000
-    assert log.head[0].text == "0"
-    assert [line.text for line in log.last(2)] == ["4998", "4999"]
-    assert len(log.head) + len(log.tail) + log.left_out == 5000
-    assert log.left_out > 0
-    # No line from before the gap stands next to one from after it.
-    assert [line.text for line in log.last(10_000)] == [line.text for line in log.tail]
-
-
-def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_out() -> None:
-    log = OutputLog()
-    for number in range(250):
-        log.add(OutputLine(0, str(number)))
-    assert [line.text for line in log.last(100)] == [str(number) for number in range(150, 250)]
-
-
 def test_a_line_of_a_megabyte_is_clipped() -> None:
     state = _reduced(events.Output(text="x" * 1_000_000))
     (line,) = state.output.last(1)
@@ -154,27 +135,12 @@ def test_a_line_of_a_megabyte_is_clipped() -> None:
     assert line.text.endswith("… and 998,000 more characters")
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("\x1b[1;31mred\x1b[0m plain", "red plain"),
-        ("\x1b]0;title\x07text", "text"),
-        ("10%\r50%\r100%", "100%"),
-        ("windows line\r", "windows line"),
-        ("a\tb", "a\tb"),
-        ("bell\x07", "bell\N{REPLACEMENT CHARACTER}"),
-    ],
-)
-def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None:
-    assert plain_text(line) == text
-
-
 def test_history_is_the_mean_of_the_ranks_once_each_has_reported_again() -> None:
     state = RunState(2)
     state.apply(0, _progress(0.0, 0))
     for rank, step, loss in [(0, 1, 4.0), (1, 1, 3.0), (0, 2, 2.0), (1, 3, 1.0), (0, 4, 0.0)]:
         state.apply(rank, events.Metrics(step=step, values={"loss": loss}))
-    assert state.history["loss"].points == [(1, 4.0), (2, 2.5), (4, 0.5)]
+    assert state.history["loss"].mean.points == [(1, 4.0), (2, 2.5), (4, 0.5)]
 
 
 def test_history_goes_on_when_a_rank_stops_reporting() -> None:
@@ -183,7 +149,7 @@ def test_history_goes_on_when_a_rank_stops_reporting() -> None:
     state.apply(1, events.Metrics(step=1, values={"loss": 3.0}))
     for step in range(2, 6):
         state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
-    assert state.history["loss"].points == [(1, 3.0), (3, 2.0), (5, 2.0)]
+    assert state.history["loss"].mean.points == [(1, 3.0), (3, 2.0), (5, 2.0)]
 
 
 def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
@@ -191,36 +157,17 @@ def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
     for loss in (4.0, 3.0, 2.0):
         state.apply(0, events.Metrics(step=0, values={"loss": loss}))
     assert state.history["loss"].unit == "reports"
-    assert state.history["loss"].points == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert state.history["loss"].mean.points == [(1, 4.0), (2, 3.0), (3, 2.0)]
     state.apply(0, _progress(0.0, 1))
     for step in (1, 2):
         state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
     assert state.history["loss"].unit == "steps"
-    assert state.history["loss"].points == [(1, 1.0), (2, 1.0)]
+    assert state.history["loss"].mean.points == [(1, 1.0), (2, 1.0)]
 
 
 def test_losses_come_first_among_the_metrics() -> None:
     state = _reduced(events.Metrics(step=1, values={"accuracy": 0.5, "train_loss": 1.0, "lr": 0.1}))
     assert state.metric_names == ["train_loss", "accuracy", "lr"]
-
-
-def test_a_series_stays_small_and_keeps_its_ends() -> None:
-    series = Series()
-    for step in range(100_000):
-        series.add(step, float(step))
-    points = series.points
-    assert 100 < len(points) < 400
-    assert points[0] == (0, 0.0)
-    assert points[-1] == (99_999, 99_999.0)
-    gaps = [after[0] - before[0] for before, after in itertools.pairwise(points[:-1])]
-    assert max(gaps) <= 2 * min(gaps)
-
-
-def test_a_series_leaves_out_what_cannot_be_drawn() -> None:
-    series = Series()
-    for step, value in [(1, 1.0), (2, float("nan")), (3, 3.0), (2, 2.0), (4, float("inf"))]:
-        series.add(step, value)
-    assert series.points == [(1, 1.0), (3, 3.0)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60))
@@ -242,15 +189,6 @@ def test_whatever_a_rank_says_has_a_rate_and_a_time_left(sequence: list[events.E
     rate, left_s = rank.steps_per_s(now_s), rank.left_s(now_s)
     assert rate is None or rate >= 0
     assert left_s is None or left_s >= 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 10_000), st.floats()), max_size=200))
-def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, float]]) -> None:
-    series = Series()
-    for step, value in points:
-        series.add(step, value)
-    steps = [step for step, _ in series.points]
-    assert steps == sorted(set(steps))
 
 
 def test_lines_that_are_in_a_log_only_make_one_gap() -> None:
@@ -286,3 +224,84 @@ def test_silence_ends_with_the_next_step_and_with_the_rank() -> None:
     assert state.ranks[0].silent is None
     assert _reduced(silent, events.Finished(result_bytes=1)).ranks[0].silent is None
     assert _reduced(events.Finished(result_bytes=1), silent).ranks[0].silent is None
+
+
+def test_time_left_is_not_guessed_while_a_rank_stands_still() -> None:
+    state = RunState(2)
+    for second in range(6):
+        for rank in range(2):
+            state.apply(rank, _progress(second, 10 * second))
+    assert state.left_s(6.0) is not None
+    for second in range(6, 20):
+        state.apply(0, _progress(second, 10 * second, total=1000))
+    assert state.ranks[1].is_stalled(19.0)
+    assert state.ranks[1].left_s(19.0) is None
+    assert state.left_s(19.0) is None  # though the other one's is known
+    state.apply(1, events.Finished(result_bytes=1))
+    assert state.left_s(19.0) == pytest.approx((1000 - 190) / 10)
+
+
+def test_slow_steps_are_no_standstill() -> None:
+    slow = _reduced(*(_progress(60.0 * step, step) for step in range(3))).ranks[0]
+    assert slow.left_s(180.0) is not None
+    assert slow.left_s(120.0 + 1000.0) is None
+
+
+def test_time_left_is_not_guessed_of_a_rank_that_was_found_silent() -> None:
+    counted = [_progress(second, 10 * second) for second in range(6)]
+    assert _reduced(*counted, events.Silent(time_s=5.5, since_s=5.0)).left_s(5.5) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "behind"),
+    [
+        ([1000, 1000, 1000], {}),
+        ([1000, 999, 990], {}),  # less than they do in a second: they say where they are at different times
+        ([1000, 1000, 800], {2: 200}),
+        ([1000, 800], {1: 200}),
+        ([3, 1], {}),
+    ],
+)
+def test_ranks_far_behind_the_others_are_found(steps: list[int], behind: dict[int, int]) -> None:
+    state = RunState(len(steps))
+    for rank, count in enumerate(steps):
+        for second in range(11):
+            state.apply(rank, _progress(float(second), count * second // 10))
+    assert state.behind(10.0) == behind
+
+
+def test_a_rank_that_has_ended_is_not_behind() -> None:
+    state = RunState(3)
+    for rank, count in enumerate([1000, 1000, 10]):
+        state.apply(rank, _progress(1.0, count))
+    assert state.behind(1.0) == {2: 990}
+    state.apply(2, events.Finished(result_bytes=1))
+    assert state.behind(1.0) == {}
+
+
+def test_restarts_are_counted() -> None:
+    state = RunState(2)
+    for rank in range(2):
+        state.apply(rank, events.Started(pid=1))
+    assert state.restarts == 0
+    state.apply(1, events.Ended(signal=9))
+    state.apply(1, events.Started(pid=2))
+    assert state.restarts == 1
+
+
+def test_what_is_kept_does_not_grow_with_what_is_said() -> None:
+    """A day of a chatty run is more of what comes here in a moment."""
+
+    def size() -> int:
+        return len(pickle.dumps(state))
+
+    state = RunState(4)
+    for step in range(40_000):
+        rank = step % 4
+        state.apply(rank, _progress(step / 100, step // 4, label="x" * 5000))
+        state.apply(rank, events.Metrics(time_s=step / 100, step=step, values={f"m{step % 50}": 1.0, "loss": 1.0}))
+        state.apply(rank, events.Output(time_s=step / 100, text=f"ERROR {step:06} of 40,000"))
+        if step == 5_000:
+            early = size()
+    assert size() < 2 * early  # eight times as much was said
+    assert len(state.history) <= 32

@@ -10,7 +10,7 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
-__all__ = ["local_device", "memory_of", "release_memory_of"]
+__all__ = ["local_device", "memory_of", "release_memory_of", "utilisation_of"]
 
 
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
@@ -44,6 +44,14 @@ def memory_of(device: torch.device) -> Callable[[], tuple[int, int]] | None:
     return functools.partial(_gpu_memory, device) if device.type == "cuda" else None
 
 
+def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
+    """What gives the per cent of time in which a GPU computes, ``None`` for a CPU.
+
+    It gives ``None`` too where NVML doesn't know, as for a part of a GPU.
+    """
+    return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
+
+
 def release_memory_of(device: torch.device) -> None:
     """Gives back what torch keeps of a GPU's memory for later."""
     if device.type == "cuda":
@@ -53,3 +61,10 @@ def release_memory_of(device: torch.device) -> None:
 def _gpu_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     return total - free, total
+
+
+def _gpu_utilisation(device: torch.device) -> float | None:
+    try:
+        return float(torch.cuda.utilization(device))
+    except Exception:  # noqa: BLE001 - NVML's errors have no class that can be had without it
+        return None

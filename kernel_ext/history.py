@@ -1,0 +1,92 @@
+"""The reported metrics over steps: a curve for each rank and one for their mean. What it holds is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["Curves", "Series"]
+
+_SERIES_POINTS = 256
+_POINTS_OF_ALL_RANKS = 4096
+_FEWEST_POINTS = 32
+_LARGEST_VALUE = 1e90  # of a curve: sums and differences of such values are numbers still
+
+
+class Series:
+    """A curve over steps that keeps at most a few hundred points, spread over its whole length, and always the last.
+
+    Args:
+        most_points: How many.
+    """
+
+    def __init__(self, most_points: int = _SERIES_POINTS) -> None:
+        self._most_points = most_points
+        self._kept: list[tuple[int, float]] = []
+        self._last: tuple[int, float] | None = None
+        self._spacing = 1
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """``(step, value)`` by rising step."""
+        return [] if self._last is None else [*self._kept, self._last]
+
+    def add(self, step: int, value: float) -> None:
+        """Adds a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
+        # Not a number and infinity fail the comparison too.
+        if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
+            return
+        if self._last is not None and self._last[0] < step:
+            self._keep(self._last)
+        self._last = (step, value)
+
+    def _keep(self, point: tuple[int, float]) -> None:
+        if self._kept and point[0] - self._kept[-1][0] < self._spacing:
+            return
+        self._kept.append(point)
+        if len(self._kept) >= self._most_points:
+            self._kept = self._kept[::2]
+            self._spacing = max(2 * self._spacing, (self._kept[-1][0] - self._kept[0][0]) // self._most_points)
+
+
+class Curves:
+    """One metric over steps.
+
+    Args:
+        world_size: Number of ranks.
+        unit: What its steps are: ``steps``, or ``reports`` where nothing counts steps.
+
+    Attributes:
+        mean: The mean of the ranks' latest values.
+        ranks: Each rank's own values, of those that have reported it.
+    """
+
+    def __init__(self, world_size: int, unit: Literal["steps", "reports"]) -> None:
+        self.unit = unit
+        self.mean = Series()
+        self.ranks: dict[int, Series] = {}
+        self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
+        self._means = 0
+        self._reports: dict[int, int] = {}
+        self._reported: set[int] = set()
+
+    def add(self, rank: int, step: int, latest: Mapping[int, float]) -> None:
+        """Takes in what a rank has reported.
+
+        The mean gets a point as soon as each rank that has the metric has reported it again: one by one, it would jump.
+
+        Args:
+            rank: The rank.
+            step: Its step.
+            latest: The latest value of each rank that has the metric.
+        """
+        reports = self._reports[rank] = self._reports.get(rank, 0) + 1
+        series = self.ranks.setdefault(rank, Series(self._rank_points))
+        series.add(step if self.unit == "steps" else reports, latest[rank])
+        is_again = rank in self._reported  # before another one has: that one may have stopped reporting
+        self._reported.add(rank)
+        if is_again or len(self._reported) == len(latest):
+            self._means += 1
+            mean = sum(latest.values()) / len(latest)
+            self.mean.add(step if self.unit == "steps" else self._means, mean)
+            self._reported.clear()

@@ -1,0 +1,66 @@
+"""Synthetic runs, and what a reader makes of the HTML that is drawn of them."""
+
+from __future__ import annotations
+
+import html.parser
+from typing import Any
+
+from kernel_ext.render import RunFacts
+from kernel_ext.run_state import RunState
+from notebook_accel import events
+
+__all__ = ["ATTACK", "Document", "facts", "training"]
+
+ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
+
+
+class Document(html.parser.HTMLParser):
+    """The elements and the text of a piece of HTML; fails if elements aren't closed in order."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.text += data
+
+    def having(self, **attributes: str) -> list[dict[str, str | None]]:
+        return [found for _, found in self.elements if attributes.items() <= found.items()]
+
+
+def facts(**changes: Any) -> RunFacts:
+    given = {"name": "digits", "devices": "2 CPUs", "precision": "no", "status": "running", "elapsed_s": 62.5}
+    return RunFacts(**{**given, **changes})
+
+
+def training(world_size: int = 2, seconds: int = 6) -> RunState:
+    """Ranks that do 10 steps a second, of 100 in epoch 2 of 3."""
+    state = RunState(world_size)
+    for rank in range(world_size):
+        state.apply(rank, events.Started(time_s=0.0, pid=1))
+        for second in range(seconds):
+            progress = events.Progress(
+                time_s=float(second), step=10 * second, total=100, epoch=2, epochs=3, steps=100 + 10 * second
+            )
+            state.apply(rank, progress)
+            state.apply(
+                rank, events.Metrics(time_s=float(second), step=10 * second, values={"loss": 2.0 / (second + 1)})
+            )
+        state.apply(rank, events.Memory(time_s=5.0, used_bytes=9 << 30, total_bytes=16 << 30, kind="device"))
+    return state

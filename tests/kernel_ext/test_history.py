@@ -1,0 +1,59 @@
+"""Curves over steps."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel_ext.history import Curves, Series
+
+
+def test_a_series_stays_small_and_keeps_its_ends() -> None:
+    series = Series()
+    for step in range(100_000):
+        series.add(step, float(step))
+    points = series.points
+    assert 100 < len(points) < 400
+    assert points[0] == (0, 0.0)
+    assert points[-1] == (99_999, 99_999.0)
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(points[:-1])]
+    assert max(gaps) <= 2 * min(gaps)
+
+
+def test_a_series_leaves_out_what_cannot_be_drawn() -> None:
+    series = Series()
+    for step, value in [(1, 1.0), (2, float("nan")), (3, 3.0), (2, 2.0), (4, float("inf"))]:
+        series.add(step, value)
+    assert series.points == [(1, 1.0), (3, 3.0)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.floats()), max_size=200))
+def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, float]]) -> None:
+    series = Series()
+    for step, value in points:
+        series.add(step, value)
+    steps = [step for step, _ in series.points]
+    assert steps == sorted(set(steps))
+
+
+def test_each_rank_has_a_curve_of_its_own() -> None:
+    curves = Curves(world_size=2, unit="steps")
+    latest: dict[int, float] = {}
+    for rank, step, value in [(0, 1, 4.0), (1, 1, 2.0), (0, 2, 3.0)]:
+        latest[rank] = value
+        curves.add(rank, step, latest)
+    assert curves.ranks[0].points == [(1, 4.0), (2, 3.0)]
+    assert curves.ranks[1].points == [(1, 2.0)]
+
+
+def test_curves_of_many_ranks_are_as_small_together_as_those_of_few() -> None:
+    def kept(world_size: int) -> int:
+        curves = Curves(world_size, unit="steps")
+        for step in range(2000):
+            for rank in range(world_size):
+                curves.add(rank, step, {rank: 1.0})
+        return sum(len(series.points) for series in curves.ranks.values())
+
+    assert kept(64) <= 2 * kept(16) <= 10_000

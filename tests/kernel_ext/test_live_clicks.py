@@ -1,0 +1,80 @@
+"""Clicks that come while a cell is running, in a real kernel. CI runs this with several versions of ipykernel."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from tests import kernels
+from tests.kernel_ext import made_up
+
+pytestmark = pytest.mark.front_end
+
+_BLOCKING = """
+job = make_job()
+view = open_view(job)
+start(job)
+deadline = time.monotonic() + 60
+while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 60:
+    view.refresh()
+    time.sleep(0.02)
+view.refresh()
+print("stop:", view._widgets._stop.comm.comm_id, repr(view._widgets._stop.layout.display))
+print("hint:", view._facts(0.0).hint)
+while not Control.calls and not {is_over} and time.monotonic() < deadline:
+    view.refresh()
+    time.sleep(0.02)
+finish(job)
+view.close()
+print("over:", Control.calls)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
+        outcome = running.run(made_up.SETUP)
+        assert outcome.status == "ok", outcome.traceback
+        yield running
+
+
+def _version(kernel: kernels.Kernel) -> tuple[int, int]:
+    """The ipykernel's own, which need not be this process's."""
+    major, minor = kernel.value("__import__('ipykernel').version_info[:2]").strip("()").split(", ")
+    return int(major), int(minor)
+
+
+def _start_blocking(kernel: kernels.Kernel, *, patience_s: int = 60, is_over: bool = False) -> tuple[kernels.Cell, str]:
+    code = textwrap.dedent(_BLOCKING).format(patience_s=patience_s, is_over=is_over)
+    cell = kernel.start(code, allow_stdin=True)
+    cell.wait_for_output("hint:")
+    line = next(line for line in cell.stream("stdout").splitlines() if line.startswith("stop:"))
+    return cell, line.split()[1]
+
+
+def test_a_click_arrives_while_a_cell_runs_where_the_front_end_has_a_subshell(kernel: kernels.Kernel) -> None:
+    if _version(kernel) < (7, 0):
+        pytest.skip("ipykernel 6 has no subshells")
+    subshell = kernel.make_subshell()
+    cell, button = _start_blocking(kernel)
+    kernel.click(button, subshell)
+    assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
+
+
+def test_a_click_arrives_where_the_front_end_has_none(kernel: kernels.Kernel) -> None:
+    if _version(kernel) < (7, 4):
+        pytest.skip("before 7.4, ipykernel lets the front end alone choose the subshell")
+    cell, button = _start_blocking(kernel)
+    kernel.click(button)
+    assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
+
+
+def test_where_no_click_can_arrive_there_is_no_button_and_the_panel_says_what_to_do(kernel: kernels.Kernel) -> None:
+    if _version(kernel) >= (7, 4):
+        pytest.skip("from 7.4 on a click always arrives")
+    cell, _ = _start_blocking(kernel, patience_s=0, is_over=True)
+    lines = cell.finish().stdout.splitlines()
+    assert lines[0].endswith("'none'")
+    assert lines[1:] == ["hint: interrupt the kernel to stop", "over: []"]

@@ -1,0 +1,70 @@
+"""What is kept of what ranks write."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel_ext.output_log import OutputLine, OutputLog
+
+
+def test_much_output_keeps_its_beginning_and_its_end() -> None:
+    log = OutputLog()
+    for number in range(5000):
+        log.add(OutputLine(0, str(number)))
+    assert log.count == 5000
+    assert log.head[0].text == "0"
+    assert [line.text for line in log.last(2)] == ["4998", "4999"]
+    assert len(log.head) + len(log.tail) + log.left_out == 5000
+    assert log.left_out > 0
+    # No line from before the gap stands next to one from after it.
+    assert [line.text for line in log.last(10_000)] == [line.text for line in log.tail]
+
+
+def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_out() -> None:
+    log = OutputLog()
+    for number in range(250):
+        log.add(OutputLine(0, str(number)))
+    assert [line.text for line in log.last(100)] == [str(number) for number in range(150, 250)]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_error"),
+    [
+        ("Traceback (most recent call last):", True),
+        ("ValueError: boom", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
+        ("2026-11-22 [ERROR] disk is full", True),
+        ("cc1plus: fatal: no such file", True),
+        ("epoch 1: error 0.25", False),
+        ("validation errors: 3", False),
+        ("KeyError", True),
+    ],
+)
+def test_lines_that_look_like_errors(line: str, is_error: bool) -> None:
+    log = OutputLog()
+    log.add(OutputLine(0, line))
+    assert (log.error_count == 1) == is_error
+
+
+def test_errors_stay_when_much_is_written_after_them() -> None:
+    log = OutputLog()
+    log.add(OutputLine(1, "ValueError: boom"))
+    for number in range(5000):
+        log.add(OutputLine(0, str(number)))
+    assert log.errors == [OutputLine(1, "ValueError: boom")]
+    assert log.of_rank(1) == [OutputLine(1, "ValueError: boom")]
+    assert len(log.of_rank(0)) < 5000
+    for _ in range(5000):
+        log.add(OutputLine(0, "ERROR again"))
+    assert len(log.errors) < 100
+    assert log.error_count == 5001
+
+
+def test_a_ranks_own_lines_have_no_hidden_gap() -> None:
+    log = OutputLog()
+    log.add(OutputLine(0, "before"))
+    log.add(OutputLine(1, "another rank's"))
+    log.pass_over(0, 10)
+    log.add(OutputLine(0, "after"))
+    assert [line.text for line in log.of_rank(0)] == ["after"]
+    assert [line.text for line in log.of_rank(1)] == ["another rank's"]

@@ -1,0 +1,78 @@
+"""What is shown of output, stacks and logs."""
+
+from __future__ import annotations
+
+from kernel_ext.output_pane import Choice, errors_html, log_html, output_html, stacks_html
+from kernel_ext.run_state import RunState
+from notebook_accel import events
+from tests.kernel_ext.documents import Document
+
+
+def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
+    state = RunState(12)
+    for number in range(150):
+        state.apply(number % 2 * 11, events.Output(text=f"line {number}"))
+    text = Document(output_html(state)).text
+    assert "50 earlier lines" in text
+    assert "line 49\n" not in text
+    assert text.endswith(" 0 │ line 148\n11 │ line 149")
+
+
+def test_live_output_says_when_there_is_none() -> None:
+    assert Document(output_html(RunState(2))).text == "no output yet"
+
+
+def test_template_stands_before_lines_of_output() -> None:
+    state = RunState(2, ["[a] ", "[b] "])
+    state.apply(1, events.Output(text="hello"))
+    assert "[b] hello" in Document(output_html(state)).text
+
+
+def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:
+    state = RunState(2)
+    state.apply(0, events.Output(text="a.b <b>\naxb <b>"))
+    found = Document(output_html(state, Choice(search="A.B <")))
+    assert "1 of 2 lines" in found.text
+    assert "a.b <b>" in found.text
+    assert "axb" not in found.text
+    assert [tag for tag, _ in found.elements if tag in ("mark", "b")] == ["mark"]
+
+
+def test_output_of_one_rank_outlives_the_others_chatter() -> None:
+    state = RunState(2)
+    state.apply(1, events.Output(text="rare"))
+    for number in range(5000):
+        state.apply(0, events.Output(text=str(number)))
+    assert "rare" in Document(output_html(state, Choice(rank=1))).text
+    assert "rare" not in Document(output_html(state)).text
+
+
+def test_errors_are_above_with_their_count() -> None:
+    state = RunState(2)
+    assert errors_html(state) == ""
+    state.apply(0, events.Output(text="\n".join(f"ERROR <{number}>" for number in range(10))))
+    shown = Document(errors_html(state))
+    assert "10 lines that look like errors, the last 3" in shown.text
+    assert "0 │ ERROR <9>" in shown.text
+    assert "<6>" not in shown.text
+    assert errors_html(state, Choice(rank=1)) == ""
+
+
+def test_stacks_are_open_where_they_are_few_and_those_of_the_chosen_rank() -> None:
+    def texts(count: int) -> list[str]:
+        return [f"rank {rank} (pid 1), innermost call first:\n  <{rank}>" for rank in range(count)]
+
+    few, many = (Document(stacks_html(texts(count), "as of 00:42", Choice())) for count in (2, 64))
+    assert ["open" in details for tag, details in few.elements if tag == "details"] == [True, True]
+    assert [details for tag, details in many.elements if tag == "details" and "open" in details] == []
+    assert "<63>" in many.text
+    chosen = Document(stacks_html(texts(64), "as of 00:42", Choice(rank=5)))
+    assert "<5>" in chosen.text
+    assert "<6>" not in chosen.text
+
+
+def test_log_of_a_rank_is_plain_text_in_which_one_can_search() -> None:
+    shown = Document(log_html(["/logs/rank_0.log"], "\x1b[31m<red>\x1b[0m\nother", Choice(rank=0, search="red")))
+    assert shown.text == "/logs/rank_0.log\n<red>"
+    assert "/logs/rank_0.log" in Document(log_html(["/logs/rank_0.log"], "", Choice())).text
+    assert "no log files" in Document(log_html([], "", Choice(rank=0))).text
