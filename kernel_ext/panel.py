@@ -17,7 +17,7 @@ from kernel_ext.chart import chart_html
 from kernel_ext.run_state import RunState
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching.view import line_prefix
+from notebook_accel.launching.lines_view import line_prefix
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job

@@ -65,7 +65,8 @@ def draw_in_background(job: Job) -> None:
 
 
 def _open(job: Job) -> View:
-    print(f"Launching training on {job.devices}.")
+    precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
+    print(f"Launching training on {job.devices}{precision}.")
     none: View = NoView(job)
     return _guarded(job, lambda: open_view(job), none)
 

@@ -355,7 +355,7 @@ for i in tqdm(range(40), desc="sorting"): pass
 tqdm.write("beside the bar")""")
     )
     assert outcome.stdout.count("beside the bar") == 2
-    assert "rank 0  step 40/40" in outcome.stdout
+    assert "rank 0  finished  step 40/40" in outcome.stdout
     assert "%|" not in outcome.stdout
 
 
@@ -366,7 +366,7 @@ from tqdm.auto import tqdm
 bar = tqdm(range(3))
 for i in bar: bar.set_postfix(loss=torch.tensor(i / 4), phase="warm")""")
     )
-    assert "rank 0  step 3/3  loss 0.5" in outcome.stdout
+    assert "rank 0  finished  step 3/3  loss 0.5" in outcome.stdout
 
 
 def test_background_job_binds_what_it_pulls_when_its_results_are_read(run: Run) -> None:
@@ -383,4 +383,4 @@ from notebook_accel import report
 for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
 """)
     )
-    assert "rank 1  loss 0.25  step_size 4" in outcome.stdout
+    assert "rank 1  finished  loss 0.25  step_size 4" in outcome.stdout
