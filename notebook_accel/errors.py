@@ -27,6 +27,8 @@ import dataclasses
 import signal
 from typing import Any
 
+from notebook_accel import colours
+
 __all__ = [
     "CellError",
     "CellSyntaxError",
@@ -69,7 +71,8 @@ class NotebookAccelError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
-        return [f"{type(self).__name__}: {self}"]
+        text = f"{type(self).__name__}: {self}"
+        return [colours.coloured(text) if colours.are_wanted() else text]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors are keyword-only and differ, so rebuild from the attributes instead of calling them.
@@ -115,8 +118,11 @@ class PreflightError(LaunchError):
     """The checks before a launch refused it. ``findings`` has all of them."""
 
     def __init__(self, findings: tuple[Finding, ...]) -> None:
-        refusing = [finding for finding in findings if finding.refuses]
-        super().__init__("\n".join(str(finding) for finding in refusing))
+        refusing = [str(finding) for finding in findings if finding.refuses]
+        if len(refusing) > 1:
+            numbered = [f"{number}. {text}" for number, text in enumerate(refusing, 1)]
+            refusing = [f"{len(refusing)} things speak against this launch:", *numbered]
+        super().__init__("\n".join(refusing))
         self.findings = findings
 
 

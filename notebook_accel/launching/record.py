@@ -11,11 +11,14 @@ from notebook_accel import serialization
 from notebook_accel.errors import RankEnd, RankFailedError, signal_name
 from notebook_accel.events import Ended, Event, Failed, Finished, Memory, MemoryShortage, Output, Started
 from notebook_accel.launching import explanations
+from notebook_accel.plain_text import plain_lines
 
 __all__ = ["Record"]
 
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
+_MOST_TRACEBACK_LINES = 300
+_FIRST_TRACEBACK_LINES = 50
 
 
 class Record:
@@ -52,7 +55,8 @@ class Record:
     def add(self, rank: int, event: Event) -> None:
         """Takes what matters of an event."""
         if isinstance(event, Output):
-            self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
+            before_crash = "" if rank in self._crashes else event.text.partition(explanations.CRASH)[0]
+            self._last_lines[rank].extend(list(plain_lines(before_crash.removesuffix("\n")))[-_LAST_LINES:])
             self._note_crash(rank, event)
         elif isinstance(event, Failed):
             self.failures[rank] = event
@@ -102,7 +106,7 @@ class Record:
 
     def _raised(self, rank: int, shipped: Sequence[Any]) -> RankFailedError:
         failed = self.failures[rank]
-        message = f": {failed.message}" if failed.message else ""
+        message = f": {_first_line(failed.message)}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
         why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
@@ -111,7 +115,7 @@ class Record:
             world_size=self._world_size,
             why=why,
             fix=fix,
-            remote_traceback=failed.traceback,
+            remote_traceback=_shown(failed.traceback),
             exit_code=1,
         )
         error.__cause__ = _cause(failed, shipped)
@@ -137,13 +141,28 @@ class Record:
         )
 
     def _others(self, reported: int) -> tuple[RankEnd, ...]:
-        raised = {rank: f"{failed.kind}: {failed.message}" for rank, failed in self.failures.items()}
+        raised = {rank: f"{failed.kind}: {_first_line(failed.message)}" for rank, failed in self.failures.items()}
         return tuple(
             # One that failed by itself may have been told to end all the same, in the moment before it did.
             RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in raised, raised.get(rank, ""))
             for rank, end in sorted(self._ends.items())
             if rank != reported
         )
+
+
+def _first_line(message: str) -> str:
+    """Of a message of several lines: a traceback has them all."""
+    return next(plain_lines(message.strip()))
+
+
+def _shown(traceback: str) -> str:
+    """A rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
+    lines = list(plain_lines(traceback))
+    left_out = len(lines) - _MOST_TRACEBACK_LINES
+    if left_out <= 0:
+        return "\n".join(lines)
+    first = lines[:_FIRST_TRACEBACK_LINES]
+    return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
 
 
 def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
