@@ -11,17 +11,20 @@ from typing import Any
 from notebook_accel import reporting
 from notebook_accel.launching.import_hooks import when_imported
 
-__all__ = ["adopt"]
+__all__ = ["BarCounter", "adopt"]
 
 _FILE_POSITION = 4  # of tqdm's parameter `file`
 _NOTEBOOK_METHODS = ("__init__", "__iter__", "clear", "close", "colour", "display", "reset", "status_printer", "update")
 _MOST = 2**62
+# Of what Transformers' Trainer logs: times and counts, which the row has already.
+_NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 
 def adopt() -> None:
     """From now on tqdm's bars are counted here, imported already or not; those for notebooks are the plain ones."""
     when_imported("tqdm.std", lambda module: _adopt_bars(module.tqdm))
     when_imported("tqdm.notebook", _adopt_notebook)
+    when_imported("transformers.trainer_callback", _adopt_trainer)
 
 
 class _Nowhere(io.StringIO):
@@ -34,7 +37,7 @@ class _Nowhere(io.StringIO):
 _NOWHERE = _Nowhere()
 
 
-class _BarCounter(reporting.Counter):
+class BarCounter(reporting.Counter):
     """Reads a bar's own count, so that the loop under it costs what it costs without us."""
 
     __slots__ = ("bar", "inner_bars")
@@ -42,15 +45,30 @@ class _BarCounter(reporting.Counter):
     def __init__(self, bar: Any) -> None:
         self.bar = bar
         self.inner_bars = 0
-        super().__init__(label=str(bar.desc or ""), total=None if bar.total is None else _count(bar.total))
+        super().__init__()
+
+    # Plain attributes elsewhere, so that training can increment them; here the bar knows better.
 
     @property
-    def step(self) -> int:  # a plain attribute elsewhere, so that training can increment it
+    def step(self) -> int:
         return _count(self.bar.n)
 
     @step.setter
-    def step(self, value: int) -> None:
-        """Counters start at zero; the bar knows better."""
+    def step(self, value: int) -> None: ...
+
+    @property
+    def total(self) -> int | None:
+        return None if self.bar.total is None else _count(self.bar.total)
+
+    @total.setter
+    def total(self, value: int | None) -> None: ...
+
+    @property
+    def label(self) -> str:
+        return str(self.bar.desc or "")
+
+    @label.setter
+    def label(self, value: str) -> None: ...
 
     @property
     def counts_epochs(self) -> bool:
@@ -65,29 +83,33 @@ class _Bars:
     """The bars of this rank that are open, from the outermost to the innermost."""
 
     def __init__(self) -> None:
-        self._open: list[_BarCounter] = []
+        self._open: list[BarCounter] = []
         self._shown: reporting.Counter | None = None
 
     def opened(self, bar: Any) -> None:
         """A bar begins to count, inside those that are open."""
         if self._open:
             self._open[0].inner_bars += 1
-        counter = _BarCounter(bar)
+        counter = BarCounter(bar)
         self._open.append(counter)
         self._show(counter)
 
     def closed(self, bar: Any) -> None:
         """A bar has counted all. Its end stays in the row until another one counts, or the one around it goes on."""
-        still_open = [counter for counter in self._open if counter.bar is not bar]
-        if len(still_open) < len(self._open):
-            self._open = still_open
-            self._show(self._shown)
+        closed = [counter for counter in self._open if counter.bar is bar]
+        if closed:
+            self._open = [counter for counter in self._open if counter.bar is not bar]
+            if self._open or not closed[0].counts_epochs:  # that all epochs are done can stay in the row
+                self._show(self._shown)
             self.look_again()
 
     def look_again(self) -> None:
         """Shows the bar around the last one, if it counts without one. Called before each look at the counters."""
         current = self._open[-1] if self._open else None
-        if current is None or current is self._shown or self._shown is not reporting.reporter().shown:
+        is_another_shown = self._shown is not reporting.reporter().shown
+        if current is None and is_another_shown:
+            reporting.reporter().show_outer(None)  # which had nothing to do with what is counted now
+        if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
             self._show(current)
@@ -146,6 +168,20 @@ def _adopt_notebook(module: types.ModuleType) -> None:
         plain_init(self, *args, **{**kwargs, "disable": bool(kwargs.get("disable"))})
 
     bar_class.__init__ = init
+
+
+def _adopt_trainer(module: types.ModuleType) -> None:
+    """What Transformers' Trainer logs beside its bar becomes the rank's metrics."""
+    handler_class = module.CallbackHandler
+    on_log = handler_class.on_log
+
+    def log(self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
+        reporting.reporter().set_metrics(
+            {name: value for name, value in logs.items() if not name.endswith(_NO_METRICS)}
+        )
+        return on_log(self, args, state, control, logs)
+
+    handler_class.on_log = log
 
 
 def _count(number: Any) -> int:

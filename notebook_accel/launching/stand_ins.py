@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel.launching import bars, displays
+from notebook_accel.launching import bars, displays, rich_bars
 
 __all__ = ["LINE_MAGICS", "RankShell", "install"]
 
@@ -87,6 +87,7 @@ def install(namespace: dict[str, Any], rank: int) -> None:
     builtins.display = displays.display  # type: ignore[attr-defined]
     displays.adopt(rank)
     bars.adopt()
+    rich_bars.adopt()
 
 
 def _input(_prompt: object = "", /) -> str:
