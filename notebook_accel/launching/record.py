@@ -72,7 +72,8 @@ class Record:
         """Takes what matters of an event."""
         if isinstance(event, Output):
             before_crash = "" if rank in self._crashes else event.text.partition(explanations.CRASH)[0]
-            self._last_lines[rank].extend(list(plain_lines(before_crash.removesuffix("\n")))[-_LAST_LINES:])
+            if before_crash:
+                self._last_lines[rank].extend(list(plain_lines(before_crash.removesuffix("\n")))[-_LAST_LINES:])
             self._note_crash(rank, event)
         elif isinstance(event, Failed):
             self.failures[rank] = event
@@ -190,7 +191,7 @@ def _first_line(message: str) -> str:
 
 def _shown(traceback: str) -> str:
     """A rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
-    lines = list(plain_lines(traceback))
+    lines = list(plain_lines(traceback.rstrip("\n")))
     left_out = len(lines) - _MOST_TRACEBACK_LINES
     if left_out <= 0:
         return "\n".join(lines)

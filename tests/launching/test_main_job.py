@@ -161,6 +161,19 @@ def work(x, more):
     assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
 
 
+def test_calls_through_this_package_are_left_out_of_a_traceback(run: Run) -> None:
+    outcome = run("""%%distributed -n 1
+from notebook_accel import Accelerator
+class Broken(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): raise ValueError("bad item")
+for batch in Accelerator().prepare(torch.utils.data.DataLoader(Broken())): pass""")
+    files = re.findall(r'^  File "(.+)", line', outcome.traceback, re.MULTILINE)
+    assert re.fullmatch(r"In\[\d+\]", files[0]) and files[0] == files[-1]
+    assert any("/torch/utils/data/" in file for file in files)
+    assert not any("notebook_accel" in file for file in files)
+
+
 def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run) -> None:
     ok(run("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line"))
     outcome = run("half(-1)")
