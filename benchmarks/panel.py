@@ -17,7 +17,6 @@ import pathlib
 import sys
 import tempfile
 import time
-from typing import Any
 
 from tests import kernels, processes
 
@@ -66,11 +65,12 @@ job = Job("1", spec, LaunchConfig(), devices="", is_background=True, shipped=(),
 view = PanelView(job)
 sizes = []
 for second in range(0, 86_400, {every_s}):
+    at, steps = {{"time_s": job.started_s + second}}, second * 10_000
+    epoch, step = divmod(steps, 100_000)
+    values = {{"loss": 1.0 / (1 + second), "accuracy": second / 86_400}}
     for rank in range({ranks}):
-        at = {{"time_s": job.started_s + second}}
-        steps = second * 10_000
-        job.deliver(rank, events.Progress(step=steps % 100_000, total=100_000, epoch=1 + steps // 100_000, steps=steps, **at))
-        job.deliver(rank, events.Metrics(step=steps, values={{"loss": 1.0 / (1 + second), "accuracy": second / 86_400}}, **at))
+        job.deliver(rank, events.Progress(step=step, total=100_000, epoch=1 + epoch, steps=steps, **at))
+        job.deliver(rank, events.Metrics(step=steps, values=values, **at))
         job.deliver(rank, events.Output(text=f"step {{steps}}", **at))
     view._take_events()  # what a refresh does, without a picture for each of so many seconds
     if second % 3600 < {every_s}:
@@ -104,6 +104,7 @@ def share(pids: dict[str, int], seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measures it and prints it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--steps_per_s", type=int, default=10_000)

@@ -17,7 +17,7 @@ from kernel_ext.chart import chart_html
 from kernel_ext.run_state import RunState
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching.lines_view import line_prefix
+from notebook_accel.launching.view import line_prefix
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job
@@ -88,7 +88,8 @@ class PanelView:
             kinds.add(type(event))
             self._state.apply(rank, event)
             if isinstance(event, events.Display):
-                self._publish(event.data, display_id=None)
+                options = {"display_id": event.display_id or None, "update": event.is_update}
+                self._publish(event.data, metadata=event.metadata, **options)
         return kinds
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:

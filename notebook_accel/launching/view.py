@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.lines_view import LinesView
+from notebook_accel.launching.lines_view import LinesView, line_prefix
 
-__all__ = ["NoView", "View", "open_view"]
+__all__ = ["NoView", "View", "line_prefix", "open_view"]
 
 _GROUP = "notebook_accel.views"
 

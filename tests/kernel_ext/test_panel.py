@@ -226,3 +226,24 @@ def test_only_a_run_in_the_background_has_a_stop_button_and_a_click_stops_it(ker
     )
     assert kernel.value("Stops.calls") == "1"
     _messages(kernel, "finish(job); view.close()")
+
+
+def test_displays_keep_their_metadata_and_are_updated_in_their_place(kernel: kernels.Kernel) -> None:
+    outcome = kernel.run(
+        """
+        job = make_job()
+        view = open_view(job)
+        start(job)
+        job.deliver(0, events.Display(data={"text/html": "one"}, metadata={"isolated": True}, display_id="mine"))
+        job.deliver(0, events.Display(data={"text/html": "two"}, display_id="mine", is_update=True))
+        finish(job)
+        view.close()
+        """,
+        allow_stdin=True,
+    )
+    assert outcome.status == "ok", outcome.traceback
+    mine = [content for content in outcome.displays if content["transient"].get("display_id") == "mine"]
+    assert [(content["data"]["text/html"], content["metadata"]) for content in mine] == [
+        ("one", {"isolated": True}),
+        ("two", {}),
+    ]
