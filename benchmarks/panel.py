@@ -3,8 +3,8 @@
     python -m benchmarks.panel [--ranks 64] [--steps_per_s 10000] [--seconds 20]
 
 The ranks are real ones of a real launch in a real kernel whose front end shows widgets, and everything between them is
-what every run has. The kernel's cost is the CPU time of its process while they run, beside an idle kernel's; a rank's is
-that of its sampling thread and of counting. Both are shares of one core. Memory is the kernel's after each part of a
+what every run has. The kernel's cost is the CPU time of its process while they run, beside an idle kernel's; a rank's
+is that of its sampling thread and of counting. Both are shares of one core. Memory is the kernel's after each hour of a
 day of events, which are made up, and come at once.
 """
 

@@ -13,7 +13,7 @@ _FRAME = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:(,? in )(.+))?$')
 _CARETS = re.compile(r"^[ |]*[~^]+$")
 _EXCEPTION = re.compile(r"^([ |]*)([A-Za-z_][\w.]*)(:.*)?$")
 _INDENTED = re.compile(r"^ {2}")  # source lines, and the last output
-_HEADING = re.compile(r"^(Fix|Its whole output|The others|(?:Traceback|Last output) of rank \d+):")
+_HEADING = re.compile(r"^(Fix|Next|Its whole output|The others|(?:Traceback|Last output) of rank \d+):")
 
 
 def are_wanted() -> bool:

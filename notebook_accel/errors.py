@@ -71,8 +71,12 @@ class NotebookAccelError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
-        text = f"{type(self).__name__}: {self}"
+        text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
         return [colours.coloured(text) if colours.are_wanted() else text]
+
+    def _advice_in_notebook(self) -> str:
+        """What to type next, in a notebook; empty where the error says so itself."""
+        return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors are keyword-only and differ, so rebuild from the attributes instead of calling them.
@@ -245,6 +249,13 @@ class RankFailedError(RunError):
         if self.pulled:
             parts.append(f"Pulled all the same, as it was then in rank 0: {', '.join(self.pulled)}")
         return "\n".join(parts)
+
+    def _advice_in_notebook(self) -> str:
+        if not self.log_file:
+            return ""
+        logs = f"%distributed logs {self.rank} shows more of its output"
+        was_raised = bool(self.remote_traceback) and self.signal is None
+        return f"Next: {logs}" + ("; after a run with --start_method inline, %debug works" if was_raised else "")
 
 
 class RunStoppedError(RunError):
