@@ -9,6 +9,7 @@ import pathlib
 import signal
 import struct
 import termios
+import time
 
 import pytest
 
@@ -226,6 +227,28 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
         "The view of 'train' has failed (ValueError: closed already); the run goes on.",
     ]
+
+
+def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
+    class Expensive:
+        def __init__(self) -> None:
+            self.drawn: list[float] = []
+
+        def refresh(self) -> None:
+            began_s = time.thread_time()
+            while time.thread_time() - began_s < 0.01:
+                pass
+            self.drawn.append(time.monotonic())
+            if len(self.drawn) == 2:
+                job.end("stopped")
+
+        def close(self) -> None:
+            """Nothing."""
+
+    view = Expensive()
+    following._draw_until_done(job, view)
+    first_s, second_s = view.drawn
+    assert second_s - first_s >= 0.5  # 0.01 s are 2 % of it
 
 
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
