@@ -98,13 +98,14 @@ class LinesView:
     def refresh(self) -> None:
         """Prints the new lines, and the progress when it is due."""
         new = self._job.events()
-        if new and self._terminal is not None:
+        writes = any(isinstance(event, (events.Output, events.Display, events.Silent)) for _, event in new)
+        if writes and self._terminal is not None:
             self._terminal.erase()
         for rank, event in new:
             self._take(rank, event)
         now_s = time.monotonic()
         if self._terminal is not None:
-            self._terminal.draw(lambda: self._describe(now_s, folded=True), is_new=bool(new))
+            self._terminal.draw(lambda: self._describe(now_s, folded=True), was_erased=writes)
         elif now_s >= self._due_s:
             self._due_s = now_s + self._next_period_s(now_s)
             self._print_progress(now_s)
@@ -182,14 +183,14 @@ class _StatusLine:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
-    def draw(self, describe: Callable[[], list[str]], *, is_new: bool) -> None:
-        """Writes it, as it is now if that is due; ``is_new`` if it may have been erased."""
+    def draw(self, describe: Callable[[], list[str]], *, was_erased: bool) -> None:
+        """Writes it: as it is now if that is due, and as it was if it was erased."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:
             self._due_s = now_s + _TERMINAL_PERIOD_S
             self._text = "".join(describe())
-        if self._text and (is_due or is_new):
+        if self._text and (is_due or was_erased):
             self._out.write(f"{_ERASE_LINE}{self._text[: self._columns() - 1]}")
             self._is_drawn = True
         self._out.flush()
