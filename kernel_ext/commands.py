@@ -1,52 +1,96 @@
 """``%distributed``: what goes on, and the few things that one does with it.
 
-``%distributed status | stop | logs | stacks | config | doctor``; the first four take a run's name or number where
-several go on.
+``%distributed status | stop | logs | stacks | config | doctor``; the first four take ``--run`` and a run's name or
+number where several go on, and ``logs`` and ``stacks`` a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Sequence
 
 from IPython.core.error import UsageError
 
 from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import logs, preflight, registry
+from notebook_accel.launching import logs, preflight, registry, standings
 from notebook_accel.launching.job import Job
+from notebook_accel.plain_text import plain_lines
 
-__all__ = ["COMMANDS", "run"]
+__all__ = ["COMMANDS", "completions", "run"]
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _MIB = 1 << 20
-_MOST_ARGUMENTS = {"status": 1, "stop": 1, "logs": 2, "stacks": 1, "config": 0, "doctor": 0}
+_LISTED_RUNS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """What was asked for after the command's name.
+
+    Attributes:
+        run: A run's name or number; empty for the only one that goes on, or the last one.
+        rank: ``None`` for all ranks.
+    """
+
+    run: str = ""
+    rank: int | None = None
 
 
 def run(line: str) -> ConfigForm | None:
-    """``%distributed``: what goes on, and the few things that one does with it.
+    """What goes on, and the few things that one does with it.
 
-    %distributed status [RUN]      the runs that go on, and the last one that has ended
-    %distributed stop [RUN]        ends a run
-    %distributed logs [RUN] [R]    the last lines of all ranks, or of rank R, and where all of them are
-    %distributed stacks [RUN]      where every rank stands, also if it hangs
-    %distributed config            the form that writes a configuration file
-    %distributed doctor            what speaks against a launch here
+    %distributed status        the runs that go on, or how the last one has ended
+    %distributed stop          ends a run
+    %distributed logs [RANK]   the last lines of all ranks, or of one, and where all of them are
+    %distributed stacks [RANK] where every rank, or one, stands, also if it hangs
+    %distributed config        the form that writes a configuration file
+    %distributed doctor        what speaks against a launch here
 
-    RUN is a run's name or number, and needed only where several go on. As a cell magic, %%distributed runs the cell.
+    Where several runs go on, or for an earlier one: --run and its name or number.
+
+    Examples:
+      %distributed                         the same as %distributed status
+      %distributed logs 1                  what rank 1 has printed last
+      %distributed logs 1 --run first      the same of the run named first
+      %distributed stacks --run 3          where the ranks of the third run stand
+      %distributed stop --run long         ends one of several runs
+
+    As a cell magic, %%distributed runs the cell.
     """
-    command, *arguments = line.split() or ["status"]
+    try:
+        command, *words = shlex.split(line) or ["status"]
+    except ValueError:
+        raise UsageError(f"%distributed: a quote is not closed in: {line}") from None
     if command not in COMMANDS:
         raise UsageError(f"%distributed: there is no command {command!r}; there are {', '.join(COMMANDS)}.")
-    surplus = arguments[_MOST_ARGUMENTS[command] :]
-    if surplus:
-        raise UsageError(f"%distributed {command}: there is no use for {' '.join(surplus)!r}.")
-    return COMMANDS[command](arguments)
+    return COMMANDS[command](_read(command, words))
 
 
-def _status(arguments: list[str]) -> None:
-    entries = [registry.find(arguments[0])] if arguments else registry.latest()
+def _read(command: str, words: list[str]) -> _Order:
+    """What stands after the command: a rank for those that take one, and a run as an option."""
+    order = _Order()
+    waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--run" and command in _OF_A_RUN:
+            if not waiting:
+                raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
+            order = dataclasses.replace(order, run=waiting.pop(0))
+        elif word.isdecimal() and command in _OF_A_RANK and order.rank is None:
+            order = dataclasses.replace(order, rank=int(word))
+        else:
+            hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
+            raise UsageError(f"%distributed {command}: there is no use for {word!r}.{hint}")
+    return order
+
+
+def _status(order: _Order) -> None:
+    entries = [registry.find(order.run)] if order.run else registry.latest()
     if not entries:
         print("No run has been started.")
     for entry in entries:
@@ -56,7 +100,12 @@ def _status(arguments: list[str]) -> None:
 def _print_run(entry: registry.Entry) -> None:
     job = entry.job
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
-    print(f"{entry.number} ({entry.name}): {'ended' if job is None else f'{job.status}, {job.devices}'}{where}")
+    status = entry.ending.status or ("running" if job is None else job.status)
+    began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
+    took = f", took {standings.in_minutes(entry.ending.took_s)}" if entry.ending.status else ""
+    print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
+    if entry.ending.why:
+        print(f"  {entry.ending.why}")
     if job is None or job.done:
         return
     rows = [("rank", "state", "pid", "device", "step", "memory")]
@@ -73,43 +122,51 @@ def _print_run(entry: registry.Entry) -> None:
             print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
 
 
-def _stop(arguments: list[str]) -> None:
-    job = _running(arguments)
+def _stop(order: _Order) -> None:
+    job = _running(order)
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
 
 
-def _running(arguments: list[str]) -> Job:
-    entry = registry.find(*arguments[:1], running=True)
+def _running(order: _Order) -> Job:
+    entry = registry.find(order.run, running=True)
     job = entry.job
     if job is None:  # between the two lines above
         raise NotebookAccelError(f"The run {entry.name!r} has just ended.")
     return job
 
 
-def _logs(arguments: list[str]) -> None:
-    *which, rank = arguments if arguments and arguments[-1].isdigit() else [*arguments, ""]
-    entry = registry.find(*which[:1])
+def _logs(order: _Order) -> None:
+    entry = registry.find(order.run)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
-    if rank and int(rank) >= len(entry.log_files):
-        raise NotebookAccelError(f"The run {entry.name!r} has no rank {rank}: it has {len(entry.log_files)} ranks.")
-    for number, path in enumerate(entry.log_files):
-        if rank in ("", str(number)):
-            print(f"rank {number}, last lines of {path}")
-            print(logs.read(path, _LAST_LINES).rstrip("\n"))
+    for rank in _ranks(order, entry.name, len(entry.log_files)):
+        print(f"rank {rank}, last lines of {entry.log_files[rank]}")
+        print("\n".join(plain_lines(logs.read(entry.log_files[rank], _LAST_LINES).rstrip("\n"))))
 
 
-def _stacks(arguments: list[str]) -> None:
-    print(_running(arguments).stacks())
+def _stacks(order: _Order) -> None:
+    job = _running(order)
+    ranks = _ranks(order, job.name, job.world_size)
+    stacks = job.stacks()
+    print("\n".join(str(stacks[rank]) for rank in ranks))
 
 
-def _config(_: list[str]) -> ConfigForm:
+def _ranks(order: _Order, name: str, world_size: int) -> Sequence[int]:
+    if order.rank is None:
+        return range(world_size)
+    if order.rank >= world_size:
+        has = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        raise NotebookAccelError(f"The run {name!r} has no rank {order.rank}: it has {has}.")
+    return [order.rank]
+
+
+def _config(_: _Order) -> ConfigForm:
     return ConfigForm()
 
 
-def _doctor(_: list[str]) -> None:
+def _doctor(_: _Order) -> None:
     findings = preflight.check(configuration.resolve({}, file=configuration.default_path()))
     for finding in findings:
         print(f"{'refused' if finding.refuses else 'warning'}: {finding}")
@@ -117,7 +174,7 @@ def _doctor(_: list[str]) -> None:
         print("Nothing speaks against a launch.")
 
 
-COMMANDS: dict[str, Callable[[list[str]], ConfigForm | None]] = {
+COMMANDS: dict[str, Callable[[_Order], ConfigForm | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,
@@ -126,3 +183,12 @@ COMMANDS: dict[str, Callable[[list[str]], ConfigForm | None]] = {
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
+
+_OF_A_RUN = ("status", "stop", "logs", "stacks")
+_OF_A_RANK = ("logs", "stacks")
+
+
+def completions(command: str) -> dict[str, list[str]]:
+    """The options that a command takes, each with what may come after it."""
+    names = [entry.name for entry in registry.latest(_LISTED_RUNS)]
+    return {"--run": list(dict.fromkeys(names))} if command in _OF_A_RUN else {}

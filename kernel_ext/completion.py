@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -12,7 +12,14 @@ from notebook_accel import config
 __all__ = ["register", "unregister"]
 
 
-def register(shell: InteractiveShell, magic: str, *, flags: Iterable[str] = (), commands: Iterable[str] = ()) -> None:
+def register(
+    shell: InteractiveShell,
+    magic: str,
+    *,
+    flags: Iterable[str] = (),
+    commands: Iterable[str] = (),
+    options_of: Callable[[str], Mapping[str, list[str]]] = lambda _: {},
+) -> None:
     """Completes a magic's line.
 
     Args:
@@ -20,11 +27,16 @@ def register(shell: InteractiveShell, magic: str, *, flags: Iterable[str] = (), 
         magic: The magic, with its percent signs.
         flags: Its flags.
         commands: What may stand first in its line.
+        options_of: The flags that a command takes, each with what may come after it.
     """
 
     # IPython binds it to the shell, as it would a method.
     def complete(_: InteractiveShell, event: SimpleNamespace) -> list[str]:
-        return _completions(event.text_until_cursor, event.symbol, sorted(flags), list(commands))
+        before = _words(event.text_until_cursor, event.symbol)
+        options = {f"--{option.name}": list(option.choices) for option in config.fields()} if flags else {}
+        options |= options_of(before[0]) if before and commands else {}
+        offered = sorted(flags) if flags else list(options)
+        return _completions(before, event.symbol, options, offered, list(commands))
 
     unregister(shell, magic)
     shell.set_hook("complete_command", complete, str_key=magic)
@@ -37,13 +49,18 @@ def unregister(shell: InteractiveShell, magic: str) -> None:
         dispatcher.strs.pop(magic, None)
 
 
-def _completions(line: str, symbol: str, flags: list[str], commands: list[str]) -> list[str]:
-    """What could stand where ``symbol`` does, the last word of a line up to the cursor.
+def _words(line: str, symbol: str) -> list[str]:
+    """The words between the magic and ``symbol``, the last word of a line up to the cursor.
 
-    IPython splits words at ``=`` too, and leaves out what doesn't begin as the symbol does.
+    IPython splits words at ``=`` too.
     """
-    before = line[: len(line) - len(symbol)].replace("=", " ").split()[1:]
-    choices = {f"--{option.name}": list(option.choices) for option in config.fields()}
+    return line[: len(line) - len(symbol)].replace("=", " ").split()[1:]
+
+
+def _completions(
+    before: list[str], symbol: str, choices: Mapping[str, list[str]], flags: list[str], commands: list[str]
+) -> list[str]:
+    """What could stand where ``symbol`` does. IPython leaves out what doesn't begin as the symbol does."""
     if before and choices.get(before[-1]):
         return choices[before[-1]]
     first = [] if before else commands

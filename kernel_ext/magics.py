@@ -211,7 +211,7 @@ def register(shell: InteractiveShell) -> None:
     shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
     completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
     shell.magics_manager.register_function(commands.run, "line", _NAME)
-    completion.register(shell, f"%{_NAME}", commands=commands.COMMANDS)
+    completion.register(shell, f"%{_NAME}", commands=commands.COMMANDS, options_of=commands.completions)
     magics.watch.start()
     local.engine().warm()
 

@@ -115,7 +115,8 @@ class PanelView:
             kinds.add(type(event))
             self._state.apply(rank, event)
             if isinstance(event, events.Display):
-                self._publish(event.data, display_id=None)
+                options = {"display_id": event.display_id or None, "update": event.is_update}
+                self._publish(event.data, metadata=event.metadata, **options)
         return kinds
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:

@@ -27,6 +27,8 @@ import dataclasses
 import signal
 from typing import Any
 
+from notebook_accel import colours
+
 __all__ = [
     "CellError",
     "CellSyntaxError",
@@ -69,7 +71,12 @@ class NotebookAccelError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
-        return [f"{type(self).__name__}: {self}"]
+        text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
+        return [colours.coloured(text) if colours.are_wanted() else text]
+
+    def _advice_in_notebook(self) -> str:
+        """What to type next, in a notebook; empty where the error says so itself."""
+        return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Constructors are keyword-only and differ, so rebuild from the attributes instead of calling them.
@@ -115,8 +122,11 @@ class PreflightError(LaunchError):
     """The checks before a launch refused it. ``findings`` has all of them."""
 
     def __init__(self, findings: tuple[Finding, ...]) -> None:
-        refusing = [finding for finding in findings if finding.refuses]
-        super().__init__("\n".join(str(finding) for finding in refusing))
+        refusing = [str(finding) for finding in findings if finding.refuses]
+        if len(refusing) > 1:
+            numbered = [f"{number}. {text}" for number, text in enumerate(refusing, 1)]
+            refusing = [f"{len(refusing)} things speak against this launch:", *numbered]
+        super().__init__("\n".join(refusing))
         self.findings = findings
 
 
@@ -239,6 +249,13 @@ class RankFailedError(RunError):
         if self.pulled:
             parts.append(f"Pulled all the same, as it was then in rank 0: {', '.join(self.pulled)}")
         return "\n".join(parts)
+
+    def _advice_in_notebook(self) -> str:
+        if not self.log_file:
+            return ""
+        logs = f"%distributed logs {self.rank} shows more of its output"
+        was_raised = bool(self.remote_traceback) and self.signal is None
+        return f"Next: {logs}" + ("; after a run with --start_method inline, %debug works" if was_raised else "")
 
 
 class RunStoppedError(RunError):

@@ -88,10 +88,16 @@ class Display(_Event, frozen=True, kw_only=True):
 
     Attributes:
         data: A mime bundle. Binary data is base64 text, as Jupyter has it.
+        metadata: What Jupyter is to know about it, such as an image's width.
+        display_id: Under which it can be changed later; empty if it can't.
+        is_update: Whether it takes the place of what was displayed with that id.
         log_bytes: How long the rank's log was then: what stands in it before comes before.
     """
 
-    data: dict[str, str]
+    data: dict[str, Any]
+    metadata: dict[str, Any] = {}
+    display_id: str = ""
+    is_update: bool = False
     log_bytes: int = 0
 
 
@@ -206,6 +212,8 @@ def _without_surrogates(value: Any) -> Any:
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
         return {_without_surrogates(name): _without_surrogates(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
     return value
 
 

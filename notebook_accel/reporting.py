@@ -83,6 +83,7 @@ class Reporter:
         self._device_utilisation: Callable[[], float | None] | None = None
         self._pid = os.getpid()
         self._at_close: list[Callable[[], None]] = []
+        self._before_sample: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,6 +91,11 @@ class Reporter:
     def is_connected(self) -> bool:
         """Whether somebody is told: true in a launched rank, false elsewhere and in processes that the rank forks."""
         return self._connection is not None and self._pid == os.getpid()
+
+    @property
+    def shown(self) -> Counter | None:
+        """The counter that the rank's row shows."""
+        return self._shown
 
     def start(self) -> None:
         """Starts the sampling thread."""
@@ -138,13 +144,6 @@ class Reporter:
         self._values.update(values)
         self._values_changed = True
 
-    def display(self, data: dict[str, str], log_bytes: int = 0) -> None:
-        """Shows a mime bundle in the notebook, after the first ``log_bytes`` of this rank's output.
-
-        It is sent before this returns, and so before anything that is printed later.
-        """
-        self.send(events.Display(data=data, log_bytes=log_bytes))
-
     def post(self, event: events.Event) -> None:
         """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""
         self._posted.append(event)
@@ -166,6 +165,10 @@ class Reporter:
     def at_close(self, function: Callable[[], None]) -> None:
         """Has ``function`` called when the rank's code has ended, while its process still lives."""
         self._at_close.append(function)
+
+    def before_sample(self, function: Callable[[], None]) -> None:
+        """Has ``function`` called before each look at the counters, by the sampling thread."""
+        self._before_sample.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
         """Takes ``at_close`` back."""
@@ -192,6 +195,8 @@ class Reporter:
     def _sample(self) -> None:
         while self._posted:
             self.send(self._posted.popleft())
+        for function in self._before_sample:
+            function()
         progress = self._progress()
         if progress is not None and not _same_progress(progress, self._last_progress):
             self._last_progress = progress

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import queue
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,8 @@ class Outcome:
         result: The ``text/plain`` of the cell's last expression, empty without one.
         error_name: The exception's class name, empty without one.
         error_value: The exception's text.
-        traceback: What a notebook shows of the exception, colour codes included.
+        traceback: What a notebook shows of the exception, without its colours.
+        coloured: The same with them.
         displays: The contents of ``display_data`` and ``update_display_data`` messages, in order.
     """
 
@@ -44,6 +46,7 @@ class Outcome:
     error_name: str
     error_value: str
     traceback: str
+    coloured: str
     displays: tuple[dict[str, Any], ...]
 
 
@@ -61,6 +64,7 @@ class Cell:
         deadline = time.monotonic() + timeout_s
         self._read_until(lambda: self._idle, "the cell is done", deadline)
         reply = self._reply(deadline)
+        coloured = "\n".join(line for content in self._contents("error") for line in content["traceback"])
         return Outcome(
             status=reply["status"],
             stdout=self.stream("stdout"),
@@ -68,7 +72,8 @@ class Cell:
             result="".join(content["data"]["text/plain"] for content in self._contents("execute_result")),
             error_name=reply.get("ename", ""),
             error_value=reply.get("evalue", ""),
-            traceback="\n".join(line for content in self._contents("error") for line in content["traceback"]),
+            traceback=re.sub(r"\x1b\[[0-9;]*m", "", coloured),
+            coloured=coloured,
             displays=tuple(self._contents("display_data", "update_display_data")),
         )
 

@@ -45,6 +45,20 @@ _ONE_OF_EACH = [
 ]
 
 
+def test_several_findings_are_a_numbered_list_and_one_is_none() -> None:
+    second = errors.Finding(what="The port is taken.", why="By another.", fix="take another")
+    assert str(errors.PreflightError((_FINDING, _WARNING, second))).splitlines() == [
+        "2 things speak against this launch:",
+        "1. CUDA is in use here.",
+        "  Why: A fork can't have it.",
+        "  Fix: restart the kernel",
+        "2. The port is taken.",
+        "  Why: By another.",
+        "  Fix: take another",
+    ]
+    assert str(errors.PreflightError((_FINDING, _WARNING))).startswith("CUDA is in use here.\n  Why:")
+
+
 def test_every_error_has_an_example_here() -> None:
     kinds = {
         kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, errors.NotebookAccelError)

@@ -174,7 +174,7 @@ def test_device_that_fails_does_not_end_the_sampling(rank: types.SimpleNamespace
 
 def test_displays_come_in_their_turn(rank: types.SimpleNamespace) -> None:
     for number in range(3):
-        rank.reporter.display({"text/plain": str(number)})
+        rank.reporter.send(events.Display(data={"text/plain": str(number)}))
     rank.watcher.wait_for(lambda event: isinstance(event, events.Display) and event.data["text/plain"] == "2")
     assert [event.data["text/plain"] for event in rank.watcher.of(events.Display)] == ["0", "1", "2"]
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from notebook_accel import environment, events, memory_files
@@ -28,6 +29,8 @@ __all__ = ["AgentProcess", "TemplateLine"]
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
+_SAMPLES = (events.Progress, events.Metrics, events.Memory)
+_SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,19 +190,23 @@ class AgentProcess:
             with contextlib.suppress(ClosedError, OSError):
                 while True:
                     frames = self._connection.receive()
-                    for frame in frames:
-                        self._heard(messages.decode_for_kernel(frame.body))
+                    are_samples = [self._heard(messages.decode_for_kernel(frame.body)) for frame in frames]
+                    if frames and all(are_samples):
+                        time.sleep(_SAMPLES_PAUSE_S)
                     if not frames and self._jobs:
                         self._resume()
         finally:
             self._lost()
 
-    def _heard(self, said: messages.ToKernel) -> None:
+    def _heard(self, said: messages.ToKernel) -> bool:
+        """Takes one message; returns whether it was a sample, of which there are many and none is urgent."""
         if isinstance(said, messages.Said):
+            event = events.decode(bytes(said.event))
             job = self._jobs.get(said.job_id)
             if job is not None:
-                job.deliver(said.rank, events.decode(bytes(said.event)))
-        elif isinstance(said, messages.Inspected):
+                job.deliver(said.rank, event)
+            return isinstance(event, _SAMPLES)
+        if isinstance(said, messages.Inspected):
             job = self._jobs.get(said.job_id)
             if job is not None:
                 job.take_dumps(said.ranks)
@@ -215,6 +222,7 @@ class AgentProcess:
                 job.end("", ProcessStartError(said.text, why=said.why or self._last_words(), fix=said.fix))
         else:
             self._prepared_for = None  # the next launch tries again, and says why if that fails too
+        return False
 
     def _lost(self) -> None:
         self.is_lost = True

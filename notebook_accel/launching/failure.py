@@ -9,7 +9,7 @@ import traceback
 import types
 from typing import Any
 
-from notebook_accel import events, serialization
+from notebook_accel import environment, events, serialization
 from notebook_accel.errors import CollectiveError, NotebookAccelError
 from notebook_accel.launching.spec import JobSpec
 
@@ -36,6 +36,8 @@ def describe(error: BaseException, spec: JobSpec, shipped: list[Any], *, saved: 
     text = traceback.TracebackException(type(error), error, _without_our_frames(error.__traceback__))
     if isinstance(error, NotebookAccelError):
         _end_at_the_users_line(text)
+    if not environment.is_debugging():
+        _fold_our_frames(text)
     message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
@@ -87,6 +89,16 @@ def _end_at_the_users_line(text: traceback.TracebackException) -> None:
     text.__cause__ = text.__context__ = None
     while text.stack and _is_ours(text.stack[-1].filename):
         text.stack.pop()
+
+
+def _fold_our_frames(text: traceback.TracebackException) -> None:
+    """Leaves out the calls through this package, between the user's line and the library's that has failed."""
+    for part in _chain(text):
+        last = len(part.stack) - 1
+        while last >= 0 and _is_ours(part.stack[last].filename):  # where it was raised says something
+            last -= 1
+        if last > 0:
+            part.stack[:last] = [frame for frame in part.stack[:last] if not _is_ours(frame.filename)]
 
 
 def _is_ours(filename: str) -> bool:

@@ -20,6 +20,8 @@ __all__ = ["draw_in_background", "follow"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
+_DRAWING_SHARE = 0.02  # of one core: a picture of many ranks is drawn less often
+_LONGEST_PERIOD_S = 1.0
 _DRAWING_DELAY_S = 0.05  # while ranks start, the processors are theirs: to draw a panel takes a whole one
 _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
@@ -65,7 +67,8 @@ def draw_in_background(job: Job) -> None:
 
 
 def _open(job: Job) -> View:
-    print(f"Launching training on {job.devices}.")
+    precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
+    print(f"Launching training on {job.devices}{precision}.")
     none: View = NoView(job)
     return _guarded(job, lambda: open_view(job), none)
 
@@ -76,9 +79,13 @@ def _draw_until_done(job: Job, view: View) -> None:
 
 
 def _refresh_until_done(job: Job, view: View) -> None:
-    while not job.wait(_REFRESH_PERIOD_S):
+    period_s = _REFRESH_PERIOD_S
+    while not job.wait(period_s):
         job.notice_silence(time.monotonic())
+        began_s = time.thread_time()
         _guarded(job, view.refresh, None)
+        drawing_s = time.thread_time() - began_s
+        period_s = min(max(_REFRESH_PERIOD_S, drawing_s / _DRAWING_SHARE), _LONGEST_PERIOD_S)
 
 
 def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ from notebook_accel.events import Event, Started
 from notebook_accel.launching import explanations, logs
 from notebook_accel.launching.messages import OnDeath, RankDump, Reason
 from notebook_accel.launching.rank_info import RankInfo
-from notebook_accel.launching.record import Record
+from notebook_accel.launching.record import Ending, Record
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.stacks import Stacks
@@ -74,6 +74,7 @@ class Job:
             without any rank, until it is stopped or all have finished.
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
+        ending: How it has ended, filled in then; it may be kept without the job.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
@@ -107,6 +108,7 @@ class Job:
         self.on_death = on_death
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
+        self.ending = Ending()
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
         self.log_folder = log_folder
@@ -141,6 +143,9 @@ class Job:
         """Where the run stands, in a word."""
         if not self.done:
             return "running" if self._record.has_started else "starting"
+        return self._end_status()
+
+    def _end_status(self) -> Status:
         if self._reason in ("stopped", "interrupted"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
@@ -323,6 +328,10 @@ class Job:
         self._reason = reason
         self._engine_error = error
         self.ended_s = time.monotonic()
+        self.ending.status, self.ending.took_s = self._end_status(), self.ended_s - self.started_s
+        if self.ending.status == "failed":
+            said = "timeout_s has run out" if self._reason == "timeout" else self._record.in_a_line
+            self.ending.why = said if error is None else error.what
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
         self._all_started.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,29 @@ from notebook_accel import serialization
 from notebook_accel.errors import RankEnd, RankFailedError, signal_name
 from notebook_accel.events import Ended, Event, Failed, Finished, Memory, MemoryShortage, Output, Started
 from notebook_accel.launching import explanations
+from notebook_accel.plain_text import plain_lines
 
-__all__ = ["Record"]
+__all__ = ["Ending", "Record"]
 
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
+_MOST_TRACEBACK_LINES = 300
+_FIRST_TRACEBACK_LINES = 50
+
+
+@dataclasses.dataclass
+class Ending:
+    """How a run has ended, for who no longer has its job.
+
+    Attributes:
+        status: In a word; empty as long as it runs.
+        why: In a line, what went wrong; empty if nothing did.
+        took_s: How long it ran.
+    """
+
+    status: str = ""
+    why: str = ""
+    took_s: float = 0.0
 
 
 class Record:
@@ -52,7 +71,9 @@ class Record:
     def add(self, rank: int, event: Event) -> None:
         """Takes what matters of an event."""
         if isinstance(event, Output):
-            self._last_lines[rank].extend(event.text.splitlines()[-_LAST_LINES:])
+            before_crash = "" if rank in self._crashes else event.text.partition(explanations.CRASH)[0]
+            if before_crash:
+                self._last_lines[rank].extend(list(plain_lines(before_crash.removesuffix("\n")))[-_LAST_LINES:])
             self._note_crash(rank, event)
         elif isinstance(event, Failed):
             self.failures[rank] = event
@@ -80,29 +101,45 @@ class Record:
         """Whether a rank is gone without a result, and none has been started in its place."""
         return rank in self._ends and rank not in self.finished
 
+    @property
+    def in_a_line(self) -> str:
+        """Which rank failed first, and of what; empty if none has."""
+        rank = self._first_failed()
+        if rank is None:
+            return ""
+        failed = self.failures.get(rank)
+        if failed is None:
+            return f"rank {rank} {_how_it_died(self._ends[rank])}"
+        what = f"{failed.kind}: {_first_line(failed.message)}" if failed.message else failed.kind
+        return f"rank {rank}: {what}" + (f" at {failed.line}" if failed.line else "")
+
     def first_failure(self, shipped: Sequence[Any]) -> RankFailedError | None:
-        """The error of the rank that failed first. One that only lost its peer comes after every other reason.
+        """The error of the rank that failed first.
 
         Args:
             shipped: What was sent to the ranks by value, for the exception that comes back.
         """
+        rank = self._first_failed()
+        if rank is None:
+            return None
+        error = self._raised(rank, shipped) if rank in self.failures else self._died(rank)
+        error.last_output = tuple(self._last_lines[rank])
+        error.others = self._others(rank)
+        return error
+
+    def _first_failed(self) -> int | None:
+        """One that only lost its peer comes after every other reason."""
         reasons = [(failed.lost_peer, failed.time_s, rank) for rank, failed in self.failures.items()]
         reasons += [
             (False, end.time_s, rank)
             for rank, end in self._ends.items()
             if not end.stopped and rank not in self.finished and rank not in self.failures
         ]
-        if not reasons:
-            return None
-        _, _, rank = min(reasons)
-        error = self._raised(rank, shipped) if rank in self.failures else self._died(rank)
-        error.last_output = tuple(self._last_lines[rank])
-        error.others = self._others(rank)
-        return error
+        return min(reasons)[2] if reasons else None
 
     def _raised(self, rank: int, shipped: Sequence[Any]) -> RankFailedError:
         failed = self.failures[rank]
-        message = f": {failed.message}" if failed.message else ""
+        message = f": {_first_line(failed.message)}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
         why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
@@ -111,7 +148,7 @@ class Record:
             world_size=self._world_size,
             why=why,
             fix=fix,
-            remote_traceback=failed.traceback,
+            remote_traceback=_shown(failed.traceback),
             exit_code=1,
         )
         error.__cause__ = _cause(failed, shipped)
@@ -119,14 +156,9 @@ class Record:
 
     def _died(self, rank: int) -> RankFailedError:
         end = self._ends[rank]
-        how = (
-            f"was killed by {signal_name(end.signal)}"
-            if end.signal is not None
-            else f"exited with status {end.exit_code} before its function returned"
-        )
         of_what, why, fix = explanations.of_death(end, start_method=self._start_method)
         return RankFailedError(
-            f"rank {rank} of {self._world_size} {how}{of_what}.",
+            f"rank {rank} of {self._world_size} {_how_it_died(end)}{of_what}.",
             rank=rank,
             world_size=self._world_size,
             why=why,
@@ -137,13 +169,34 @@ class Record:
         )
 
     def _others(self, reported: int) -> tuple[RankEnd, ...]:
-        raised = {rank: f"{failed.kind}: {failed.message}" for rank, failed in self.failures.items()}
+        raised = {rank: f"{failed.kind}: {_first_line(failed.message)}" for rank, failed in self.failures.items()}
         return tuple(
             # One that failed by itself may have been told to end all the same, in the moment before it did.
             RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in raised, raised.get(rank, ""))
             for rank, end in sorted(self._ends.items())
             if rank != reported
         )
+
+
+def _how_it_died(end: Ended) -> str:
+    if end.signal is not None:
+        return f"was killed by {signal_name(end.signal)}"
+    return f"exited with status {end.exit_code} before its function returned"
+
+
+def _first_line(message: str) -> str:
+    """Of a message of several lines: a traceback has them all."""
+    return next(plain_lines(message.strip()))
+
+
+def _shown(traceback: str) -> str:
+    """A rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
+    lines = list(plain_lines(traceback.rstrip("\n")))
+    left_out = len(lines) - _MOST_TRACEBACK_LINES
+    if left_out <= 0:
+        return "\n".join(lines)
+    first = lines[:_FIRST_TRACEBACK_LINES]
+    return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
 
 
 def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
+import time
 import weakref
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.record import Ending
 
 __all__ = ["Entry", "add", "find", "latest"]
 
@@ -22,11 +24,17 @@ class Entry:
     Attributes:
         number: Its number among this process's runs, from 1.
         name: Its name.
+        devices: What it runs on.
+        began: When it was started, in seconds since the epoch.
+        ending: How it has ended.
         log_files: The ranks' logs.
     """
 
     number: int
     name: str
+    devices: str
+    began: float
+    ending: Ending
     log_files: tuple[pathlib.Path, ...]
     _job: weakref.ref[Job]
 
@@ -48,7 +56,7 @@ _entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 def add(job: Job) -> None:
     """Remembers a run."""
     number = _entries[-1].number + 1 if _entries else 1
-    _entries.append(Entry(number, job.name, job.log_files, weakref.ref(job)))
+    _entries.append(Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, weakref.ref(job)))
 
 
 def latest(count: int = 1) -> list[Entry]:

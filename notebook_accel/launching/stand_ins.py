@@ -1,4 +1,4 @@
-"""What code from a notebook expects around it, in a rank: ``get_ipython()``, ``display()``, tqdm's bars.
+"""What code from a notebook expects around it, in a rank: ``get_ipython()``, ``input()``, displays, bars.
 
 Small stand-ins that need no kernel. Which line magics work is stated here once; the others are refused before a launch.
 """
@@ -6,8 +6,6 @@ Small stand-ins that need no kernel. Which line magics work is stated here once;
 from __future__ import annotations
 
 import builtins
-import io
-import math
 import os
 import subprocess
 import sys
@@ -15,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel import reporting
-from notebook_accel.launching import streams
+from notebook_accel.launching import bars, displays, rich_bars
 
 __all__ = ["LINE_MAGICS", "RankShell", "install"]
 
@@ -81,15 +78,16 @@ LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
 }
 
 
-def install(namespace: dict[str, Any]) -> None:
+def install(namespace: dict[str, Any], rank: int) -> None:
     """Puts the stand-ins where notebook code looks for them."""
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
     builtins.input = _input
     sys.breakpointhook = _breakpoint
-    builtins.display = _display  # type: ignore[attr-defined]
-    if "tqdm.std" in sys.modules:
-        _adopt_tqdm(sys.modules["tqdm.std"].tqdm)
+    builtins.display = displays.display  # type: ignore[attr-defined]
+    displays.adopt(rank)
+    bars.adopt()
+    rich_bars.adopt()
 
 
 def _input(_prompt: object = "", /) -> str:
@@ -101,74 +99,3 @@ def _breakpoint(*_: Any, **__: Any) -> None:
         "a rank has no keyboard, so nobody could use a debugger in it: take out breakpoint(), or launch with "
         "start_method='inline' and `import pdb; pdb.set_trace()`"
     )
-
-
-def _display(*objects: Any, **_: Any) -> None:
-    for obj in objects:
-        data = {"text/plain": repr(obj)}
-        html = getattr(obj, "_repr_html_", lambda: None)()
-        if isinstance(html, str):
-            data["text/html"] = html
-        reporting.reporter().display(data, streams.log_bytes())
-
-
-def _adopt_tqdm(bar_class: Any) -> None:
-    """From now on bars are counted in the rank's row instead of being drawn over its output."""
-    original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
-    open_bars: list[_BarCounter] = []
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) <= _FILE_POSITION:
-            kwargs.setdefault("file", _NOWHERE)
-        original_init(self, *args, **kwargs)
-        counts_itself = isinstance(getattr(self.iterable, "counter", None), reporting.Counter)
-        if self.disable or counts_itself:  # a prepared loader's own count is the better one
-            return
-        open_bars.append(_BarCounter(self))
-        reporting.reporter().show_outer(open_bars[0])
-        reporting.reporter().show(open_bars[-1])
-
-    def close(self: Any) -> None:
-        for counter in [counter for counter in open_bars if counter.bar is self]:
-            open_bars.remove(counter)
-            reporting.reporter().show_outer(open_bars[0] if open_bars else None)
-        original_close(self)
-
-    def show_postfix(self: Any, ordered_dict: Any = None, refresh: bool = True, **values: Any) -> None:
-        reporting.reporter().set_metrics({**dict(ordered_dict or {}), **values})
-        set_postfix(self, ordered_dict, refresh, **values)
-
-    bar_class.__init__, bar_class.close, bar_class.set_postfix = init, close, show_postfix
-
-
-class _BarCounter(reporting.Counter):
-    """Reads a bar's own count, so that the loop under it costs what it costs without us."""
-
-    __slots__ = ("bar",)
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        super().__init__(label=str(bar.desc or ""), total=None if bar.total is None else _count(bar.total))
-
-    @property
-    def step(self) -> int:  # a plain attribute elsewhere, so that training can increment it
-        return _count(self.bar.n)
-
-    @step.setter
-    def step(self, value: int) -> None:
-        """Counters start at zero; the bar knows better."""
-
-
-def _count(number: Any) -> int:
-    """A bar may count anything; an event has 64 bits."""
-    return max(0, min(int(number), _MOST)) if math.isfinite(number) else 0
-
-
-class _Nowhere(io.StringIO):
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-_NOWHERE = _Nowhere()
-_FILE_POSITION = 4  # of tqdm's parameter `file`
-_MOST = 2**62

@@ -25,7 +25,7 @@ from typing import Any
 from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import failure, inspection, interruption, messages, stand_ins, store, streams
+from notebook_accel.launching import displays, failure, inspection, interruption, messages, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["Inherited", "Target", "call", "open_namespace", "run", "show_sources"]
@@ -110,16 +110,19 @@ def _run_to_the_end(
         interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
         reporting.reporter().send(events.Started(pid=os.getpid()))
         if inherited is None:
-            namespace = _become_main(payload)
+            namespace = _become_main(payload, place.rank)
             opened = open_namespace(spec, payload, namespace)
             target: Target = opened.value
             shipped.extend(obj for _, obj in opened.shipped)
         else:
             show_sources(spec)
-            namespace, target = _stay_main(), inherited.target
+            namespace, target = _stay_main(place.rank), inherited.target
             shipped.extend(inherited.shipped)
         rank_pid = os.getpid()
-        value = call(spec, target, namespace)
+        try:
+            value = call(spec, target, namespace)
+        finally:
+            displays.end()
         if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
             os._exit(0)
         pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.rank == 0 else {}
@@ -188,7 +191,7 @@ def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
 
 
-def _become_main(payload: int) -> dict[str, Any]:
+def _become_main(payload: int, rank: int) -> dict[str, Any]:
     """The names of a new ``__main__``, as a notebook's code expects it.
 
     Its spec names a module that worker processes started by spawn or forkserver can run to have the same names: that is
@@ -198,14 +201,14 @@ def _become_main(payload: int) -> dict[str, Any]:
     module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.worker_main", None)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
-    stand_ins.install(module.__dict__)
+    stand_ins.install(module.__dict__, rank)
     return module.__dict__
 
 
-def _stay_main() -> dict[str, Any]:
+def _stay_main(rank: int) -> dict[str, Any]:
     """The names of the ``__main__`` that the kernel had, in a fork of it."""
     namespace = sys.modules["__main__"].__dict__
-    stand_ins.install(namespace)
+    stand_ins.install(namespace, rank)
     namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # where IPython has put the kernel's
     # Workers started in another way would look for the notebook's names in a payload, and there is none.
     multiprocessing = importlib.import_module("multiprocessing")

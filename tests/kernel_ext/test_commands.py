@@ -27,11 +27,24 @@ def start(notebook: kernels.Kernel, name: str) -> None:
 
 @pytest.mark.front_end
 def test_run_that_has_ended_is_listed_with_its_logs(notebook: kernels.Kernel) -> None:
+    shown = notebook.run("%distributed").stdout
     assert re.fullmatch(
-        r"1 \(first\): (ended|succeeded, 2 CPUs); logs in /.*-first-.*\n", notebook.run("%distributed").stdout
+        r"1 \(first\): succeeded, on 2 CPUs; began \d\d:\d\d:\d\d, took \d\d:\d\d; logs in /.*-first-.*\n", shown
     )
     shown = notebook.run("%distributed logs").stdout
     assert re.fullmatch(r"(rank [01], last lines of /.*/rank_[01]\.log\nhello\n){2}", shown)
+    shown = notebook.run("%distributed logs 1 --run first").stdout
+    assert re.fullmatch(r"rank 1, last lines of /.*/rank_1\.log\nhello\n", shown)
+
+
+def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(notebook: kernels.Kernel) -> None:
+    raises = "import os\nif os.environ['RANK'] == '1': raise ValueError('boom\\nat large')\ntime.sleep(60)"
+    notebook.run(f"%%distributed -n 2 --name bad --background --view none\n{raises}")
+    while "took" not in (shown := notebook.run("%distributed status --run bad").stdout):
+        continue
+    first, second = shown.splitlines()
+    assert re.match(r"\d \(bad\): failed, on 2 CPUs; began ", first)
+    assert re.fullmatch(r"  rank 1: ValueError: boom at In\[\d+\], line 3", second)
 
 
 @pytest.mark.front_end
@@ -39,7 +52,7 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     start(notebook, "one")
     start(notebook, "two")
     assert "Several runs go on." in notebook.run("%distributed stop").traceback
-    assert notebook.run("%distributed stop one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
+    assert notebook.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
     assert notebook.value("one.done, two.done") == "(True, False)"
     assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
     assert "There is no run that goes on." in notebook.run("%distributed stop").traceback
@@ -49,10 +62,15 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     ("line", "said"),
     [
         ("stpo", "there is no command 'stpo'; there are status, stop, logs, stacks, config, doctor"),
-        ("logs nowhere 0", "There is no run 'nowhere'."),
-        ("logs first 7", "has no rank 7: it has 2 ranks"),
-        ("stop one two", "%distributed stop: there is no use for 'two'"),
-        ("stacks first", "There is no run 'first' that goes on."),
+        ("logs 0 --run nowhere", "There is no run 'nowhere'."),
+        ("logs 7 --run=first", "has no rank 7: it has 2 ranks"),
+        ("stop one", "%distributed stop: there is no use for 'one'. A run is named with --run one."),
+        ("stop 1", "there is no use for '1'. A run is named with --run 1."),
+        ("logs 1 2", "there is no use for '2'"),
+        ("logs --run", "--run needs a run's name or number"),
+        ("logs 'first", "a quote is not closed"),
+        ("doctor 1", "%distributed doctor: there is no use for '1'."),
+        ("stacks 0 --run first", "There is no run 'first' that goes on."),
     ],
 )
 def test_mistake_is_said_in_a_few_lines(notebook: kernels.Kernel, line: str, said: str) -> None:

@@ -46,6 +46,14 @@ def test_subcommands(notebook: kernels.Kernel) -> None:
     assert "doctor" not in _offered(notebook, "%distributed stop ")
 
 
+def test_runs_by_name_for_the_commands_that_take_one(notebook: kernels.Kernel) -> None:
+    assert "--run" in _offered(notebook, "%distributed stop --")
+    assert "--run" not in _offered(notebook, "%distributed doctor --")
+    assert notebook.run("%%distributed -n 1 --start_method inline --name one_of_mine\n1").status == "ok"
+    assert "one_of_mine" in _offered(notebook, "%distributed logs --run ")
+    assert "one_of_mine" in _offered(notebook, "%distributed stacks --run one")
+
+
 def test_the_body_of_the_cell_is_python(notebook: kernels.Kernel) -> None:
     notebook.run("mountains = 1")
     assert "mountains" in _offered(notebook, "%%distributed -n 2\nmount")

@@ -323,3 +323,24 @@ def test_a_flood_of_events_is_drawn_at_once(kernel: kernels.Kernel) -> None:
     """
     assert len(_widget_values(_messages(kernel, flood))) <= 4  # header, table, chart, and the chart's metric
     _messages(kernel, "finish(job); view.close()")
+
+
+def test_displays_keep_their_metadata_and_are_updated_in_their_place(kernel: kernels.Kernel) -> None:
+    outcome = kernel.run(
+        """
+        job = make_job()
+        view = open_view(job)
+        start(job)
+        job.deliver(0, events.Display(data={"text/html": "one"}, metadata={"isolated": True}, display_id="mine"))
+        job.deliver(0, events.Display(data={"text/html": "two"}, display_id="mine", is_update=True))
+        finish(job)
+        view.close()
+        """,
+        allow_stdin=True,
+    )
+    assert outcome.status == "ok", outcome.traceback
+    mine = [content for content in outcome.displays if content["transient"].get("display_id") == "mine"]
+    assert [(content["data"]["text/html"], content["metadata"]) for content in mine] == [
+        ("one", {"isolated": True}),
+        ("two", {}),
+    ]

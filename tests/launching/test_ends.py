@@ -346,3 +346,11 @@ def test_changed_import_time_variable_gets_a_new_template(fresh_notebook: kernel
     assert "'1'" in after
     assert after.split(",")[1] != before.split(",")[1]
     processes.wait_until(lambda: len(fresh_notebook.descendants()) == 2, "the old template is gone")
+
+
+@pytest.mark.front_end
+def test_ipythons_own_display_reaches_the_notebook(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(
+        "%%distributed -n 1\nfrom IPython.display import HTML, display as show\nshow(HTML('<b>here</b>'))"
+    )
+    assert [content["data"]["text/html"] for content in outcome.displays] == ["<b>here</b>"], outcome.traceback

@@ -99,7 +99,7 @@ def test_line_magic_shows_it(hanging: kernels.Kernel) -> None:
     shown = hanging.run("%distributed").stdout
     assert re.search(r"^\d+ \(hanging\): running, 4 CPUs; logs in /", shown, re.MULTILINE)
     assert len(re.findall(r"^  [0-3]     running  \d+", shown, re.MULTILINE)) == 4
-    assert "is stopped" in hanging.run("%distributed stacks hanging").stdout
+    assert "is stopped" in hanging.run("%distributed stacks --run hanging").stdout
     logged = hanging.run("%distributed logs 1").stdout
     assert re.match(r"rank 1, last lines of /.*/rank_1\.log\nhere 1\nhere 1\n", logged)
 

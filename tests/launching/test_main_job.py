@@ -161,6 +161,19 @@ def work(x, more):
     assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
 
 
+def test_calls_through_this_package_are_left_out_of_a_traceback(run: Run) -> None:
+    outcome = run("""%%distributed -n 1
+from notebook_accel import Accelerator
+class Broken(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): raise ValueError("bad item")
+for batch in Accelerator().prepare(torch.utils.data.DataLoader(Broken())): pass""")
+    files = re.findall(r'^  File "(.+)", line', outcome.traceback, re.MULTILINE)
+    assert re.fullmatch(r"In\[\d+\]", files[0]) and files[0] == files[-1]
+    assert any("/torch/utils/data/" in file for file in files)
+    assert not any("notebook_accel" in file for file in files)
+
+
 def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run) -> None:
     ok(run("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line"))
     outcome = run("half(-1)")
@@ -355,7 +368,7 @@ for i in tqdm(range(40), desc="sorting"): pass
 tqdm.write("beside the bar")""")
     )
     assert outcome.stdout.count("beside the bar") == 2
-    assert "rank 0  step 40/40" in outcome.stdout
+    assert "rank 0  finished  step 40/40" in outcome.stdout
     assert "%|" not in outcome.stdout
 
 
@@ -366,7 +379,7 @@ from tqdm.auto import tqdm
 bar = tqdm(range(3))
 for i in bar: bar.set_postfix(loss=torch.tensor(i / 4), phase="warm")""")
     )
-    assert "rank 0  step 3/3  loss 0.5" in outcome.stdout
+    assert "rank 0  finished  step 3/3  loss 0.5" in outcome.stdout
 
 
 def test_background_job_binds_what_it_pulls_when_its_results_are_read(run: Run) -> None:
@@ -383,4 +396,4 @@ from notebook_accel import report
 for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
 """)
     )
-    assert "rank 1  loss 0.25  step_size 4" in outcome.stdout
+    assert "rank 1  finished  loss 0.25  step_size 4" in outcome.stdout

@@ -89,6 +89,9 @@ time.sleep(60)""")
     found = re.search(r"^Its whole output: (/.*/rank_1\.log)$", outcome.traceback, re.MULTILINE)
     assert found, outcome.traceback
     assert pathlib.Path(found[1]).read_text() == "seen before the end\nfrom below"
+    advice = re.search(r"^Next: (%distributed logs 1) shows more", outcome.traceback, re.MULTILINE)
+    assert advice, outcome.traceback
+    assert notebook.run(advice[1]).stdout.endswith("rank_1.log\nseen before the end\nfrom below\n")
 
 
 def test_display_stands_between_the_lines_around_it(notebook: kernels.Kernel) -> None:

@@ -133,7 +133,7 @@ accelerator = Accelerator()
 [batch] = accelerator.prepare(torch.utils.data.DataLoader(list(range(8)), batch_size=2)),
 sum(len(x) for x in batch)""")
     )
-    assert f"rank {ranks_of(method) - 1}  epoch 1  step {8 // 2 // ranks_of(method)}" in outcome.stdout
+    assert f"rank {ranks_of(method) - 1}  finished  epoch 1  step {8 // 2 // ranks_of(method)}" in outcome.stdout
     assert "loss 0.25  step_size 4" in outcome.stdout
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
 import pathlib
 import signal
+import struct
+import termios
+import time
 
 import pytest
 
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import following, view
+from notebook_accel.launching import following, lines_view, view
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.spec import JobSpec
 
 
-def make_job(*, log_folder: pathlib.Path | None = None, **options: object) -> Job:
-    spec = JobSpec(name="train", world_size=2, environment={}, working_directory="/", sys_path=[])
+def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
+    spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
     config = LaunchConfig().replace(**options)
     return Job(
         "1", spec, config, devices="2 CPUs", is_background=False, shipped=(), result_files=(), log_folder=log_folder
@@ -30,7 +35,7 @@ def job() -> Job:
 
 def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = lines_view.LinesView(job, out, period_s=0.0)
     job.deliver(1, events.Output(text="hello\nworld"))
     job.deliver(0, events.Progress(time_s=10.0, step=10, total=50, epoch=2, epochs=5, steps=60))
     lines.refresh()
@@ -41,12 +46,15 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     printed = out.getvalue().splitlines()
     assert printed[:2] == ["1 │ hello", "1 │ world"]
     assert printed[2].endswith("rank 0  epoch 2/5  step 10/50")
-    assert printed[3].endswith("rank 0  epoch 2/5  step 30/50  10.0 steps/s  loss 0.1235 | rank 1  loss 2")
+    assert [line.partition("] ")[2] for line in printed[4:]] == [
+        "rank 0  epoch 2/5  step 30/50  10.0 steps/s  00:17 left  loss 0.1235",
+        "rank 1                                                   loss 2",
+    ]
 
 
 def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
     out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = lines_view.LinesView(job, out)
     for thousand in range(8):
         job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
     job.deliver(1, events.Output(text="of the other one"))
@@ -61,7 +69,7 @@ def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> No
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job = make_job(log_folder=pathlib.Path("/tmp/logs"))
     out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = lines_view.LinesView(job, out)
     job.deliver(1, events.Output(text="first"))
     job.deliver(1, events.Output(text="middle", left_out=1_000_000))
     job.deliver(1, events.Output(text="last", left_out=5))
@@ -76,7 +84,7 @@ def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
 def test_template_stands_before_the_lines() -> None:
     job = make_job(log_line_prefix_template="[${role_name} $rank/${local_rank}] $$ ")
     out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = lines_view.LinesView(job, out)
     job.deliver(1, events.Output(text="a\nb"))
     lines.close()
     assert out.getvalue() == "[default_role 1/1] $ a\n[default_role 1/1] $ b\n"
@@ -84,7 +92,7 @@ def test_template_stands_before_the_lines() -> None:
 
 def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
     out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = lines_view.LinesView(job, out)
     for now_s in (30.0, 45.0):
         job.deliver(0, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 9 in train", waits_in="barrier"))
         job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 12 in evaluate"))
@@ -94,11 +102,104 @@ def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
 
 def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
     out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = lines_view.LinesView(job, out, period_s=0.0)
     job.deliver(0, events.Progress(step=1, total=2))
     for _ in range(3):
         lines.refresh()
-    assert len(out.getvalue().splitlines()) == 1
+    assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == ["rank 0  step 1/2", "rank 1"]
+
+
+def ended(job: Job, progress: dict[int, events.Progress]) -> list[str]:
+    """The last lines of a run whose ranks have come so far and then finished."""
+    out = io.StringIO()
+    lines = lines_view.LinesView(job, out)
+    for rank, event in progress.items():
+        job.deliver(rank, event)
+        job.deliver(rank, events.Memory(used_bytes=(300 + rank) << 20, total_bytes=1 << 34, kind="host"))
+        job.deliver(rank, events.Finished(result_bytes=1))
+        job.deliver(rank, events.Ended(exit_code=0))
+    job.end("")
+    lines.close()
+    return [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+
+
+def test_last_lines_say_where_each_rank_ended() -> None:
+    progress = {rank: events.Progress(step=9 + rank, total=10) for rank in range(2)}
+    assert ended(make_job(), progress) == [
+        "rank 0  finished  step 9/10   memory 300 MiB",
+        "rank 1  finished  step 10/10  memory 301 MiB",
+    ]
+
+
+def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
+    job = make_job(world_size=8)
+    out = io.StringIO()
+    lines = lines_view.LinesView(job, out, period_s=0.0)
+    for rank in range(8):
+        job.deliver(rank, events.Progress(step=40 - 10 * (rank == 5), total=50, epoch=1))
+        job.deliver(rank, events.Metrics(step=40, values={"loss": rank / 4}))
+    lines.refresh()
+    assert out.getvalue().partition("] ")[2] == "8 ranks  epoch 1  step 30..40/50  loss 0..1.75  slowest: rank 5\n"
+
+
+def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
+    out = io.StringIO()
+    lines = lines_view.LinesView(job, out, period_s=0.0)
+    job.deliver(0, events.Progress(time_s=10.0, step=1, total=50, steps=1))
+    lines.refresh()
+    job.deliver(0, events.Progress(time_s=11.0, step=2, total=50, steps=2))
+    lines.refresh()
+    assert "00:48 left" in out.getvalue().splitlines()[-2]
+    job.deliver(0, events.Progress(time_s=12.0, step=3, total=50, steps=3))
+    job.deliver(1, events.Silent(time_s=40.0, since_s=10.0))
+    lines.refresh()
+    assert "step 3/50  1.0 steps/s" in out.getvalue().splitlines()[-2]
+    assert "left" not in out.getvalue().splitlines()[-2]
+
+
+def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
+    out = io.StringIO()
+    lines = lines_view.LinesView(job, out)
+    job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x08<script>" + "x" * 1_000_000))
+    lines.close()
+    (printed,) = out.getvalue().splitlines()
+    assert printed.startswith("0 │ red \N{REPLACEMENT CHARACTER}<script>xxx")
+    assert printed.endswith("more characters") and len(printed) < 2100
+
+
+class Terminal(io.StringIO):
+    """A terminal of 40 columns, as far as a view asks."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def test_terminal_has_one_line_below_the_output_that_is_written_over(job: Job) -> None:
+    ours, theirs = os.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 40, 0, 0))
+        out = Terminal(theirs)
+        lines = lines_view.LinesView(job, out)
+        job.deliver(0, events.Progress(step=1, total=50, epoch=1, epochs=1000000))
+        lines.refresh()
+        job.deliver(0, events.Output(text="hello"))
+        lines.refresh()
+        job.end("stopped")
+        lines.close()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    status = "[00:00] 2 ranks  epoch 1/1000000  step 1"  # cut before the last column, where a terminal would wrap
+    drawn = out.getvalue().split("\r\x1b[K")
+    assert drawn[1:4] == [status[:39], "0 │ hello\n", status[:39]]
+    assert drawn[4].startswith("[00:00] rank 0  ") and drawn[4].endswith("\n")
 
 
 def test_option_chooses_the_view(job: Job) -> None:
@@ -108,7 +209,7 @@ def test_option_chooses_the_view(job: Job) -> None:
     silent.refresh()
     assert job.events() == []
     job.config = LaunchConfig(view="lines")
-    assert isinstance(view.open_view(job), view.LinesView)
+    assert isinstance(view.open_view(job), lines_view.LinesView)
 
 
 def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +227,28 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
         "The view of 'train' has failed (ValueError: closed already); the run goes on.",
     ]
+
+
+def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
+    class Expensive:
+        def __init__(self) -> None:
+            self.drawn: list[float] = []
+
+        def refresh(self) -> None:
+            began_s = time.thread_time()
+            while time.thread_time() - began_s < 0.01:
+                pass
+            self.drawn.append(time.monotonic())
+            if len(self.drawn) == 2:
+                job.end("stopped")
+
+        def close(self) -> None:
+            """Nothing."""
+
+    view = Expensive()
+    following._draw_until_done(job, view)
+    first_s, second_s = view.drawn
+    assert second_s - first_s >= 0.5  # 0.01 s are 2 % of it
 
 
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
