@@ -32,7 +32,7 @@ print("over:", Control.calls)
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
         outcome = running.run(made_up.SETUP)
@@ -54,13 +54,13 @@ def _start_blocking(kernel: kernels.Kernel, *, patience_s: int = 60, is_over: bo
     return cell, line.split()[1]
 
 
-def test_a_click_arrives_while_a_cell_runs_where_the_front_end_has_a_subshell(kernel: kernels.Kernel) -> None:
-    if _version(kernel) < (7, 0):
-        pytest.skip("ipykernel 6 has no subshells")
-    subshell = kernel.make_subshell()
-    cell, button = _start_blocking(kernel)
-    kernel.click(button, subshell)
-    assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
+def test_where_no_click_can_arrive_there_is_no_button_and_the_panel_says_what_to_do(kernel: kernels.Kernel) -> None:
+    if _version(kernel) >= (7, 4):
+        pytest.skip("from 7.4 on a click always arrives")
+    cell, _ = _start_blocking(kernel, patience_s=0, is_over=True)
+    lines = cell.finish().stdout.splitlines()
+    assert lines[0].endswith("'none'")
+    assert lines[1:] == ["hint: interrupt the kernel to stop", "over: []"]
 
 
 def test_a_click_arrives_where_the_front_end_has_none(kernel: kernels.Kernel) -> None:
@@ -71,10 +71,11 @@ def test_a_click_arrives_where_the_front_end_has_none(kernel: kernels.Kernel) ->
     assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
 
 
-def test_where_no_click_can_arrive_there_is_no_button_and_the_panel_says_what_to_do(kernel: kernels.Kernel) -> None:
-    if _version(kernel) >= (7, 4):
-        pytest.skip("from 7.4 on a click always arrives")
-    cell, _ = _start_blocking(kernel, patience_s=0, is_over=True)
-    lines = cell.finish().stdout.splitlines()
-    assert lines[0].endswith("'none'")
-    assert lines[1:] == ["hint: interrupt the kernel to stop", "over: []"]
+# The last one: the kernel has that subshell from then on.
+def test_a_click_arrives_while_a_cell_runs_where_the_front_end_has_a_subshell(kernel: kernels.Kernel) -> None:
+    if _version(kernel) < (7, 0):
+        pytest.skip("ipykernel 6 has no subshells")
+    subshell = kernel.make_subshell()
+    cell, button = _start_blocking(kernel)
+    kernel.click(button, subshell)
+    assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
