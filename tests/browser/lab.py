@@ -104,6 +104,12 @@ class Lab:
         """The notebook's file as it is, perhaps in the middle of being written."""
         return (self._notebooks / name).read_text()
 
+    def as_html(self, name: str) -> pathlib.Path:
+        """The saved notebook as nbconvert writes it."""
+        command = [sys.executable, "-m", "nbconvert", "--to", "html", "--log-level", "ERROR", name]
+        subprocess.run(command, cwd=self._notebooks, env=self._environment(), check=True, timeout=_START_TIMEOUT_S)
+        return (self._notebooks / name).with_suffix(".html")
+
     def url(self, path: str) -> str:
         """The address of a page, with the token that opens it."""
         return f"http://127.0.0.1:{self._port}/{path}?token={self._token}"

@@ -146,6 +146,12 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert attacked.inner_text().count("<script>alert(1)</script>") == 4
     assert alerts == []
 
+    page.goto(lab.as_html("training.ipynb").as_uri())
+    panel = page.locator(".nba-panel").first
+    assert _steps(panel) == [_STEPS, _STEPS]
+    assert panel.locator("svg path").is_visible()
+    screenshot(panel, "panel_nbconvert")
+
 
 def _use_controls(panel: Locator) -> None:
     """While the cell runs, and with the keyboard where that is what people use."""
