@@ -121,7 +121,7 @@ class PanelWidgets:
     @property
     def names_chart(self) -> bool:
         """Whether what people choose from says already what the chart shows."""
-        return all(widget.layout.display == "" for widget in (self._chart_tools, self._metric, self._curves))
+        return bool(self._chart_tools.layout.display == "")
 
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
         """Shows those that do something now.
@@ -146,7 +146,6 @@ class PanelWidgets:
             self._rank: self._has_some,
             self._again: self._view.value == "Stacks",
             self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
-            self._metric: len(metrics) > 1,
             self._curves: self._has_some,
         }
         for widget, is_shown in shown.items():

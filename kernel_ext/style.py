@@ -49,7 +49,8 @@ _RULES = """
 .nba-panel.jupyter-widgets-disconnected .nba-top.widget-box::before { content: "kernel gone"; align-self: center;
   height: auto; padding: 0 7px; border: 1px solid currentColor; border-radius: 4px; font: inherit; font-size: 12px;
   line-height: 18px; color: var(--nba-warn); white-space: nowrap; }
-.nba-panel.jupyter-widgets-disconnected:not(.nba-ended) :is(.nba-badge, .nba-bar, .nba-times) { opacity: .45; }
+.nba-panel.jupyter-widgets-disconnected:not(.nba-ended) :is(.nba-badge, .nba-bar, .nba-seen, .nba-times) {
+  opacity: .45; }
 .nba-panel.jupyter-widgets-disconnected:not(.nba-ended) :is(.nba-header > .nba-badge, .nba-button, .nba-tools) {
   display: none; }
 

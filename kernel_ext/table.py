@@ -181,7 +181,9 @@ class _Table:
             )  # fmt: skip
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
             columns.append(
-                _Column("seen", self._seen, together=lambda ranks: self._seen(min(ranks, key=_last_event_s)))
+                _Column(
+                    "seen", self._seen, "nba-seen", together=lambda ranks: self._seen(min(ranks, key=_last_event_s))
+                )
             )
         # There from the start: it takes the width that the others leave, so that they don't move when one comes.
         if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:

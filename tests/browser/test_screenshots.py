@@ -122,3 +122,6 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
         assert panel.locator("table").first.is_visible()
         page.mouse.move(0, 0)
         screenshot(panel, f"{picture}_{theme.lower()}")
+    page.set_viewport_size({"width": 900, "height": 1600})
+    for index, picture in ((3, "panel_8_narrow"), (4, "panel_64_narrow")):
+        screenshot(page.locator(".jp-CodeCell").nth(index).locator(".nba-panel"), f"{picture}_{theme.lower()}")
