@@ -194,7 +194,7 @@ _RULES = """
   .nba-panel table.nba-ranks .nba-last { min-width: 120px; max-width: 120px; }
   .nba-panel .nba-bottom { flex-wrap: wrap; }
   .nba-panel .nba-bottom > .nba-output-pane { flex-basis: 100%; }
-  .nba-panel .nba-chart-pane { flex: 1 1 100%; border-left: 0; border-top: 1px solid var(--nba-line); }
+  .nba-panel .nba-bottom > .nba-chart-pane { flex: 1 1 100%; border-left: 0; border-top: 1px solid var(--nba-line); }
 }
 """
 
