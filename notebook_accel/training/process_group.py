@@ -6,6 +6,8 @@ import dataclasses
 import os
 import weakref
 
+from torch.utils.data import get_worker_info
+
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
@@ -15,6 +17,7 @@ from notebook_accel.training.runtimes.devices import local_device, utilisation_o
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
+from notebook_accel.training.runtimes.worker_process import WorkerProcess
 
 __all__ = ["current", "join", "rank_place"]
 
@@ -25,7 +28,8 @@ _latest: weakref.ref[Runtime] | None = None
 def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Runtime:
     """Makes this process one of the ranks that its environment says, and returns the way to the others.
 
-    A group that this process is in already, made here or by the user's code, is used as it is.
+    A group that this process is in already, made here or by the user's code, is used as it is. A worker process of a
+    loader joins none: its rank is a member already.
 
     Args:
         cpu: Compute on the CPU, also where there are GPUs; so does the environment variable that the launcher sets.
@@ -41,6 +45,8 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
     if options.backend is None and environment.is_true(os.environ.get(environment.OVERSUBSCRIBE, "")):
         options = dataclasses.replace(options, backend="gloo")  # NCCL refuses two ranks on one GPU
     joined = torch_group.current_place()
+    if joined is None and get_worker_info() is not None:
+        return WorkerProcess(RankPlace.from_environment())
     place = joined or RankPlace.from_environment()
     device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
     runtime: Runtime

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration, TrainingError
 from notebook_accel.errors import CheckpointError, CollectiveError
+from notebook_accel.training.handlers import GradScalerKwargs
+from notebook_accel.training.precision import LossScaler
 from tests.training.ranks import Ranks
 
 
@@ -128,6 +130,17 @@ def test_a_model_alone_to_evaluate_it(tmp_path: pathlib.Path) -> None:
     model = evaluating.prepare(torch.nn.Linear(3, 2))
     evaluating.load_state(tmp_path / "state")
     assert torch.equal(model.weight, net.weight)
+
+
+def test_the_loss_scale_is_part_of_it(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    for scale in (8.0, 4.0):  # which an Accelerator only has with fp16, and so on a GPU
+        accelerator._precision.scaler = LossScaler(torch.device("cpu"), GradScalerKwargs(init_scale=scale))
+        if scale == 8.0:
+            accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert accelerator._precision.scaler is not None
+    assert accelerator._precision.scaler.factor == 8.0
 
 
 def test_no_folder() -> None:

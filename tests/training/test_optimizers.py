@@ -162,6 +162,16 @@ def test_schedule_of_its_own() -> None:
     assert scheduler.last_epoch == 1
 
 
+def test_a_schedule_waits_for_its_own_optimizer_only() -> None:
+    (_, own, state), (_, other, _) = make(), make()
+    scheduler = prepare_scheduler(falling(own), [other, own], state, steps_per_call=1, step_with_optimizer=True)
+    for skipped, epoch in ((other, 1), (own, 1)):
+        own.optimizer.step()
+        skipped.step_was_skipped = True
+        scheduler.step()
+        assert scheduler.last_epoch == epoch
+
+
 def test_scheduler_made_from_the_prepared_optimizer() -> None:
     parameter, optimizer, state = make(2)
     scheduler = schedule(optimizer, state, lr_scheduler.StepLR(optimizer, 1, gamma=0.5))

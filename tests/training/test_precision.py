@@ -76,6 +76,21 @@ def test_scale_grows_and_backs_off_as_told() -> None:
     assert torch.equal(parameter, reference)
 
 
+def test_the_scale_goes_on_where_it_was() -> None:
+    settings = GradScalerKwargs(init_scale=8.0, growth_interval=2)
+    saved, loaded = LossScaler(CPU, settings), LossScaler(CPU)
+    (parameter, optimizer), factors = parameter_and_optimizer(), []
+    saved.scale(parameter.sum()).backward()
+    saved.step(optimizer)
+    loaded.load_state_dict(saved.state_dict())
+    for scaler in (saved, loaded):
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.scale(parameter.sum())
+        factors.append(scaler.factor)
+    assert factors == [16, 16]
+
+
 def test_scaling_can_be_left_out() -> None:
     assert Precision("fp16", torch.device("cuda"), {}, scaler=GradScalerKwargs(enabled=False)).scaler is None
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
-from notebook_accel import environment
+from notebook_accel import PartialState, environment
+from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training import process_group
@@ -46,6 +48,34 @@ def test_without_ranks_in_the_environment_there_is_no_group() -> None:
     assert not dist.is_initialized()
     assert reporter()._device == str(runtime.device)
     runtime.leave()
+
+
+class Asking(Dataset[tuple[int, int, str]]):
+    """Its items ask which rank they are read for."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, int, str]:
+        state = PartialState()
+        try:
+            state.wait_for_everyone()
+        except TrainingError as error:
+            return state.process_index, state.num_processes, error.what
+        return state.process_index, state.num_processes, ""
+
+
+def read_by_a_worker() -> list[Any]:
+    # No group has been joined here, as in a worker that isn't a fork of its rank.
+    loader: DataLoader[Any] = DataLoader(Asking(), batch_size=None, num_workers=1)
+    return list(loader)
+
+
+def test_a_loaders_worker_is_not_a_further_rank() -> None:
+    variables = RankPlace(rank=1, world_size=2, local_rank=1, local_world_size=2, master_port=9).variables()
+    with contextlib.closing(ranks.Ranks([variables])) as running:
+        (read,) = running.run(read_by_a_worker, deadline_s=30)
+    assert read == [[1, 2, "A worker process of a loader can't talk to other ranks."]] * 2
 
 
 def test_world_size_without_a_port() -> None:
