@@ -97,7 +97,7 @@ def test_ranks_say_what_they_are(hanging: kernels.Kernel) -> None:
 
 def test_line_magic_shows_it(hanging: kernels.Kernel) -> None:
     shown = hanging.run("%distributed").stdout
-    assert re.search(r"^\d+ \(hanging\): running, 4 CPUs; logs in /", shown, re.MULTILINE)
+    assert re.search(r"^\d+ \(hanging\): running, on 4 CPUs; began .*; logs in /", shown, re.MULTILINE)
     assert len(re.findall(r"^  [0-3]     running  \d+", shown, re.MULTILINE)) == 4
     assert "is stopped" in hanging.run("%distributed stacks --run hanging").stdout
     logged = hanging.run("%distributed logs 1").stdout
@@ -146,4 +146,4 @@ def test_logs_outlive_their_runs(notebook: kernels.Kernel, tmp_path: pathlib.Pat
         "rank_0.log": "from 0\n",
         "rank_1.log": "from 1\n",
     }
-    assert "from 1" in notebook.run("%distributed logs kept 1").stdout
+    assert "from 1" in notebook.run("%distributed logs 1 --run kept").stdout
