@@ -87,15 +87,15 @@ class Row(Reporter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown: list[Counter] = []
+        self.rows: list[Counter] = []
 
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
         super().begin(counter, epoch, total)
-        self.shown.append(counter)
+        self.rows.append(counter)
 
     def show(self, counter: Counter) -> None:
         super().show(counter)
-        self.shown.append(counter)
+        self.rows.append(counter)
 
 
 def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +109,11 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     )
 
     for _ in training:
-        assert row.shown[-1] is training.counter
+        assert row.rows[-1] is training.counter
         for _ in evaluation:
-            assert row.shown[-1] is evaluation.counter
-        assert row.shown[-1] is training.counter
-    assert len(row.shown) == 5
+            assert row.rows[-1] is evaluation.counter
+        assert row.rows[-1] is training.counter
+    assert len(row.rows) == 5
 
 
 def test_epochs_reach_sampler_and_dataset() -> None:
