@@ -41,7 +41,7 @@ class _Order:
     rank: int | None = None
 
 
-def run(line: str) -> ConfigForm | None:
+def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     """What goes on, and the few things that one does with it.
 
     %distributed status        the runs that go on, or how the last one has ended
@@ -67,7 +67,9 @@ def run(line: str) -> ConfigForm | None:
     except ValueError:
         raise UsageError(f"%distributed: a quote is not closed in: {line}") from None
     if command not in COMMANDS:
-        raise UsageError(f"%distributed: there is no command {command!r}; there are {', '.join(COMMANDS)}.")
+        raise UsageError(
+            f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}."
+        )
     return COMMANDS[command](_read(command, words))
 
 

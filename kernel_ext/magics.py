@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import difflib
 import linecache
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import commands, completion
+from kernel_ext import arguments, commands, completion, session_magics
 from kernel_ext.cuda_watch import CudaWatch
+from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
@@ -38,42 +37,29 @@ examples:
   %%distributed --mixed_precision bf16 --out results  results[1] is rank 1's value
   %%distributed --args (5,)                           the cell ends with a function: it is called with 5
   %%distributed --background --name long              goes on while other cells run
+
+Where there is a session (%distributed start), the cell runs in its ranks, and what it assigns stays there.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%%{_NAME}: {message}{'' if message.endswith('?') else '.'} %%{_NAME}? shows every option.")
-
-
-def _make_parser() -> _Parser:
-    parser = _Parser(prog=f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES, add_help=False,
-                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+def _make_parser() -> arguments.Parser:
+    parser = arguments.Parser(f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES)
     options.add_flags(parser)
     parser.add_argument(
         "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
     )
-    parser.add_argument("--out", metavar="NAME", type=_name, help="Binds the results, one value a rank, to this name.")
     parser.add_argument(
-        "--pull", metavar="NAME,...", type=_names, default=(), help="Binds rank 0's values of these names."
+        "--out", metavar="NAME", type=arguments.name, help="Binds the results, one value a rank, to this name."
+    )
+    parser.add_argument(
+        "--pull", metavar="NAME,...", type=arguments.names, default=(), help="Binds rank 0's values of these names."
     )
     push = "Sends these names too, for code that reaches them through eval, globals() or a string."
-    parser.add_argument("--push", metavar="NAME,...", type=_names, default=(), help=push)
+    parser.add_argument("--push", metavar="NAME,...", type=arguments.names, default=(), help=push)
     parser.add_argument("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
+    fresh = "Launches the cell in ranks of its own, also where there is a session."
+    parser.add_argument("--fresh", action="store_true", help=fresh)
     return parser
-
-
-def _name(text: str) -> str:
-    if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no name")
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """``model,history``, with or without spaces around."""
-    return tuple(_name(part.strip()) for part in text.split(",") if part.strip())
 
 
 class Magics:
@@ -83,9 +69,21 @@ class Magics:
         self._shell = shell
         self._parser = _make_parser()
         self.watch = CudaWatch(shell)
+        self.sessions = SessionMagics(shell, self._read)
+
+    def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Each magic's kind, name and function."""
+        return [("cell", _NAME, self.distributed), ("line", _NAME, self.control), *self.sessions.all()]
+
+    def control(self, line: str) -> Any:
+        if self.sessions.handles(line):
+            return self.sessions.run(line)
+        return commands.run(line, also=session_magics.COMMANDS)
 
     def distributed(self, line: str, cell: str) -> Any:
-        given = self._parse(line)
+        given = self._parser.parse(arguments.split(line, f"%%{_NAME}"))
+        if self.sessions.session is not None and not given.fresh:
+            return self.sessions.cell(given, cell)
         config = configuration.resolve(options.given(given), file=configuration.default_path())
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
@@ -109,14 +107,6 @@ class Magics:
             self._define_here(parsed)
         self._bind(given.out, results)
         return results if any(value is not None for value in results) else None
-
-    def _parse(self, line: str) -> argparse.Namespace:
-        words = _split(line)
-        given, rest = self._parser.parse_known_args(words)
-        if rest:
-            close = difflib.get_close_matches(rest[0], self._parser._option_string_actions)
-            self._parser.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}?" if close else ""))
-        return given
 
     def _read(self, cell: str) -> cells.Cell:
         try:
@@ -169,32 +159,6 @@ class Magics:
             self._shell.push({name: value})
 
 
-def _split(line: str) -> list[str]:
-    """Words as a shell would split them, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
-
-    Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
-    """
-    words, word, depth, quote = [""], "", 0, ""
-    for character in line.rstrip():
-        if quote:
-            quote = "" if character == quote else quote
-            word += character if quote or depth else ""
-        elif character in "'\"":
-            quote = character
-            word += character if depth else ""
-        elif character == "#" and not word:
-            break
-        elif character.isspace() and not depth and not word.rstrip().endswith(","):
-            words.append(word)
-            word = ""
-        else:
-            depth += (character in "([{") - (character in ")]}")
-            word += character
-    if quote or depth:
-        raise UsageError(f"%%{_NAME}: a quote or a bracket is not closed in: {line}")
-    return [word for word in [*words, word] if word]
-
-
 def register(shell: InteractiveShell) -> None:
     """Makes the magics known to a shell, and starts warming the template."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
@@ -204,15 +168,20 @@ def register(shell: InteractiveShell) -> None:
             f"from now on it is notebook_accel's. %unload_ext notebook_accel takes it away.",
             file=sys.stderr,
         )
+    magics = Magics(shell)
     if isinstance(getattr(owner, "__self__", None), Magics):
         owner.__self__.watch.stop()
-    magics = Magics(shell)
+        owner.__self__.sessions.help.stop()
+        magics.sessions.session = owner.__self__.sessions.session
     Magics.distributed.__doc__ = magics._parser.format_help()
-    shell.magics_manager.register_function(magics.distributed, "cell", _NAME)
-    completion.register(shell, f"%%{_NAME}", flags=magics._parser._option_string_actions)
-    shell.magics_manager.register_function(commands.run, "line", _NAME)
-    completion.register(shell, f"%{_NAME}", commands=commands.COMMANDS, options_of=commands.completions)
+    Magics.control.__doc__ = f"{commands.run.__doc__}\n{session_magics.HELP}"
+    for kind, name, magic in magics.all():
+        shell.magics_manager.register_function(magic, kind, name)
+    completion.register(shell, f"%%{_NAME}", flags=magics._parser.flags)
+    every = dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS])
+    completion.register(shell, f"%{_NAME}", commands=every, options_of=commands.completions)
     magics.watch.start()
+    magics.sessions.help.start()
     local.engine().warm()
 
 
@@ -221,8 +190,10 @@ def unregister(shell: InteractiveShell) -> None:
     owner = getattr(shell.magics_manager.magics["cell"].get(_NAME), "__self__", None)
     if isinstance(owner, Magics):
         owner.watch.stop()
+        owner.sessions.help.stop()
+        owner.sessions.close()
+        for kind, name, _ in owner.all():
+            shell.magics_manager.magics[kind].pop(name, None)
     for magic in (f"%%{_NAME}", f"%{_NAME}"):
         completion.unregister(shell, magic)
-    for kind in ("cell", "line"):
-        shell.magics_manager.magics[kind].pop(_NAME, None)
     local.engine().close()

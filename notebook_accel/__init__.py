@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from notebook_accel.launching.launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
+    from notebook_accel.sessions.session import Session
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
     from notebook_accel.training.availability import is_rich_available
@@ -98,6 +99,7 @@ _HOME = {
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",
+    "Session": "sessions.session",
     "TrainingError": "errors",
     "cpu_offload": "training.refusals",
     "debug_launcher": "launching.launcher",
@@ -150,6 +152,7 @@ __all__ = [
     "RunError",
     "RunStoppedError",
     "RunTimeoutError",
+    "Session",
     "TrainingError",
     "config_widget",
     "cpu_offload",

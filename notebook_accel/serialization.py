@@ -18,14 +18,16 @@ import pickle
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 
 from notebook_accel import definitions, host_memory, memory_files, unpicklable
 from notebook_accel.blocks import Block, Blocks, Whole
 
-__all__ = ["Opened", "Pickled", "loads", "open_sealed", "pickle_by_value", "seal"]
+__all__ = ["Opened", "Origins", "Pickled", "loads", "open_sealed", "pickle_by_value", "seal"]
+
+Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
 # Smaller buffers stay in the pickle: a page and a table entry each would cost more than the copy.
 _OUT_OF_BAND_BYTES = 4096
@@ -70,7 +72,7 @@ def pickle_by_value(
     *,
     roots: Mapping[str, Any],
     namespace: Mapping[str, Any] | None = None,
-    origins: Iterable[Any] = (),
+    origins: Origins = (),
     device_tensors_to_cpu: bool = False,
     advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
@@ -81,14 +83,15 @@ def pickle_by_value(
         roots: What the user knows in it, by the words that a message uses for it, such as ``global "model"``.
         namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
             instead of a dict of their own.
-        origins: Functions and classes that came from the receiver, in the order of its ``Pickled.shipped``.
+        origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
+            came from it, their place in its ``Pickled.shipped``. They go as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
         advice: What an error says to do instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
     """
-    options = _Options(namespace, {id(origin): index for index, origin in enumerate(origins)}, device_tensors_to_cpu)
+    options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
     pickler = _Pickler(options)
     try:
         data = pickler.pickled(value, roots)
@@ -115,13 +118,13 @@ def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 
-def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Sequence[Any] = ()) -> Opened:
+def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
     """The objects in a sealed file, their buffers mapped privately. The descriptor may be closed afterwards.
 
     Args:
         descriptor: The memory file.
         namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
-        origins: What this side had shipped before, so that references to it are resolved.
+        origins: What the sender may refer to: what this side had shipped before, or numbers by itself.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
@@ -129,7 +132,7 @@ def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, ori
     return Opened(value, shipped)
 
 
-def loads(data: bytes, *, origins: Sequence[Any] = ()) -> Any:
+def loads(data: bytes, *, origins: Origins = ()) -> Any:
     """The object that a ``Pickled.data`` without buffers holds."""
     with _receiving({}, origins):
         _, value, _ = pickle.loads(data)
@@ -250,14 +253,14 @@ class _Namespace:
 
 class _Receiving(threading.local):
     namespace: dict[str, Any]
-    origins: Sequence[Any]
+    origins: Origins
 
 
 _now_receiving = _Receiving()
 
 
 @contextlib.contextmanager
-def _receiving(namespace: dict[str, Any], origins: Sequence[Any]) -> Iterator[None]:
+def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
     _now_receiving.namespace, _now_receiving.origins = namespace, origins
     try:
         yield
@@ -267,6 +270,10 @@ def _receiving(namespace: dict[str, Any], origins: Sequence[Any]) -> Iterator[No
 
 def _receiver_namespace() -> dict[str, Any]:
     return _now_receiving.namespace
+
+
+def _numbered(origins: Origins) -> Iterable[tuple[int, Any]]:
+    return origins.items() if isinstance(origins, Mapping) else enumerate(origins)
 
 
 def _resolve_origin(index: int) -> Any:

@@ -58,6 +58,19 @@ def test_third_notebook_resumes_to_the_bit(kernel: kernels.Kernel) -> None:
     assert float(accuracy[1]) >= 95
 
 
+def test_fifth_notebook_explores_in_a_session(kernel: kernels.Kernel) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "05_explore_interactively.ipynb")
+    outcomes = _run(path, kernel)
+    shown = "\n".join(outcome.result for outcome in outcomes)
+    assert "ranks 0-1: 22" in shown  # batches of each rank, of the 43 that there are
+    assert re.search(r"rank 0: tensor\(.*\nrank 1: tensor\(", shown)
+    norms = re.findall(r"loss (\S+), norm of the gradients (\S+)'", shown)
+    assert len(norms) == 2 and norms[0][0] != norms[1][0] and norms[0][1] == norms[1][1]
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", outcomes[-1].stdout)
+    assert accuracy is not None, outcomes[-1].stdout
+    assert float(accuracy[1]) >= 95
+
+
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.name)
 def test_is_committed_without_outputs(path: pathlib.Path) -> None:
     notebook = nbformat.read(path, as_version=4)

@@ -24,7 +24,9 @@ _LOST_PEER = re.compile(
 )
 
 
-def describe(error: BaseException, spec: JobSpec, shipped: list[Any], *, saved: bool = False) -> events.Failed:
+def describe(
+    error: BaseException, spec: JobSpec, shipped: serialization.Origins, *, saved: bool = False
+) -> events.Failed:
     """The event that says that the user's code raised this.
 
     Args:
@@ -135,7 +137,7 @@ def _innermost_line(text: traceback.TracebackException, spec: JobSpec) -> str:
     return ""
 
 
-def _pickled(error: BaseException, shipped: list[Any]) -> bytes:
+def _pickled(error: BaseException, shipped: serialization.Origins) -> bytes:
     """The exception for the notebook, or nothing: its text has gone there already."""
     with contextlib.suppress(Exception):
         pickled = serialization.pickle_by_value(

@@ -14,9 +14,9 @@ from notebook_accel.errors import RunError
 from notebook_accel.launching import local
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.view import NoView, View, open_view
+from notebook_accel.launching.view import NoView, View, open_panel, open_view
 
-__all__ = ["draw_in_background", "follow"]
+__all__ = ["draw_in_background", "follow", "show_panel"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
@@ -60,7 +60,16 @@ def follow(job: Job) -> Results:
 
 def draw_in_background(job: Job) -> None:
     """Draws a job's view in a thread of its own, until the job has ended."""
-    view = _open(job)
+    _draw_in_thread(job, _open(job))
+
+
+def show_panel(job: Job) -> None:
+    """The same with the panel only, where there is one: for a run whose output is shown elsewhere."""
+    none: View = NoView(job)
+    _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or none, none))
+
+
+def _draw_in_thread(job: Job, view: View) -> None:
     threading.Thread(
         target=_draw_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}", daemon=True
     ).start()

@@ -67,7 +67,7 @@ class _Run:
             KeyboardInterrupt: The kernel was interrupted.
         """
         outcome, raised = None, None
-        worker.show_sources(self._spec)
+        worker.show_sources(self._spec.sources)
         with self._as_rank():
             self._job.deliver(0, events.Started(pid=os.getpid()))
             try:

@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["allow", "hold_back", "note_only", "settle", "watch"]
+__all__ = ["allow", "forget", "hold_back", "note_only", "settle", "watch"]
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
 _ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
 _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
-_was_noted = False
+_noted_s: float | None = None  # when a SIGINT was noted last
 
 
 def hold_back() -> None:
@@ -44,11 +44,11 @@ def allow() -> None:
     Raises:
         KeyboardInterrupt: A SIGINT was held back or noted.
     """
-    global _was_noted
+    global _noted_s
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if _was_noted:
-        _was_noted = False
+    if _noted_s is not None:
+        _noted_s = None
         raise KeyboardInterrupt
 
 
@@ -59,9 +59,20 @@ def note_only() -> None:
             signal.signal(signal.SIGINT, _note)
 
 
+def forget(before_s: float) -> None:
+    """A SIGINT that was noted before this time raises nothing any more: what it was meant for has ended.
+
+    Args:
+        before_s: In seconds of ``time.monotonic()``.
+    """
+    global _noted_s
+    if _noted_s is not None and _noted_s < before_s:
+        _noted_s = None
+
+
 def _note(*_: object) -> None:
-    global _was_noted
-    _was_noted = True
+    global _noted_s
+    _noted_s = time.monotonic()
 
 
 def settle(error: BaseException) -> BaseException:
@@ -99,7 +110,10 @@ def _end_waits(wakeups: int, store_port: int) -> None:
         for is_of_store in (False, True):
             if waiting.goes_on():
                 for descriptor in _connections(store_port, is_of_store=is_of_store):
-                    _shut_down(descriptor)
+                    # To look for them takes a while, in which the call may have ended, and they may be those of a group
+                    # that was made since.
+                    if waiting.is_in_the_same_call():
+                        _shut_down(descriptor)
         del waiting
 
 
@@ -114,13 +128,14 @@ class _Wait:
     def goes_on(self) -> bool:
         """Whether the main thread sleeps, after a moment, in the call that it was in. Waits while it computes."""
         time.sleep(_PATIENCE_S)
-        while self._is_in_the_same_call():
+        while self.is_in_the_same_call():
             if _main_thread_sleeps():
                 return True
             time.sleep(_POLL_S)
         return False
 
-    def _is_in_the_same_call(self) -> bool:
+    def is_in_the_same_call(self) -> bool:
+        """Whether the main thread is where it was."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False  # the user's own handler means something else by it, and is asked when the call has ended
         frame = self._current()

@@ -223,7 +223,12 @@ class Job:
             why = "It is running."
         if why:
             raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
+        self._record.revive(rank)
         self._tell(lambda control: control.respawn(rank))
+
+    def death(self, rank: int) -> RankFailedError | None:
+        """How a rank has died in a run that keeps the others; ``None`` if it is there."""
+        return self._record.death(rank, self._shipped)
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -301,7 +306,7 @@ class Job:
 
         What it comes to is among the ``events``.
         """
-        if self._watch.is_silence_due(now_s):
+        if self.on_death == "stop" and self._watch.is_silence_due(now_s):  # else ranks may wait for what comes next
             self._tell(lambda control: control.inspect())
 
     def attach(self, control: Control) -> None:

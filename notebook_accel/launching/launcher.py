@@ -190,14 +190,27 @@ def launch_function(
     *,
     background: bool = False,
     on_death: OnDeath = "stop",
+    show: Callable[[Job], None] = following.draw_in_background,
 ) -> Job:
-    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start."""
+    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
+
+    Args:
+        function: What each rank calls.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        config: The options.
+        background: Whether nobody will wait for it in the cell.
+        on_death: What becomes of the other ranks when one has died.
+        show: Shows a run in the background.
+    """
     label = getattr(function, "__name__", type(function).__name__)
     roots = {f'function "{label}"': function}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(target, roots, config, background=background, name=config.name or label, on_death=on_death)
+    return _launch(
+        target, roots, config, background=background, show=show, name=config.name or label, on_death=on_death
+    )
 
 
 def launch_cell(
@@ -249,6 +262,7 @@ def _launch(
     config: LaunchConfig,
     *,
     background: bool,
+    show: Callable[[Job], None] = following.draw_in_background,
     **how: Any,
 ) -> Job:
     devices = Devices.find(config)
@@ -260,7 +274,7 @@ def _launch(
         print(f"The trial run went well, in {try_out(config):.1f} s.")
     job = _start(target, roots, config, devices, is_background=background, **how)
     if background:
-        following.draw_in_background(job)
+        show(job)
     return job
 
 

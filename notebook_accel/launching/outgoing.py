@@ -12,7 +12,7 @@ from notebook_accel.errors import PayloadError
 from notebook_accel.launching.worker import Target
 from notebook_accel.sizes import in_words
 
-__all__ = ["pickled"]
+__all__ = ["label_of", "pickled", "say_what_is_large", "say_what_loses_its_graph"]
 
 _LISTED_BYTES = 100_000_000
 
@@ -41,10 +41,10 @@ def pickled(
         if not left_out:
             raise
         names = {name: value for name, value in target.names.items() if name not in left_out}
-        roots = {label: value for label, value in roots.items() if label not in map(_label, left_out)}
+        roots = {label: value for label, value in roots.items() if label not in map(label_of, left_out)}
         done = _pickle(dataclasses.replace(target, names=names), roots)
-    _say_what_is_large(done.sizes_bytes)
-    _say_what_loses_its_graph(roots)
+    say_what_is_large(done.sizes_bytes)
+    say_what_loses_its_graph(roots)
     return done, left_out
 
 
@@ -54,24 +54,27 @@ def _pickle(value: Any, roots: Mapping[str, Any]) -> serialization.Pickled:
 
 def _why_not(name: str, value: Any) -> str:
     try:
-        _pickle(value, {_label(name): value})
+        _pickle(value, {label_of(name): value})
     except PayloadError as error:
         return error.what
     return ""
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
+    """What a message calls a name of the notebook."""
     return f'global "{name}"'
 
 
-def _say_what_is_large(sizes_bytes: Mapping[str, int]) -> None:
+def say_what_is_large(sizes_bytes: Mapping[str, int]) -> None:
+    """Prints what of a pickle the user may not want to send."""
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
     if large:
         ordered = sorted(large, key=lambda label: -large[label])
         print("Sending to the ranks: " + ", ".join(f"{_name(label)} {in_words(large[label])}" for label in ordered))
 
 
-def _say_what_loses_its_graph(roots: Mapping[str, Any]) -> None:
+def say_what_loses_its_graph(roots: Mapping[str, Any]) -> None:
+    """Prints which of the tensors that are sent have a history that isn't."""
     labels = [_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)

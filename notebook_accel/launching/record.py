@@ -14,7 +14,7 @@ from notebook_accel.events import Ended, Event, Failed, Finished, Memory, Memory
 from notebook_accel.launching import explanations
 from notebook_accel.plain_text import plain_lines
 
-__all__ = ["Ending", "Record"]
+__all__ = ["Ending", "Record", "cause_of"]
 
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
@@ -85,8 +85,6 @@ class Record:
             self.finished.add(rank)
         elif isinstance(event, Started):
             self.has_started = True
-            for earlier in (self.failures, self._ends):  # of the same rank, which has been started again
-                earlier.pop(rank, None)
 
     def _note_crash(self, rank: int, event: Output) -> None:
         if rank in self._crashes or explanations.CRASH in event.text:
@@ -112,6 +110,19 @@ class Record:
             return f"rank {rank} {_how_it_died(self._ends[rank])}"
         what = f"{failed.kind}: {_first_line(failed.message)}" if failed.message else failed.kind
         return f"rank {rank}: {what}" + (f" at {failed.line}" if failed.line else "")
+
+    def revive(self, rank: int) -> None:
+        """A rank is started again: how it ended before is over."""
+        self.failures.pop(rank, None)
+        self._ends.pop(rank, None)
+
+    def death(self, rank: int, shipped: Sequence[Any]) -> RankFailedError | None:
+        """How a rank has died; ``None`` if it hasn't."""
+        if not self.is_dead(rank):
+            return None
+        error = self._raised(rank, shipped) if rank in self.failures else self._died(rank)
+        error.last_output = tuple(self._last_lines[rank])
+        return error
 
     def first_failure(self, shipped: Sequence[Any]) -> RankFailedError | None:
         """The error of the rank that failed first.
@@ -151,7 +162,7 @@ class Record:
             remote_traceback=_shown(failed.traceback),
             exit_code=1,
         )
-        error.__cause__ = _cause(failed, shipped)
+        error.__cause__ = cause_of(failed, shipped)
         return error
 
     def _died(self, rank: int) -> RankFailedError:
@@ -199,7 +210,7 @@ def _shown(traceback: str) -> str:
     return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
 
 
-def _cause(failed: Failed, shipped: Sequence[Any]) -> BaseException:
+def cause_of(failed: Failed, shipped: serialization.Origins) -> BaseException:
     """The rank's exception; where it can't be pickled, or not be made again, one of its name and text."""
     if failed.exception:
         with contextlib.suppress(Exception):

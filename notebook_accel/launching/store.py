@@ -6,6 +6,7 @@ change keys, though not make a rank run anything.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import itertools
@@ -80,11 +81,14 @@ def join() -> Callable[[], None]:
     distributed = importlib.import_module("torch.distributed")
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     from_environment = rendezvous._rendezvous_handlers["env"]
-    groups = itertools.count()
+    # Counted anew for each restart: ranks that are started again count from the beginning, and the others don't.
+    groups: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, world_size in from_environment(url, **kwargs):
-            yield distributed.PrefixStore(f"group_{next(groups)}", store), rank, world_size
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            prefix = f"group_{restarts}_{next(groups[restarts])}"
+            yield distributed.PrefixStore(prefix, store), rank, world_size
 
     def undo() -> None:
         rendezvous._rendezvous_handlers["env"] = from_environment

@@ -15,7 +15,7 @@ from typing import Protocol
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.lines_view import LinesView, line_prefix
 
-__all__ = ["NoView", "View", "line_prefix", "open_view"]
+__all__ = ["NoView", "View", "line_prefix", "open_panel", "open_view"]
 
 _GROUP = "notebook_accel.views"
 
@@ -34,12 +34,13 @@ def open_view(job: Job) -> View:
     """The view that fits the job's options and the place: the first that can show it, else plain lines."""
     if job.config.view == "none":
         return NoView(job)
-    if job.config.view != "lines":
-        for opener in _openers():
-            view = opener(job)
-            if view is not None:
-                return view
-    return LinesView(job, sys.stdout)
+    return open_panel(job) or LinesView(job, sys.stdout)
+
+
+def open_panel(job: Job) -> View | None:
+    """The first view that can show it, other than plain lines; ``None`` if there is none."""
+    views = (opener(job) for opener in _openers()) if job.config.view not in ("lines", "none") else ()
+    return next((view for view in views if view is not None), None)
 
 
 @functools.cache

@@ -20,15 +20,16 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from typing import Any
 
 from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import displays, failure, inspection, interruption, messages, stand_ins, store, streams
-from notebook_accel.launching.spec import JobSpec
+from notebook_accel.launching.spec import JobSpec, Source
 
-__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "show_sources"]
+__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "show_sources"]
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
@@ -115,7 +116,7 @@ def _run_to_the_end(
             target: Target = opened.value
             shipped.extend(obj for _, obj in opened.shipped)
         else:
-            show_sources(spec)
+            show_sources(spec.sources)
             namespace, target = _stay_main(place.rank), inherited.target
             shipped.extend(inherited.shipped)
         rank_pid = os.getpid()
@@ -146,7 +147,7 @@ def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
     """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
-    show_sources(spec)
+    show_sources(spec.sources)
     opened = serialization.open_sealed(payload, namespace=namespace)
     namespace.update({name: obj for name, obj in opened.shipped if name is not None})
     namespace.update(opened.value.names)
@@ -156,12 +157,12 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
     return opened
 
 
-def show_sources(spec: JobSpec) -> None:
+def show_sources(sources: Mapping[str, Source]) -> None:
     """Makes tracebacks show the source of what is in no file."""
-    for filename, source in spec.sources.items():
+    for filename, source in sources.items():
         # Without a modification time the cache never looks for a file of that name.
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
-    code_places.name_files({filename: source.label for filename, source in spec.sources.items()})
+    code_places.name_files({filename: source.label for filename, source in sources.items()})
 
 
 def _reset_process() -> None:
@@ -222,7 +223,7 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
     try:
         if spec.cell is None:
             return target.function(*target.args, **target.kwargs)
-        value = _run_cell(spec.cell, spec.cell_filename, namespace)
+        value = run_cell(spec.cell, spec.cell_filename, namespace)
         return namespace[spec.calls](*target.args, **target.kwargs) if spec.calls else value
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -230,7 +231,7 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
         return None
 
 
-def _run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Runs the cell at module level; the value of its last statement, if that is an expression."""
     tree = ast.parse(source, filename)
     last = tree.body[-1] if tree.body else None

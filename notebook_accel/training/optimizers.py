@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.training import same_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.precision import LossScaler
 
@@ -185,6 +186,7 @@ def prepare_optimizer(
         optimizer = optimizer.optimizer
     if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
+    same_state.remember(optimizer)
     return AcceleratedOptimizer(optimizer, state, scaler)
 
 
@@ -234,6 +236,7 @@ def prepare_scheduler(
     step_with_optimizer: bool,
 ) -> AcceleratedScheduler:
     """Wraps a scheduler; it follows the prepared optimizer that it was made for, or all if that isn't among them."""
+    same_state.remember(scheduler)
     own = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)]
     return AcceleratedScheduler(
         scheduler,

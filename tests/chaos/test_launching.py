@@ -20,6 +20,7 @@ from tests.launching.conftest import prepare
 
 DURATION_S = float(os.environ.get("NOTEBOOK_ACCEL_CHAOS_S", "120"))
 SEED = os.environ.get("NOTEBOOK_ACCEL_CHAOS_SEED", "0")
+_SHARE_S = 0.75 * DURATION_S  # the rest is for sessions
 CLEAN_S = 10.0
 WORKS = "%%distributed --num_processes 2\nint(os.environ['RANK'])"
 
@@ -57,7 +58,7 @@ def test_whatever_happens_to_a_run_it_ends_well(tmp_path: pathlib.Path, capsys: 
     notebook = Notebook(tmp_path)
     rounds = 0
     order: list[Trouble] = []
-    ends_s = time.monotonic() + DURATION_S
+    ends_s = time.monotonic() + _SHARE_S
     try:
         while time.monotonic() < ends_s:
             rng = random.Random(f"{SEED}-{rounds}")

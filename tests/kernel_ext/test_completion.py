@@ -41,7 +41,7 @@ def test_values_of_a_flag_that_has_a_few(notebook: kernels.Kernel, line: str) ->
 
 
 def test_subcommands(notebook: kernels.Kernel) -> None:
-    assert _offered(notebook, "%distributed st") == ["status", "stop", "stacks"]
+    assert _offered(notebook, "%distributed st") == ["status", "stop", "stacks", "start"]
     assert {"config", "doctor", "logs"} <= set(_offered(notebook, "%distributed "))
     assert "doctor" not in _offered(notebook, "%distributed stop ")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernel_ext import magics
+from kernel_ext import arguments
 from notebook_accel import config
 from tests import kernels
 
@@ -132,7 +132,7 @@ def test_configuration_file_and_environment_are_read(notebook: kernels.Kernel, t
     ],
 )
 def test_line_is_split_as_people_write_it(line: str, words: list[str]) -> None:
-    assert magics._split(line) == words
+    assert arguments.split(line, "%%distributed") == words
 
 
 def test_names_may_have_blanks_between_them(notebook: kernels.Kernel) -> None:

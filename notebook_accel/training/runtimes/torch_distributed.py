@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from notebook_accel.training.handlers import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
-from notebook_accel.training.runtimes import torch_group
+from notebook_accel.training.runtimes import reconnecting, torch_group
 from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
 from notebook_accel.training.runtimes.object_scatter import ObjectScatter
 
@@ -44,15 +45,23 @@ class TorchDistributed:
     def __init__(self, place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> None:
         self.place = place
         self.device = device
-        self._group = torch_group.enter(place, device, options)
-        self._group.add(self)
+        self._enter(options)
         self._has_left = False
         carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
-        self._scatter = ObjectScatter(torch.device("cpu") if carries_cpu else device)
         # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message,
         # which goes through gloo, so that it can't meet another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
         self.compares_calls = place.world_size > 1 and is_asked and carries_cpu
+
+    def _enter(self, options: InitProcessGroupKwargs) -> None:
+        self._group = torch_group.enter(self.place, self.device, options)
+        self._group.add(self)
+        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
+        self._scatter = ObjectScatter(torch.device("cpu") if carries_cpu else self.device)
+
+    def rejoin(self) -> None:
+        """Goes on in the group that there is now, made with the same options if it has to be made."""
+        self._enter(self._group.options or InitProcessGroupKwargs())
 
     @property
     def has_left(self) -> bool:
@@ -106,9 +115,16 @@ class TorchDistributed:
             return self._scatter(values)
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
+        parallel = _DataParallel.__new__(_DataParallel)
+        connect = functools.partial(self._connect, options=options)
+        connect(parallel, model)
+        reconnecting.remember(parallel, connect)
+        return parallel
+
+    def _connect(self, parallel: _DataParallel, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> None:
         device = next(model.parameters()).device
         with self._explained():
-            parallel = _DataParallel(
+            parallel.__init__(  # type: ignore[misc]  # also of one that was connected to an earlier group
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
                 process_group=self._group.for_gradients(device),
@@ -116,7 +132,6 @@ class TorchDistributed:
             )
         parallel.explain = self.explain
         _register_hook(parallel, options)
-        return parallel
 
     def leave(self) -> None:
         self._has_left = True

@@ -7,6 +7,7 @@ left alone at the end.
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import datetime
 import itertools
@@ -14,6 +15,8 @@ import os
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,10 @@ from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.runtimes.gloo_sockets import GlooSockets
 from notebook_accel.training.runtimes.watch import Watch
 
-__all__ = ["JOIN_DEADLINE_S", "Group", "current_place", "enter"]
+if TYPE_CHECKING:
+    from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
+
+__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -40,8 +46,8 @@ _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
 _GRADIENT_GROUPS = 4
 
 # Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
-# prefix of its own. Ranks run the same program and count alike.
-_group_numbers = itertools.count()
+# prefix of its own. Ranks run the same program and count alike, anew after each restart.
+_group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class Group:
@@ -67,7 +73,7 @@ class Group:
         self.process_group = dist.group.WORLD
         self._sockets = sockets
         self._deadline = deadline
-        self._members: weakref.WeakSet[object] = weakref.WeakSet()
+        self._members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
         self._for_gradients: list[dist.ProcessGroup] = []
         self._models = 0
         self._watch: Watch | None = None
@@ -89,11 +95,11 @@ class Group:
         """Whether it is still torch's default group."""
         return dist.group.WORLD is self.process_group
 
-    def add(self, member: object) -> None:
+    def add(self, member: TorchDistributed) -> None:
         """Counts who uses it."""
         self._members.add(member)
 
-    def remove(self, member: object) -> None:
+    def remove(self, member: TorchDistributed) -> None:
         """Takes the group down with its last user, if it was made here."""
         self._members.discard(member)
         if self._members:
@@ -101,6 +107,16 @@ class Group:
         self.stop_watching()
         if self._deadline is not None and self.is_current:
             dist.destroy_process_group()
+
+    @property
+    def members(self) -> list[TorchDistributed]:
+        """Who uses it."""
+        return list(self._members)
+
+    @property
+    def gradient_groups(self) -> int:
+        """How many groups there are for gradients."""
+        return len(self._for_gradients)
 
     def stop_watching(self) -> None:
         """Tells the other ranks that this one has left."""
@@ -146,6 +162,7 @@ class Group:
 
 
 _current: Group | None = None
+_broken: Group | None = None
 
 
 def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
@@ -173,6 +190,33 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     return _current
 
 
+def is_ours() -> bool:
+    """Whether the default group that there is was made here, and is in use."""
+    return _current is not None and _current.is_current and bool(_current.members)
+
+
+def break_up() -> tuple[list[TorchDistributed], int]:
+    """Ends the default group although it is in use, and every other one.
+
+    The object is kept until the next time: to destroy the group of gradients at once could wait for ever, see
+    ``for_gradients``.
+
+    Returns:
+        Who uses it, and how many of torch's groups there were that nobody here knows of.
+    """
+    global _broken, _current
+    _broken, _current = _current, None
+    members: list[TorchDistributed] = []
+    known = 1
+    if _broken is not None:
+        members = _broken.members if _broken.is_current else []
+        known += _broken.gradient_groups if _broken.is_current else 0
+        _broken.stop_watching()
+    others = len(dist.distributed_c10d._world.pg_map) - known
+    dist.destroy_process_group()
+    return members, others
+
+
 def current_place() -> RankPlace | None:
     """This rank's place in the group that already exists in this process, ``None`` if there is none."""
     if not dist.is_available() or not dist.is_initialized():
@@ -192,7 +236,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         )
     timeout = options.timeout or datetime.timedelta(seconds=JOIN_DEADLINE_S)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"notebook_accel/{restarts}/{next(_group_numbers)}"
+    prefix = f"notebook_accel/{restarts}/{next(_group_numbers[restarts])}"
     try:
         own_store = _meet(place, prefix, timeout)
     except dist.DistError as error:

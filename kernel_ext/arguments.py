@@ -1,0 +1,94 @@
+"""What stands after a magic: words as people write them, flags, and errors that are one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from IPython.core.error import UsageError
+
+__all__ = ["Parser", "name", "names", "split"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process.
+
+    Args:
+        magic: What it is called, with its percent signs.
+        description: What stands before the options in its help.
+        epilog: What stands after them.
+    """
+
+    def __init__(self, magic: str, description: str = "", epilog: str = "") -> None:
+        super().__init__(prog=magic, description=description, epilog=epilog, add_help=False, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        self._magic = magic
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            f"{self._magic}: {message}{'' if message.endswith('?') else '.'} {self._magic}? shows every option."
+        )
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments in these words.
+
+        Raises:
+            UsageError: They can't be understood.
+        """
+        given, rest = self.parse_known_args(words)
+        if rest:
+            close = difflib.get_close_matches(rest[0], self._option_string_actions)
+            self.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}?" if close else ""))
+        return given
+
+    @property
+    def flags(self) -> list[str]:
+        """All of them."""
+        return list(self._option_string_actions)
+
+
+def name(text: str) -> str:
+    """A name of Python's."""
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no name")
+    return text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """``model,history``, with or without spaces around."""
+    return tuple(name(part.strip()) for part in text.split(",") if part.strip())
+
+
+def split(line: str, magic: str) -> list[str]:
+    """Words as a shell would split them, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
+
+    Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
+
+    Args:
+        line: What stands after the magic.
+        magic: What it is called, for an error.
+
+    Raises:
+        UsageError: It can't be split.
+    """
+    words, word, depth, quote = [""], "", 0, ""
+    for character in line.rstrip():
+        if quote:
+            quote = "" if character == quote else quote
+            word += character if quote or depth else ""
+        elif character in "'\"":
+            quote = character
+            word += character if depth else ""
+        elif character == "#" and not word:
+            break
+        elif character.isspace() and not depth and not word.rstrip().endswith(","):
+            words.append(word)
+            word = ""
+        else:
+            depth += (character in "([{") - (character in ")]}")
+            word += character
+    if quote or depth:
+        raise UsageError(f"{magic}: a quote or a bracket is not closed in: {line}")
+    return [word for word in [*words, word] if word]

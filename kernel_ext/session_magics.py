@@ -1,0 +1,224 @@
+"""The magics of a session: ``%distributed start | stop | restart``, cells that run in it, ``%push`` and ``%pull``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from kernel_ext.arguments import Parser, name, split
+from kernel_ext.session_help import SessionHelp, asked_about
+from notebook_accel import config as configuration
+from notebook_accel import options
+from notebook_accel.errors import CellError, RunError
+from notebook_accel.launching import registry
+from notebook_accel.launching.cell import Cell
+from notebook_accel.sessions.showing import Shown, ranks_in_words
+
+if TYPE_CHECKING:
+    from notebook_accel.sessions.session import Session
+
+__all__ = ["COMMANDS", "SessionMagics"]
+
+COMMANDS = ("start", "stop", "restart")
+"""What may stand after ``%distributed`` and is for here."""
+
+HELP = """\
+    A session: ranks that stay, in which %%distributed cells then run.
+
+    %distributed start -n 2        starts it, with the options of %%distributed
+    %distributed restart [RANKS]   starts ranks that have died again, or these (0,2-3), or all
+    %distributed stop              ends it
+"""
+
+_HINT = "%%distributed cells run in them, %%rank 0 in one; %push and %pull bring names; %distributed stop ends them."
+
+
+class SessionMagics:
+    """The session of one notebook, if it has one, and the magics for it.
+
+    Args:
+        shell: The notebook's.
+        read: Reads a cell.
+    """
+
+    def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell]) -> None:
+        self._shell = shell
+        self._read = read
+        self._start_parser = Parser("%distributed start")
+        options.add_flags(self._start_parser)
+        self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
+        self.session: Session | None = None
+        self.help = SessionHelp(shell, lambda: self.session)
+
+    def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        """Each magic's kind, name and function."""
+        return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
+
+    # %distributed start | stop | restart ------------------------------------------------------------------------------
+
+    def handles(self, line: str) -> bool:
+        """Whether a line after ``%distributed`` is for here: ``stop`` is only if it means the session."""
+        command, *arguments = line.split() or [""]
+        if command != "stop":
+            return command in COMMANDS
+        if self.session is None:
+            return False
+        running = [entry for entry in registry.latest() if entry.is_running]
+        mine = next((entry for entry in running if entry.job is self.session.job), None)
+        if mine is None:  # it has ended by itself
+            return not arguments
+        if not arguments:
+            return running == [mine]
+        return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
+
+    def run(self, line: str) -> None:
+        """``%distributed start | stop | restart``."""
+        command, *_ = line.split()
+        rest = line.strip().removeprefix(command)
+        if command == "start":
+            self._start(rest)
+        elif command == "restart":
+            self._restart(rest.split())
+        else:
+            self.close()
+            print("The session has ended.")
+
+    def _start(self, line: str) -> None:
+        if self.session is not None and not self.session.is_over:
+            raise RunError("There is a session already.", why=repr(self.session),
+                           fix="%distributed stop, before another one is started")  # fmt: skip
+        from notebook_accel.sessions.session import (
+            Session,
+        )  # not above: on other systems than Linux it can't be imported
+
+        given = self._start_parser.parse(split(line, "%distributed start"))
+        self.close()
+        config = configuration.resolve(options.given(given), file=configuration.default_path())
+        self.session = Session.from_config(config)
+        job = self.session.job
+        print(
+            f"{'1 rank is' if job.world_size == 1 else f'{job.world_size} ranks are'} ready, on {job.devices}. {_HINT}"
+        )
+
+    def _restart(self, arguments: list[str]) -> None:
+        session = self._needed("%distributed restart")
+        if arguments == ["all"]:
+            chosen = session.restart(range(session.job.world_size))
+        else:
+            chosen = session.restart(parse_ranks("".join(arguments)) if arguments else None)
+        if not chosen:
+            print("No rank has died. `%distributed restart 1` starts that one again, `%distributed restart all` all.")
+            return
+        begin = "begins" if len(chosen) == 1 else "begin"
+        who = ranks_in_words(chosen).capitalize()
+        print(f"{who} {begin} anew, without names. There is no process group now: make a new Accelerator() on all "
+              "ranks, and prepare again.")  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the session, if there is one."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def _needed(self, magic: str) -> Session:
+        if self.session is None:
+            raise RunError(f"{magic} needs a session, and there is none.", fix="%distributed start -n 2")
+        return self.session
+
+    # Cells ------------------------------------------------------------------------------------------------------------
+
+    def cell(self, given: argparse.Namespace, cell: str) -> Shown | None:
+        """A ``%%distributed`` cell, in the session."""
+        refused = [f"--{name}" for name in (*options.given(given), "args", "background") if getattr(given, name)]
+        if refused:
+            raise UsageError(
+                f"%%distributed: {', '.join(refused)} can't be said of a cell in a session. Options belong to "
+                "%distributed start; --fresh launches this cell by itself."
+            )
+        session = self._needed("%%distributed")
+        asked = asked_about(cell)
+        if asked:
+            print("\n".join(session.describe(asked)) or f"Rank 0 has no name {asked!r}.")
+            return None
+        shown, values = session.run_cell(
+            self._read(cell), self._shell.user_ns, push=given.push, wants_values=given.out is not None
+        )
+        if given.pull:
+            self._bind(session, given.pull, 0)
+        if given.out is not None:
+            self._shell.push({given.out: values})
+        return shown or None
+
+    def rank(self, line: str, cell: str) -> Shown | None:
+        """Runs a cell on some ranks of the session only.
+
+        %%rank 0        on rank 0
+        %%rank 0,2-3    on ranks 0, 2 and 3
+
+        What all ranks do together, such as a training step, must not be in there: the others don't come to it.
+        """
+        session = self._needed("%%rank")
+        if not line.strip():
+            raise UsageError("%%rank: which? %%rank 0, or %%rank 0,2-3.")
+        shown, _ = session.run_cell(self._read(cell), self._shell.user_ns, ranks=parse_ranks(line))
+        return shown or None
+
+    # Names ------------------------------------------------------------------------------------------------------------
+
+    def push(self, line: str) -> None:
+        """Binds names of the notebook in the session's ranks, by value, whatever they have under them.
+
+        %push model lr         on all ranks
+        %push lr --rank 1      on rank 1; also 0,2-3
+        """
+        session = self._needed("%push")
+        given = self._names_parsers["%push"].parse(split(line, "%push"))
+        missing = [name for name in given.names if name not in self._shell.user_ns]
+        if missing:
+            raise CellError(f"The notebook has no name {', '.join(map(repr, missing))}.",
+                            fix="run the cell that makes it first")  # fmt: skip
+        session.push(given.rank, **{name: self._shell.user_ns[name] for name in given.names})
+
+    def pull(self, line: str) -> None:
+        """Binds names in the notebook to what a rank of the session has, by value.
+
+        %pull losses           rank 0's
+        %pull losses --rank 1
+        """
+        session = self._needed("%pull")
+        given = self._names_parsers["%pull"].parse(split(line, "%pull"))
+        ranks = given.rank or [0]
+        if len(ranks) > 1:
+            raise UsageError("%pull: of one rank. session.pull_all brings those of several.")
+        self._bind(session, given.names, ranks[0])
+
+    def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
+        [values] = session.pull_all(*wanted, ranks=[rank])
+        self._shell.push(values)
+
+
+def _names_parser(magic: str) -> Parser:
+    parser = Parser(magic)
+    parser.add_argument("names", nargs="+", type=name)
+    parser.add_argument("--rank", type=parse_ranks)
+    return parser
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``0,2-3`` as a list.
+
+    Raises:
+        UsageError: It is no such thing.
+    """
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if found is None:
+            raise UsageError(f"{text.strip()!r} names no ranks; 0 does, and 0,2-3.")
+        ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return sorted(set(ranks))

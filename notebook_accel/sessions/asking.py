@@ -1,0 +1,96 @@
+"""Waiting for the ranks' answers, whatever comes: one fails, one dies, the kernel is interrupted."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from notebook_accel.sessions.courier import Courier, Question
+from notebook_accel.sessions.output import Output
+from notebook_accel.sessions.showing import ranks_in_words
+
+__all__ = ["Asking"]
+
+_TICK_S = 0.1
+_HEAD_START_S = 0.2  # for the others to fail by themselves, when one has
+_PATIENCE_S = 60.0  # with a rank that goes on although it was interrupted, as in a long call of C++ code
+
+
+class Asking:
+    """Asks ranks something and waits for the end of it.
+
+    Args:
+        courier: Brings it to them.
+        output: Shows what they print meanwhile; ``None``: nothing.
+        grace_s: How long a rank may take to come to an end that was interrupted, until something is said about it.
+
+    Attributes:
+        interrupted: Ranks that were interrupted, because of the kernel's interrupt or of another rank.
+        killed: Ranks that went on all the same, and were killed.
+        interrupt: The kernel's interrupt, if it has come.
+    """
+
+    def __init__(self, courier: Courier, output: Output | None, grace_s: float) -> None:
+        self._courier = courier
+        self._output = output
+        self._grace_s = grace_s
+        self._interrupt_s: float | None = None
+        self._said = False
+        self.interrupted: list[int] = []
+        self.killed: list[int] = []
+        self.interrupt: KeyboardInterrupt | None = None
+
+    def ask(self, question: Question) -> None:
+        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised."""
+        is_over = False
+        while not is_over:
+            try:
+                if not question.was_asked:
+                    self._courier.ask(question)
+                self._wait(question)
+                is_over = True
+            except KeyboardInterrupt as interrupt:
+                if self.interrupt is None:
+                    self.interrupt = interrupt
+                else:
+                    self._kill(question)
+
+    def _wait(self, question: Question) -> None:
+        failed_s: float | None = None
+        show_s = time.monotonic() + _TICK_S
+        while pending := question.pending:
+            now_s = time.monotonic()
+            if failed_s is None and (question.lost or any(a.reply.failed for a in list(question.answers.values()))):
+                failed_s = now_s
+            is_over = self.interrupt is not None or (failed_s is not None and now_s - failed_s >= _HEAD_START_S)
+            if is_over and question.was_sent and self._interrupt_s is None:
+                self._interrupt(pending, now_s)
+            if self._interrupt_s is not None:
+                self._urge(question, now_s - self._interrupt_s)
+            question.wait(_TICK_S)
+            if self._output is not None and time.monotonic() >= show_s:  # a short cell's in order of rank, at its end
+                self._output.show_new()
+                show_s = time.monotonic() + _TICK_S
+
+    def _interrupt(self, ranks: list[int], now_s: float) -> None:
+        self._interrupt_s = now_s
+        self.interrupted = ranks
+        for rank in ranks:
+            self._courier.signal(rank, signal.SIGINT)
+
+    def _urge(self, question: Question, since_s: float) -> None:
+        if since_s > _PATIENCE_S:
+            self._kill(question)
+        elif since_s > max(self._grace_s, 1.0) and not self._said:
+            self._said = True
+            sys.stderr.write(
+                f"[{ranks_in_words(question.pending)} goes on although it was interrupted. "
+                f"Interrupt to kill it; after {_PATIENCE_S:g} s it is killed anyway]\n"
+            )
+
+    def _kill(self, question: Question) -> None:
+        for rank in question.pending:
+            if rank not in self.killed:
+                self.killed.append(rank)
+                self._courier.signal(rank, signal.SIGKILL)

@@ -1,0 +1,273 @@
+"""The ranks of a session: how they are started, asked, started again and ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from notebook_accel import serialization
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError
+from notebook_accel.launching import following, launcher
+from notebook_accel.launching.job import Job
+from notebook_accel.sessions import failing, loop, messages
+from notebook_accel.sessions.asking import Asking
+from notebook_accel.sessions.courier import Answer, Courier, Question
+from notebook_accel.sessions.healing import Healing
+from notebook_accel.sessions.ledger import Ledger, Parcel, Request
+from notebook_accel.sessions.meeting import Meeting
+from notebook_accel.sessions.output import Output
+from notebook_accel.sessions.showing import ranks_in_words
+
+__all__ = ["Crew"]
+
+_START_DEADLINE_S = 180.0  # the template may have to import torch first
+_END_DEADLINE_S = 5.0
+_LOOK_DEADLINE_S = 1.0
+
+
+class Crew:
+    """All ranks of one session, and what is known about them.
+
+    Args:
+        config: The options.
+
+    Attributes:
+        job: The run that they belong to.
+        ledger: What they have of the notebook's.
+
+    Raises:
+        LaunchError: They could not be started.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._numbers = itertools.count(1)
+        self._busy = threading.Lock()
+        self._meeting = Meeting()
+        self._courier = Courier()
+        self._output: Output | None = None
+        self._job: Job | None = None
+        try:
+            self._job = launcher.launch_function(
+                loop.serve,
+                (str(self._meeting.folder), self._meeting.secret),
+                {},
+                config.replace(name=config.name or "session"),
+                background=True,
+                show=following.show_panel,
+                on_death="keep",
+            )
+            self.job: Job = self._job
+            self._output = Output(self.job)
+            self.ledger = Ledger(self.job.world_size)
+            self._healing = Healing(self.job.world_size, self._ask_quietly)
+            self._welcome(range(self.job.world_size))
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)  # before the engine's own, which would leave the meeting's folder
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks that are there."""
+        return self._courier.ranks
+
+    def ask(
+        self,
+        make: Callable[..., messages.ToRank],
+        ranks: Sequence[int] | None = None,
+        request: Request = Request(),  # noqa: B008 - it is frozen
+        **what: Any,
+    ) -> dict[int, tuple[messages.Reply, Any]]:
+        """Asks ranks something that runs the user's code, and waits for the end; replies and values by rank.
+
+        Args:
+            make: The kind of the message.
+            ranks: Which of them. Default: all.
+            request: What of the notebook they need for it.
+            what: What else the message says.
+
+        Raises:
+            PayloadError: Something that they need can't be sent.
+            RankFailedError: A rank has raised something, or died.
+            RunError: A rank isn't there.
+            KeyboardInterrupt: The kernel was interrupted, and so were they.
+        """
+        chosen = self._chosen(ranks)
+        if not self._busy.acquire(blocking=False):
+            raise RunError(f"The ranks of {self.job.name!r} are busy with another cell.")
+        try:
+            return self._ask(make, chosen, request, what)
+        finally:
+            self._busy.release()
+
+    def look(self, *, text: str, describes: bool) -> list[str]:
+        """What rank 0 knows about a piece of code; nothing while it is busy or gone."""
+        if 0 not in self.alive or not self._busy.acquire(blocking=False):
+            return []
+        try:
+            make = messages.Look
+            question = self._question(make, {"text": text, "describes": describes}, [0], [])
+            self._courier.ask(question)
+            deadline_s = time.monotonic() + _LOOK_DEADLINE_S
+            while question.pending and (left_s := deadline_s - time.monotonic()) > 0:
+                question.wait(left_s)
+            lines = [line for answer in question.answers.values() for line in answer.reply.lines]
+            self._courier.drop(question)
+            return lines
+        finally:
+            self._busy.release()
+
+    def restart(self, ranks: Sequence[int] | None) -> list[int]:
+        """Starts ranks again: those that have died, or these. Returns which."""
+        self._refuse_ended()
+        dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
+        chosen = dead if ranks is None else self._known(ranks)
+        for rank in chosen:
+            self._courier.kill(rank)
+        for rank in chosen:
+            failing.how_it_died(self.job, rank)  # waits until that is known
+            self.ledger.forget(rank)
+            self.job.respawn(rank)
+        if chosen:
+            self._healing.renew([rank for rank in self.alive if rank not in chosen], rejoins=False)
+            self._welcome(chosen)
+        return chosen
+
+    def close(self) -> None:
+        """Ends the ranks, and waits for that. Those that are idle end by themselves."""
+        atexit.unregister(self.close)
+        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._busy.locked()
+        self._courier.close()
+        if self._job is not None:
+            try:
+                if is_idle:
+                    self._job.wait(_END_DEADLINE_S)
+            finally:
+                self._job.kill()
+                self._job.wait(_END_DEADLINE_S)
+            with contextlib.suppress(NotebookAccelError):  # one that has failed has said so
+                self._job.results(0)  # which closes the files for them
+        if self._output is not None:
+            self._output.close()
+        self._meeting.close()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _welcome(self, ranks: Sequence[int]) -> None:
+        for arrival in self._meeting.arrivals(len(ranks), _START_DEADLINE_S, lambda: self._check_start(ranks)):
+            welcome = messages.Welcome(renewals=self._healing.renewals)
+            arrival.connection.send(messages.encode(welcome))
+            self._courier.add(arrival)
+
+    def _check_start(self, ranks: Sequence[int]) -> None:
+        if self.job.done:
+            raise self.job.error or LaunchError("The session has ended before it began.")
+        for rank in ranks:
+            death = self.job.death(rank)
+            if death is not None:
+                raise death
+
+    def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
+        self._refuse_ended()
+        chosen = list(range(self.job.world_size)) if ranks is None else self._known(ranks)
+        for rank in chosen:
+            if rank not in self.alive:
+                raise failing.how_it_died(self.job, rank)
+        return chosen
+
+    def _known(self, ranks: Sequence[int]) -> list[int]:
+        unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
+        if unknown:
+            raise ConfigError(
+                f"The session has no {ranks_in_words(unknown)}: it has ranks 0 to {self.job.world_size - 1}."
+            )
+        return sorted(set(ranks))
+
+    def _refuse_ended(self) -> None:
+        if self.job.done:
+            raise failing.how_it_died(self.job, 0)
+
+    def _question(
+        self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
+    ) -> Question:
+        number, sent_s = next(self._numbers), time.monotonic()
+        orders: dict[int, tuple[bytes, Sequence[int]]] = {}
+        plain = messages.encode(make(number=number, sent_s=sent_s, **what)) if len(parcels) == 0 else b""
+        for rank in ranks:
+            orders[rank] = plain, ()
+        for parcel in parcels:
+            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
+            orders |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
+        return Question(number, orders)
+
+    def _ask(
+        self, make: Callable[..., messages.ToRank], ranks: list[int], request: Request, what: Mapping[str, Any]
+    ) -> dict[int, tuple[messages.Reply, Any]]:
+        parcels = self.ledger.pack(request, ranks)
+        self._say_what_is_sent_again(parcels)
+        question = self._question(make, what, ranks, parcels)
+        asking = Asking(self._courier, self._output, self.job.config.grace_s)
+        if self._output is not None:
+            self._output.start()
+        asking.ask(question)
+        try:
+            return self._concluded(question, asking, parcels)
+        finally:
+            self._courier.drop(question)
+
+    def _concluded(
+        self, question: Question, asking: Asking, parcels: list[Parcel]
+    ) -> dict[int, tuple[messages.Reply, Any]]:
+        replies = {rank: answer.reply for rank, answer in sorted(question.answers.items())}
+        for parcel in parcels:
+            self.ledger.sent(parcel)
+        for rank, reply in replies.items():
+            self.ledger.note(rank, reply.bound, reply.unbound)
+            for parcel in parcels:
+                if reply.lacks_delivery and rank in parcel.ranks:
+                    self.ledger.refused(parcel, rank)
+        if self._output is not None:
+            self._output.finish({rank: reply.log_bytes for rank, reply in replies.items()})
+        if question.lost or any(reply.failed is not None for reply in replies.values()):
+            self._healing.after(replies, self.alive)
+            self._raise(question, asking, replies)
+        if asking.interrupt is not None:  # all had just ended
+            raise asking.interrupt
+        return {rank: (replies[rank], self._value(question.answers[rank])) for rank in replies}
+
+    def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
+        if question.lost:
+            rank = min(question.lost)
+            raise failing.how_it_died(self.job, rank, was_killed=rank in asking.killed)
+        if asking.interrupt is not None:
+            raise failing.interrupted(asking.interrupt, replies)
+        failure = failing.first_failure(replies, asking.interrupted, self.job.world_size, self.ledger.origins)
+        assert failure is not None
+        raise failure
+
+    def _value(self, answer: Answer) -> Any:
+        if answer.value < 0:
+            return None
+        return serialization.open_sealed(answer.value, origins=self.ledger.origins).value
+
+    def _ask_quietly(
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+    ) -> dict[int, Answer]:
+        question = self._question(make, what, ranks, [])
+        Asking(self._courier, None, self.job.config.grace_s).ask(question)
+        answers = dict(question.answers)
+        self._courier.drop(question)
+        return answers
+
+    @staticmethod
+    def _say_what_is_sent_again(parcels: Sequence[Parcel]) -> None:
+        again = sorted({name for parcel in parcels for name in parcel.again})
+        if again:
+            print(f"Sent again, since the notebook's has changed: {', '.join(again)}", file=sys.stderr)

@@ -1,0 +1,208 @@
+"""The function that a session launches: each rank waits in it for what the notebook wants next, and does it.
+
+Runs in a rank, in its main thread. Between cells an interrupt means nothing; in one it is raised in the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accel import memory_files, serialization
+from notebook_accel.channel import ClosedError, Connection, Message
+from notebook_accel.launching import displays, failure, interruption, streams, worker
+from notebook_accel.launching.spec import JobSpec, Source
+from notebook_accel.sessions import looking, messages, showing
+from notebook_accel.sessions.meeting import join_session
+from notebook_accel.sessions.names import Names
+
+__all__ = ["serve"]
+
+_BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
+
+
+def serve(folder: str, secret: bytes) -> None:
+    """Joins the session and does what it says, until it is over or its kernel has gone.
+
+    Args:
+        folder: Where the session's kernel listens.
+        secret: Only the session's ranks have it.
+    """
+    interruption.note_only()
+    rank = int(os.environ["RANK"])
+    with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
+        os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
+        with contextlib.suppress(ClosedError):
+            _Rank(connection).serve()
+
+
+class _Rank:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._namespace = sys.modules["__main__"].__dict__
+        self._names = Names(self._namespace)
+        self._pid = os.getpid()
+        self._lacks_delivery = False
+        world_size = int(os.environ["WORLD_SIZE"])
+        self._spec = JobSpec(
+            name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
+        )
+
+    def serve(self) -> None:
+        while True:
+            for message in self._connection.receive():
+                try:
+                    order = messages.decode_for_rank(message.body)
+                    if isinstance(order, messages.Leave):
+                        return
+                    if isinstance(order, messages.Welcome):
+                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
+                    else:
+                        self._answer(order, message)
+                finally:
+                    for descriptor in message.descriptors:
+                        os.close(descriptor)
+
+    def _answer(self, order: Any, message: Message) -> None:
+        do = _DOINGS[type(order)]
+        with contextlib.ExitStack() as opened:
+            descriptors: list[int] = []
+            self._lacks_delivery = False
+            facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
+            if "value" in facts:
+                facts, descriptors = self._sealed(facts, opened)
+            bound, unbound = self._names.changes()
+            streams.flush()
+            reply = messages.Reply(
+                number=order.number,
+                lacks_delivery=self._lacks_delivery,
+                bound=bound,
+                unbound=unbound,
+                has_value=bool(descriptors),
+                log_bytes=streams.log_bytes(),
+                **facts,
+            )
+            self._connection.send(messages.encode(reply), descriptors)
+
+    def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
+        """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
+        try:
+            interruption.forget(sent_s)
+            if is_interruptible:
+                interruption.allow()
+            facts = act()
+            interruption.note_only()
+        except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+            facts = self._failed(interruption.settle(raised))
+        if os.getpid() != self._pid:  # a fork that the user's code has made, and forgot to end
+            os._exit(0)
+        return facts
+
+    def _failed(self, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return {}
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        said = failure.describe(error, self._spec, self._names.definitions)
+        frames = traceback.walk_tb(error.__traceback__)
+        breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
+        return {
+            "failed": said,
+            "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
+            "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
+        }
+
+    def _sealed(self, facts: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
+        value, roots = facts.pop("value")
+        try:
+            pickled = serialization.pickle_by_value(
+                value,
+                roots=roots,
+                origins=self._names.definitions,
+                device_tensors_to_cpu=True,
+                advice="take something else of it, such as numbers, tensors or a state_dict()",
+            )
+            descriptor = memory_files.memory_file("notebook-accel-value")
+            opened.callback(os.close, descriptor)
+            serialization.seal(descriptor, pickled)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
+            return {**facts, **self._failed(error)}, []
+        return facts, [descriptor]
+
+    # What can be asked ----------------------------------------------------------------------------------------------
+
+    def _take(self, order: messages.Take | messages.Execute | messages.Call, message: Message) -> Any:
+        if order.delivery is None:
+            return None
+        if not message.is_whole:
+            raise OSError("this rank has no room for another open file")
+        self._show_sources(order.delivery.sources)
+        self._lacks_delivery = True
+        call = self._names.take(order.delivery, message.descriptors[0])
+        self._lacks_delivery = False
+        return call
+
+    def _show_sources(self, sources: dict[str, tuple[str, str]]) -> None:
+        new = {filename: Source(label, text) for filename, (label, text) in sources.items()}
+        self._spec.sources.update(new)
+        worker.show_sources(new)
+
+    def _just_take(self, order: messages.Take, message: Message) -> dict[str, Any]:
+        self._take(order, message)
+        return {}
+
+    def _execute(self, order: messages.Execute, message: Message) -> dict[str, Any]:
+        self._take(order, message)
+        self._show_sources({order.label: (order.label, order.source)})
+        value = worker.run_cell(order.source, order.label, self._namespace)
+        displays.end()
+        facts: dict[str, Any] = {"shown": {} if value is None else showing.bundle(value)}
+        if value is not None:
+            self._namespace["_"] = value
+        if order.wants_value:
+            facts["value"] = (value, {"the cell's value": value})
+        return facts
+
+    def _call(self, order: messages.Call, message: Message) -> dict[str, Any]:
+        function, args, kwargs = self._take(order, message)
+        value = function(*args, **kwargs)
+        return {"value": (value, {"the result": value})}
+
+    def _fetch(self, order: messages.Fetch, _: Message) -> dict[str, Any]:
+        for name in order.names:
+            if name not in self._namespace:
+                raise NameError(f"name {name!r} is not defined", name=name)
+        values = {name: self._namespace[name] for name in order.names}
+        return {"value": (values, {f'name "{name}"': value for name, value in values.items()})}
+
+    def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
+        look = looking.description if order.describes else looking.completions
+        return {"lines": look(self._namespace, order.text)}
+
+    def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
+        return {"standing": _regrouping().standing()}
+
+    def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
+        return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
+
+
+_DOINGS: dict[type, Any] = {
+    messages.Execute: _Rank._execute,
+    messages.Call: _Rank._call,
+    messages.Take: _Rank._just_take,
+    messages.Fetch: _Rank._fetch,
+    messages.Look: _Rank._look,
+    messages.Standing: _Rank._stand,
+    messages.Renew: _Rank._renew,
+}
+
+_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Renew}
+
+
+def _regrouping() -> Any:
+    """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
+    return importlib.import_module("notebook_accel.training.regrouping")

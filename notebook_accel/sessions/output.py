@@ -1,0 +1,113 @@
+"""What ranks print while a cell runs, in the cell: read from their logs, rank by rank, line by line."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.view import line_prefix
+
+__all__ = ["Output"]
+
+_CHUNK_BYTES = 1 << 20
+_MOST_LINES = 4000  # of a cell, of all ranks together
+_LAST_LINES = 20
+
+
+class _Log:
+    """One rank's log, from where it was read to."""
+
+    def __init__(self, path: str, prefix: str, most_lines: int) -> None:
+        self._path = path
+        self._prefix = prefix
+        self._most_lines = most_lines
+        self._descriptor = -1
+        self._position = 0
+        self._begun = b""
+        self.start()
+
+    def start(self) -> None:
+        """A cell begins."""
+        self._free = self._most_lines
+        self._left_out = 0
+        self._last: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
+
+    def read(self, until: int | None) -> None:
+        """Prints the lines that are there now, or until so many bytes."""
+        if self._descriptor < 0:
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        if self._descriptor < 0:
+            return
+        end = os.fstat(self._descriptor).st_size if until is None else until
+        while self._position < end:
+            data = os.pread(self._descriptor, min(_CHUNK_BYTES, end - self._position), self._position)
+            if not data:
+                break
+            self._position += len(data)
+            *lines, self._begun = (self._begun + data).split(b"\n")
+            for line in lines:
+                self._print(line)
+
+    def finish(self) -> None:
+        """The cell has ended: prints what is left."""
+        if self._begun:
+            self._print(self._begun)
+            self._begun = b""
+        left_out = self._left_out - len(self._last)
+        if left_out > 0:
+            sys.stdout.write(f"{self._prefix}[{left_out:,} lines left out here; the whole output is in {self._path}]\n")
+        for line in self._last:
+            self._write(line)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _print(self, line: bytes) -> None:
+        if self._free:
+            self._free -= 1
+            self._write(line)
+        else:
+            self._left_out += 1
+            self._last.append(line)
+
+    def _write(self, line: bytes) -> None:
+        sys.stdout.write(f"{self._prefix}{line.decode(errors='replace')}\n")
+
+
+class Output:
+    """The ranks' output, in the cells that it belongs to.
+
+    Args:
+        job: Their run. Without log files, which there are unless there is no room for any, nothing is shown.
+    """
+
+    def __init__(self, job: Job) -> None:
+        most = max(_MOST_LINES // job.world_size, 1)
+        self._logs = [_Log(str(path), line_prefix(job, rank), most) for rank, path in enumerate(job.log_files)]
+
+    def start(self) -> None:
+        """A cell begins. What ranks have printed since the last one is shown in it, too."""
+        for log in self._logs:
+            log.start()
+
+    def show_new(self) -> None:
+        """Prints whole lines that are there now."""
+        for log in self._logs:
+            log.read(None)
+
+    def finish(self, log_bytes: Mapping[int, int]) -> None:
+        """Prints all that these ranks have written by the end of the cell."""
+        for rank, log in enumerate(self._logs):
+            log.read(log_bytes.get(rank))
+            log.finish()
+
+    def close(self) -> None:
+        for log in self._logs:
+            log.close()

@@ -1,0 +1,73 @@
+"""Which of the notebook's names an object brings into play: those that its functions look up when they are called."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["used_by", "with_what_they_use"]
+
+
+def with_what_they_use(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
+    """The names, and those that the functions and classes among their values use, and so on.
+
+    Args:
+        names: Names of the notebook.
+        namespace: The notebook's.
+    """
+    found: dict[str, None] = {}
+    waiting = [name for name in names if name in namespace]
+    while waiting:
+        name = waiting.pop(0)
+        if name not in found:
+            found[name] = None
+            waiting += [
+                used for used in _used_by(namespace[name], namespace) if used in namespace and used not in found
+            ]
+    return list(found)
+
+
+def used_by(value: Any, namespace: Mapping[str, Any]) -> list[str]:
+    """The names that an object uses, and those that these use, and so on."""
+    return with_what_they_use(_used_by(value, namespace), namespace)
+
+
+def _used_by(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(value, types.FunctionType):
+        if value.__globals__ is namespace:
+            yield from _global_names(value.__code__)
+        for cell in value.__closure__ or ():
+            contents = _contents(cell)
+            if isinstance(contents, types.FunctionType) and contents is not value:
+                yield from _used_by(contents, namespace)
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            yield from _used_by(wrapped, namespace)
+    elif isinstance(value, type):
+        for base in value.__mro__:
+            if base.__module__ == "__main__":
+                for part in vars(base).values():
+                    for function in _functions_of(part):
+                        yield from _used_by(function, namespace)
+    elif type(value).__module__ == "__main__":
+        yield from _used_by(type(value), namespace)
+
+
+def _functions_of(part: Any) -> list[types.FunctionType]:
+    parts = [part.fget, part.fset, part.fdel] if isinstance(part, property) else [getattr(part, "__func__", part)]
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it isn't filled yet
+        return None
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _global_names(const)

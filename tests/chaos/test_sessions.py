@@ -1,0 +1,178 @@
+"""A session to which things happen at random moments: it either goes on or says what was lost.
+
+Runs for a quarter of the chaos lane's time, from the same seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from notebook_accel.errors import RankFailedError, RunError, SupervisorLostError
+from notebook_accel.launching import local
+from notebook_accel.sessions.session import Session
+from tests import processes
+from tests.chaos.test_launching import DURATION_S, SEED
+
+_SHARE_S = DURATION_S / 4
+_ENDS_S = 60.0  # far longer than any promise: what is looked for here is a hang
+_PREPARE = """
+import os, signal, time, torch
+from notebook_accel import Accelerator
+rank = int(os.environ["RANK"])
+kept = rank
+accelerator = Accelerator()
+net = torch.nn.Linear(64, 64)
+model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters()))
+def train(steps, victim=-1, at=-1, happens=None):
+    for step in range(steps):
+        if (rank, step) == (victim, at):
+            happens()
+        accelerator.backward(model(torch.ones(8, 64) * (rank + 1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+def fail():
+    raise ValueError("chaos")
+"""
+_TOGETHER = """
+train(2)
+weights = accelerator.gather(net.weight.detach().sum().reshape(1))
+bool((weights == weights[0]).all()), kept == rank
+"""
+_LONG = 1_000_000
+
+Trouble = Callable[[Session, random.Random], str]
+
+
+class Sessions:
+    """A session of two or three ranks, and a new one when it is over."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    def get(self, rng: random.Random) -> Session:
+        if self._session is None or self._session.is_over:
+            self.close()
+            self._session = Session(num_processes=rng.choice([2, 2, 3]), use_cpu=True, view="none")
+            self._session.execute(_PREPARE)
+        return self._session
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def _with(session: Session, source: str, happens: Callable[[], None], moment_s: float) -> str:
+    """Runs a cell during which something happens; how it ended."""
+    timer = threading.Timer(moment_s, happens)
+    timer.start()
+    try:
+        session.execute(source)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    except RunError as error:
+        return f"{type(error).__name__}: {error.what}"
+    finally:
+        timer.join()
+    return "succeeded"
+
+
+def _interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _interrupted(session: Session, rng: random.Random) -> str:
+    end = _with(session, f"train({_LONG})", _interrupt, rng.uniform(0, 0.6))
+    assert end == "KeyboardInterrupt", end
+    return end
+
+
+def _raises(session: Session, rng: random.Random) -> str:
+    victim = rng.randrange(session.job.world_size)
+    with pytest.raises(RankFailedError, match=f"rank {victim} of .*ValueError: chaos"):
+        session.execute(f"train({_LONG}, {victim}, {rng.randrange(100)}, fail)")
+    return f"rank {victim} raised"
+
+
+def _killed(session: Session, rng: random.Random) -> str:
+    victim = rng.randrange(session.job.world_size)
+    pid = session.job.ranks[victim].pid
+    assert pid is not None
+    end = _with(session, f"train({_LONG})", lambda: os.kill(pid, signal.SIGKILL), rng.uniform(0, 0.6))
+    assert f"rank {victim} of {session.job.world_size} was killed by SIGKILL" in end, end
+    assert session.restart() == [victim]
+    session.execute("kept", ranks=[rank for rank in range(session.job.world_size) if rank != victim])
+    session.execute(_PREPARE)
+    return end
+
+
+def _stopped(session: Session, rng: random.Random) -> str:
+    pid = session.job.ranks[rng.randrange(session.job.world_size)].pid
+    assert pid is not None
+
+    def stop_and_interrupt() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        _interrupt()
+
+    end = _with(session, f"train({_LONG})", stop_and_interrupt, rng.uniform(0, 0.6))
+    assert end == "KeyboardInterrupt", end
+    return end
+
+
+def _agent_killed(session: Session, rng: random.Random) -> str:
+    agent = next(process for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+    end = _with(session, f"train({_LONG})", lambda: os.kill(agent.pid, signal.SIGKILL), rng.uniform(0, 0.6))
+    assert end.startswith(SupervisorLostError.__name__), end
+    assert session.is_over
+    return end
+
+
+TROUBLES: dict[str, Trouble] = {
+    "interrupt": _interrupted,
+    "exception": _raises,
+    "SIGKILL of a rank": _killed,
+    "SIGSTOP of a rank, and an interrupt": _stopped,
+    "SIGKILL of the agent": _agent_killed,
+}
+
+
+@pytest.fixture
+def sessions() -> Iterator[Sessions]:
+    made = Sessions()
+    yield made
+    made.close()
+    local.engine().close()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(_SHARE_S + 240)
+def test_whatever_happens_the_session_goes_on_or_says_what_is_lost(
+    sessions: Sessions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds = 0
+    order: list[str] = []
+    ends_s = time.monotonic() + _SHARE_S
+    while time.monotonic() < ends_s:
+        rng = random.Random(f"session-{SEED}-{rounds}")
+        order = order or rng.sample(sorted(TROUBLES), len(TROUBLES))
+        name = order.pop()
+        started_s = time.monotonic()
+        session = sessions.get(rng)
+        end = TROUBLES[name](session, rng)
+        if not session.is_over:
+            shown = session.execute(_TOGETHER)
+            assert [shown[rank] for rank in range(session.job.world_size)] == ["(True, True)"] * session.job.world_size
+        assert time.monotonic() - started_s < _ENDS_S
+        rounds += 1
+        with capsys.disabled():
+            print(
+                f"\nchaos in a session, seed {SEED}, round {rounds}: {name} of {session.job.world_size}: {end}", end=""
+            )
+    assert rounds >= 1

@@ -1,0 +1,224 @@
+"""A session in a real notebook: cells run in it, names go there and come back, and nothing is overwritten silently."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from kernel_ext.session_magics import parse_ranks
+from tests import kernels
+
+SESSION = "get_ipython().magics_manager.magics['cell']['rank'].__self__.session"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    """A kernel with a session of two ranks."""
+    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
+        assert kernel.run("%load_ext notebook_accel\nimport os, torch", 120).status == "ok"
+        assert_ready(kernel.run("%distributed start -n 2 --use_cpu", 180))
+        assert kernel.run("%%distributed\nimport os\nrank = int(os.environ['RANK'])").status == "ok"
+        yield kernel
+
+
+def assert_ready(outcome: kernels.Outcome) -> None:
+    assert outcome.stdout.startswith("2 ranks are ready, on 2 CPUs."), outcome
+
+
+def shown(notebook: kernels.Kernel, code: str) -> str:
+    outcome = notebook.run(code)
+    assert outcome.status == "ok", outcome.traceback
+    return outcome.result
+
+
+def error(notebook: kernels.Kernel, code: str) -> str:
+    outcome = notebook.run(code)
+    assert outcome.status == "error", outcome
+    return re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback + outcome.stderr)
+
+
+@pytest.mark.front_end
+def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel) -> None:
+    assert shown(notebook, "%%distributed\nstays = rank + 1\n6 * 7") == "ranks 0-1: 42"
+    outcome = notebook.run("%%distributed\nprint('printed by', rank)\nstays")
+    assert outcome.result == "rank 0: 1\nrank 1: 2"
+    assert sorted(outcome.stdout.splitlines()) == ["0 │ printed by 0", "1 │ printed by 1"]
+    assert shown(notebook, "%%rank 1\nstays * 10") == "rank 1: 20"
+    assert shown(notebook, "%%distributed\npass") == ""
+    assert shown(notebook, "'stays' in globals(), 'rank' in globals()") == "(False, False)"
+    html = notebook.run("%%distributed\nclass Table:\n    def _repr_html_(self): return '<b>table</b>'\nTable()")
+    assert "Table object" in html.result
+
+
+@pytest.mark.front_end
+def test_names_of_the_notebook_are_there_without_a_word(notebook: kernels.Kernel) -> None:
+    notebook.run("rate, words = 0.5, ['a']\ndef halved(x): return x * rate")
+    assert shown(notebook, "%%distributed\nhalved(4), words") == "ranks 0-1: (2.0, ['a'])"
+    assert shown(notebook, "%%distributed\nwords.append(rank)\nwords") == "rank 0: ['a', 0]\nrank 1: ['a', 1]"
+    assert shown(notebook, "words") == "['a']"
+    # What a rank has changed in place stays, until the notebook's own is another one.
+    assert shown(notebook, "%%rank 0\nwords") == "rank 0: ['a', 0]"
+    notebook.run("rate = 0.25")
+    outcome = notebook.run("%%distributed\nhalved(4), len(words)")
+    assert outcome.result == "ranks 0-1: (1.0, 2)"
+    assert outcome.stderr == "Sent again, since the notebook's has changed: rate\n"
+    notebook.run("words.append('b')")
+    assert shown(notebook, "%%distributed\nwords") == "ranks 0-1: ['a', 'b']"
+
+
+def test_what_a_cell_has_assigned_is_the_ranks_own(notebook: kernels.Kernel) -> None:
+    notebook.run("limit = 1\ndef get_limit(): return limit")
+    assert shown(notebook, "%%distributed\nlimit = 2\nget_limit()") == "ranks 0-1: 2"
+    notebook.run("limit = 3\ndef get_twice(): return 2 * limit")
+    assert shown(notebook, "%%distributed\nlimit, get_limit(), get_twice()") == "ranks 0-1: (2, 2, 4)"
+    assert shown(notebook, "limit") == "3"
+    notebook.run("%push limit")
+    assert shown(notebook, "%%distributed\nlimit, get_limit()") == "ranks 0-1: (3, 3)"
+
+
+def test_objects_that_are_sent_one_after_the_other_belong_together(notebook: kernels.Kernel) -> None:
+    notebook.run("net = torch.nn.Linear(2, 2)\nopt = torch.optim.SGD(net.parameters(), lr=1.0)\nboth = {'net': net}")
+    first = shown(notebook, "%%distributed\nwith torch.no_grad(): net.weight.fill_(7.0)\nnet.weight.sum().item()")
+    assert first == "ranks 0-1: 28.0"
+    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
+    assert shown(notebook, "%%distributed\nboth['net'] is net, net.weight.sum().item()") == "ranks 0-1: (True, 28.0)"
+    assert shown(notebook, "net.weight.sum().item() != 28") == "True"
+    notebook.run("with torch.no_grad(): net.weight.fill_(1.0)")  # torch counts it, and so it is sent again
+    assert shown(notebook, "%%distributed\nnet.weight.sum().item()") == "ranks 0-1: 4.0"
+    notebook.run("%push net opt")
+    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
+
+
+def test_notebooks_classes_stay_the_notebooks_own(notebook: kernels.Kernel) -> None:
+    notebook.run(
+        "class Run:\n    def __init__(self, n): self.n = n\n    def scaled(self): return self.n * factor\nfactor = 2"
+    )
+    assert shown(notebook, "%%distributed\nrun = Run(rank + 1)\nrun.scaled()") == "rank 0: 2\nrank 1: 4"
+    notebook.run("%pull run --rank 1")
+    assert shown(notebook, "factor = 10\ntype(run) is Run, run.scaled()") == "(True, 20)"
+
+
+@pytest.mark.front_end
+def test_pull_binds_and_says_what_is_not_there(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed\nlosses = torch.tensor([float(rank)])")
+    notebook.run("%pull losses")
+    assert shown(notebook, "losses") == "tensor([0.])"
+    notebook.run("%pull losses --rank 1")
+    assert shown(notebook, "losses") == "tensor([1.])"
+    assert "name 'missing' is not defined" in error(notebook, "%pull missing")
+    assert "The notebook has no name 'missing'" in error(notebook, "%push missing")
+    notebook.run("%%distributed --out values --pull losses\nrank * 2")
+    assert shown(notebook, "values, losses") == "([0, 2], tensor([0.]))"
+
+
+def test_name_that_only_some_ranks_have_is_an_error_that_offers_push(notebook: kernels.Kernel) -> None:
+    notebook.run("%%rank 0\nshare = 1")
+    notebook.run("share = 5")
+    said = error(notebook, "%%distributed\nshare")
+    assert "rank 1 of 2 failed" in said and "NameError" in said
+    assert "the notebook has a 'share' that rank 1 doesn't have: %push share" in said
+    notebook.run("%push share --rank 1")
+    assert shown(notebook, "%%distributed\nshare") == "rank 0: 1\nrank 1: 5"
+    notebook.run("hidden = 8")
+    assert "%push hidden" in error(notebook, "%%distributed\neval('hidden')")
+
+
+@pytest.mark.front_end
+def test_error_shows_the_cells_lines_and_the_session_goes_on(notebook: kernels.Kernel) -> None:
+    said = error(notebook, "%%distributed\nimport time\nif rank == 1:\n    raise ValueError('mine')\ntime.sleep(100)")
+    assert re.search(r"rank 1 of 2 failed at In\[\d+\], line 4: ValueError: mine", said)
+    assert "raise ValueError('mine')" in said and "rank 0: stopped" in said
+    assert "session_magics.py" not in said
+    assert shown(notebook, "%%distributed\nrank") == "rank 0: 0\nrank 1: 1"
+
+
+@pytest.mark.front_end
+def test_interrupt_ends_the_cell_and_keeps_the_state(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("%%distributed\nimport time\nkept = rank\nprint('sleeps')\ntime.sleep(100)")
+    cell.wait_for_output("0 │ sleeps")
+    cell.wait_for_output("1 │ sleeps")
+    notebook.interrupt()
+    outcome = cell.finish()
+    assert outcome.error_name == "KeyboardInterrupt"
+    assert "the cell was interrupted on all ranks, which keep their names" in outcome.traceback
+    assert re.search(r"rank 1 was at In\[\d+\], line 5", outcome.traceback)
+    assert shown(notebook, "%%distributed\nkept") == "rank 0: 0\nrank 1: 1"
+
+
+@pytest.mark.front_end
+def test_tab_and_question_mark_know_what_rank_0_has(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed\nclass Item:\n    'Something.'\n    colour = 'red'\nitem_of_ranks = Item()")
+
+    def offered(body: str, first: str = "%%distributed") -> list[str]:
+        code = f"{first}\n{body}"
+        reply = notebook.value(f"get_ipython().kernel.do_complete({code!r}, {len(code)})['matches']")
+        return list(ast.literal_eval(reply))
+
+    assert "item_of_ranks" in offered("x = item_of")
+    assert "item_of_ranks.colour" in offered("item_of_ranks.col", "%%rank 0")
+    assert "item_of_ranks" not in offered("item_of", "%%distributed --fresh")
+    assert "item_of_ranks" not in offered("item_of", "%%time")
+    notebook.run("notebooks_own = 1")
+    assert "notebooks_own" in offered("notebooks_o")
+    code = "%%distributed\nitem_of_ranks.colour"
+    told = notebook.value(f"get_ipython().kernel.do_inspect({code!r}, {len(code) - 2})['data']['text/plain']")
+    assert "Value: 'red'" in ast.literal_eval(told)
+    assert notebook.run("%%distributed\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
+    assert notebook.run("%%distributed\n?nothing").stdout == "Rank 0 has no name 'nothing'.\n"
+
+
+def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed\nmine = 1")
+    outcome = notebook.run("%%distributed --fresh -n 1 --use_cpu\n'mine' in globals()")
+    assert outcome.result == "[False]", outcome
+    assert shown(notebook, "%%distributed\nmine") == "ranks 0-1: 1"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("%%distributed -n 3\n1", "--num_processes can't be said of a cell in a session"),
+        ("%%distributed --background\n1", "--background can't be said of a cell in a session"),
+        ("%%rank 2\n1", "The session has no rank 2: it has ranks 0 to 1"),
+        ("%%rank\n1", "%%rank: which?"),
+        ("%%rank one\n1", "'one' names no ranks"),
+        ("%pull rank --rank 0-1", "%pull: of one rank"),
+        ("%push rate --nonsense 3", "%push: there is no option --nonsense"),
+        ("%distributed start -n 2", "There is a session already"),
+        ("%distributed begin", "there is no command 'begin'; there are status, stop"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_few_lines(notebook: kernels.Kernel, code: str, said: str) -> None:
+    shown_text = error(notebook, code)
+    assert said in shown_text
+    assert len(shown_text.strip().splitlines()) <= 4
+
+
+def test_which_ranks() -> None:
+    assert parse_ranks(" 0,2-3 ") == [0, 2, 3]
+    assert parse_ranks("5, 1") == [1, 5]
+
+
+@pytest.mark.front_end
+def test_from_start_to_stop(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        kernel.run("%load_ext notebook_accel", 120)
+        assert "needs a session, and there is none" in error(kernel, "%%rank 0\n1")
+        assert_ready(kernel.run("%distributed start -n 2 --use_cpu --name mine", 180))
+        assert "(mine): running" in kernel.run("%distributed status").stdout
+        kernel.run("%%distributed\nkept = 1")
+        assert "No rank has died" in kernel.run("%distributed restart").stdout
+        kernel.run(f"import os\nos.kill({SESSION}.job.ranks[1].pid, 9)")
+        said = error(kernel, "%%distributed\nkept")
+        assert "rank 1 of 2 was killed by SIGKILL" in said and "%distributed restart" in said
+        assert "Rank 1 begins anew" in kernel.run("%distributed restart").stdout
+        assert shown(kernel, "%%distributed\n'kept' in globals()") == "rank 0: True\nrank 1: False"
+        assert "The session has ended" in kernel.run("%distributed stop --run mine").stdout
+        assert shown(kernel, "%%distributed -n 1 --use_cpu\n'kept' in globals()") == "[False]"
+        assert_ready(kernel.run("%distributed start -n 2 --use_cpu"))
+        kernel.run("%unload_ext notebook_accel")
+        assert kernel.descendants() == []

@@ -1,0 +1,69 @@
+"""A session of two ranks for the tests of this folder, in this process; interrupts that come at the right moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from notebook_accel.launching import local
+from notebook_accel.launching.stacks import RankStack
+from notebook_accel.sessions.session import Session
+
+_APPEARS_S = 60.0
+
+
+@pytest.fixture(scope="package")
+def engine() -> Iterator[local.LocalEngine]:
+    """The agent and the template of this process."""
+    running = local.engine()
+    running.warm()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="package")
+def session(engine: local.LocalEngine) -> Iterator[Session]:
+    with Session(num_processes=2, use_cpu=True, view="none") as running:
+        running.execute("import os, sys, time, torch, signal\nrank = int(os.environ['RANK'])")
+        yield running
+
+
+@contextlib.contextmanager
+def interrupted(session: Session, stands: Callable[[RankStack], object], *, only: int | None = None) -> Iterator[None]:
+    """Interrupts this process, as a kernel is, as soon as all ranks, or one, stand like that."""
+    failures: list[str] = []
+
+    def look() -> None:
+        deadline_s = time.monotonic() + _APPEARS_S
+        while time.monotonic() < deadline_s:
+            stacks = session.stacks()
+            if all(stands(stack) for stack in stacks if only in (None, stack.rank)):
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+        failures.append(f"not in time:\n{session.stacks()}")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        thread.join()
+    assert not failures, failures
+
+
+def waits(stack: RankStack) -> bool:
+    """It is in a collective, or where torch's data parallel module waits for the others."""
+    return bool(stack.waits_in) or any("/torch/nn/parallel/" in frame.file for frame in stack.frames)
+
+
+def runs(stack: RankStack) -> bool:
+    """It is in the user's code."""
+    return bool(stack.user_line)

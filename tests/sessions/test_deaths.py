@@ -1,0 +1,96 @@
+"""Ranks that die: the session says which and why, and a fresh one comes; the others keep what they have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accel.errors import RankFailedError, RunError
+from notebook_accel.launching import local
+from notebook_accel.sessions.session import Session
+from tests import processes
+
+_SUM = """
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())
+"""
+
+
+@pytest.fixture
+def whole(engine: local.LocalEngine) -> Iterator[Session]:
+    """A session of the test's own, with a name in each rank."""
+    with Session(num_processes=2, use_cpu=True, view="none") as running:
+        running.execute("import os, time, torch\nrank = int(os.environ['RANK'])\nkept = [rank]")
+        yield running
+
+
+def pid_of(session: Session, rank: int) -> int:
+    pid = session.job.ranks[rank].pid
+    assert pid is not None
+    return pid
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_rank_that_dies_in_a_cell(whole: Session, who: int) -> None:
+    assert repr(whole.execute(_SUM)) == "ranks 0-1: 3"
+    other = 1 - who
+    before = whole.execute("kept.append('still here')\nid(kept)", ranks=[other])[other]
+    with pytest.raises(RankFailedError, match=f"rank {who} of 2 exited with status 7") as raised:
+        whole.execute(f"if rank == {who}: os._exit(7)\naccelerator.wait_for_everyone()")
+    assert "%distributed restart" in raised.value.fix
+    with pytest.raises(RankFailedError, match=f"rank {who} of 2 exited with status 7"):
+        whole.execute("rank")
+    assert whole.execute("rank", ranks=[other])[other] == str(other)
+    assert whole.restart() == [who]
+    assert whole.execute("id(kept)", ranks=[other])[other] == before
+    with pytest.raises(RankFailedError, match="name 'kept' is not defined"):
+        whole.execute("kept", ranks=[who])
+    assert repr(whole.execute("import torch\n" + _SUM)) == "ranks 0-1: 3"
+
+
+def test_rank_that_is_killed_while_nothing_runs(whole: Session) -> None:
+    os.kill(pid_of(whole, 1), signal.SIGKILL)
+    processes.wait_until(lambda: whole._crew.alive == [0], "its end is noticed")
+    with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
+        whole.execute("1")
+    assert whole.restart() == [1]
+    assert repr(whole.execute("1")) == "ranks 0-1: 1"
+
+
+def test_living_ranks_can_be_started_again_too(whole: Session) -> None:
+    before = pid_of(whole, 0)
+    assert whole.restart() == []
+    assert whole.restart([0]) == [0]
+    assert whole.execute("import os\nos.getpid()", ranks=[0])[0] != str(before)
+    assert repr(whole.execute("'kept' in globals()")) == "rank 0: False\nrank 1: True"
+    assert whole.restart([0, 1]) == [0, 1]
+    assert repr(whole.execute("'kept' in globals()")) == "ranks 0-1: False"
+
+
+def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:
+    session = Session(num_processes=1, use_cpu=True, view="none")
+    folder = session._crew._meeting.folder
+    assert folder.stat().st_mode & 0o077 == 0
+    session.job.stop()
+    assert session.job.wait(20)
+    with pytest.raises(RunError, match="was stopped") as raised:
+        session.execute("1")
+    assert "%distributed start" in raised.value.fix
+    session.close()
+    assert not folder.exists()
+
+
+def test_nobody_without_the_secret_gets_in(whole: Session) -> None:
+    from notebook_accel.channel import ClosedError
+    from notebook_accel.sessions import meeting, messages
+
+    stranger = meeting.join_session(str(whole._crew._meeting.folder), messages.Hello(secret=b"guessed", rank=1))
+    whole.restart([1])
+    with pytest.raises(ClosedError):
+        stranger.receive()
+    stranger.close()
+    assert repr(whole.execute("1")) == "ranks 0-1: 1"

@@ -1,0 +1,195 @@
+"""What a session is for: code runs in ranks that stay, and names travel when they are told to."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError
+from notebook_accel.launching.results import Results
+from notebook_accel.sessions.session import Session
+
+
+class Pair:
+    def __init__(self, left: object, right: object) -> None:
+        self.left, self.right = left, right
+
+
+def scaled(value: float, *, by: float = 1.0) -> tuple[int, float]:
+    return int(os.environ["RANK"]), value * by
+
+
+def fails_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise LookupError("nothing there")
+
+
+def test_names_stay_from_cell_to_cell_each_rank_its_own(session: Session) -> None:
+    session.execute("kept = [rank]")
+    session.execute("kept.append(rank * 10)")
+    assert [session.pull("kept", rank=rank) for rank in range(2)] == [[0, 0], [1, 10]]
+    assert not hasattr(__import__("__main__"), "kept")
+
+
+def test_value_is_shown_once_where_ranks_have_the_same(session: Session) -> None:
+    assert repr(session.execute("6 * 7")) == "ranks 0-1: 42"
+    assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
+    assert repr(session.execute("torch.ones(2, 2)")) == "ranks 0-1:\ntensor([[1., 1.],\n        [1., 1.]])"
+    assert not session.execute("nothing = 3")
+    assert session.execute("_.shape == (2, 2)", ranks=[0])[0] == "True"  # the last value that there was
+    many = session.execute("'x' * 1_000_000")[0]
+    assert len(many) < 21_000 and many.endswith("more characters")
+
+
+def test_some_ranks_only(session: Session) -> None:
+    assert repr(session.execute("rank + 5", ranks=[1])) == "rank 1: 6"
+    with pytest.raises(ConfigError, match="has no ranks 2-3"):
+        session.execute("1", ranks=[1, 2, 3])
+
+
+def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    session.execute("print('from', rank)\nos.system(f'echo a child of {rank}')\nsys.stdout.write('no end of line')")
+    shown = capsys.readouterr().out.splitlines()
+    for rank in range(2):
+        mine = [line for line in shown if line.startswith(f"{rank} │ ")]
+        assert mine == [f"{rank} │ from {rank}", f"{rank} │ a child of {rank}", f"{rank} │ no end of line"]
+    session.execute("pass")
+    assert capsys.readouterr().out == ""
+
+
+def test_of_too_much_output_the_beginning_and_the_end_are_shown(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.execute("for number in range(50_000): print('line', number)", ranks=[0])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "0 │ line 0" and shown[-1] == "0 │ line 49999"
+    assert len(shown) < 5000
+    assert [line for line in shown if "47,980 lines left out here" in line]
+
+
+def test_function_is_called_on_all_ranks(session: Session) -> None:
+    results = session.run(scaled, 2.5, by=2)
+    assert isinstance(results, Results)
+    assert results == [(0, 5.0), (1, 5.0)]
+
+
+def test_push_and_pull_are_by_value(session: Session) -> None:
+    weights = torch.arange(100_000.0)
+    session.push(weights=weights, view=weights[10:20], words=["a"])
+    assert repr(session.execute("view += 1; weights[10:12].tolist(), words")) == "ranks 0-1: ([11.0, 12.0], ['a'])"
+    assert weights[10] == 10
+    back = session.pull("weights", rank=1)
+    assert back[10] == 11 and back.shape == weights.shape
+    assert session.pull("rank", "words", rank=1) == (1, ["a"])
+    session.push([1], words=["b"])
+    assert session.pull_all("words") == [{"words": ["a"]}, {"words": ["b"]}]
+
+
+def test_two_objects_that_share_memory_still_do(session: Session) -> None:
+    whole = torch.arange(10_000.0)
+    session.push(whole=whole, part=whole[:5], parts=[whole])
+    assert session.execute("part.fill_(7.0)\nwhole[:6].tolist(), parts[0] is whole")[1] == (
+        "([7.0, 7.0, 7.0, 7.0, 7.0, 5.0], True)"
+    )
+    assert whole[0] == 0
+
+
+def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
+    with open(os.devnull, "wb") as file, pytest.raises(PayloadError, match=r'global "line" -> attribute "left"'):
+        session.push(line=Pair(file, 1))
+    with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
+        session.pull("nowhere")
+    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator"):
+        session.execute("endless = (x for x in [1])") or session.pull("endless")
+    assert session.execute("rank", ranks=[1])[1] == "1"
+
+
+def test_error_ends_the_cell_for_all_and_the_session_goes_on(session: Session) -> None:
+    with pytest.raises(RankFailedError) as raised:
+        session.execute("started = True\nif rank == 1:\n    {}['missing']\ntime.sleep(100)")
+    error = raised.value
+    assert (error.rank, error.world_size, type(error.__cause__)) == (1, 2, KeyError)
+    assert "line 3" in error.remote_traceback and "{}['missing']" in error.remote_traceback
+    assert "notebook_accel" not in error.remote_traceback
+    assert [(end.rank, end.stopped) for end in error.others] == [(0, True)]
+    assert repr(session.execute("started")) == "ranks 0-1: True"
+
+
+def test_error_of_a_called_function(session: Session) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed.*LookupError: nothing there"):
+        session.run(fails_on_rank_1)
+
+
+def test_same_error_on_all_ranks_is_the_first_ones(session: Session) -> None:
+    with pytest.raises(RankFailedError, match="ZeroDivisionError") as raised:
+        session.execute("1 / 0")
+    assert not any(end.stopped for end in raised.value.others)
+
+
+def test_sys_exit_ends_the_cell_and_not_the_rank(session: Session) -> None:
+    session.execute("before = 1\nsys.exit()\nbefore = 2")
+    assert session.pull("before") == 1
+    with pytest.raises(RankFailedError, match="SystemExit: 3"):
+        session.execute("sys.exit(3)")
+
+
+def test_forgotten_fork_does_not_answer_for_its_rank(session: Session) -> None:
+    assert repr(session.execute("child = os.fork()\n(child == 0, rank)[1]")) == "rank 0: 0\nrank 1: 1"
+    assert repr(session.execute("os.waitpid(child, 0)[1]")) == "ranks 0-1: 0"
+
+
+def test_cell_that_is_no_python_is_said_before_anything_runs(session: Session) -> None:
+    with pytest.raises(SyntaxError):
+        session.execute("x = = 3")
+    with pytest.raises(CellError, match="empty"):
+        session.execute("# nothing")
+
+
+def test_completion_knows_the_ranks_names_and_computes_nothing(session: Session) -> None:
+    session.execute(
+        "class Costly:\n    plain = 3\n    @property\n    def value(self): raise SystemExit\nitem = Costly()\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(3, 4))"
+    )
+    assert session.complete("x = ite") == ["item"]
+    assert session.complete("item.") == ["item.plain", "item.value"]
+    assert session.complete("item.value.") == []
+    assert session.complete("net.state_d") == ["net.state_dict"]
+    assert session.complete("missing.") == []
+    described = session.describe("net.state_dict")
+    assert described[0].startswith("Signature: state_dict(") and "Docstring:" in described
+    assert "Shape: (2,), torch.float32" in (session.execute("vector = torch.ones(2)") or session.describe("vector"))
+    assert session.describe("nothing.there") == []
+
+
+def test_two_sessions_do_not_meet(session: Session) -> None:
+    session.execute("mine = 'first'")
+    with Session(num_processes=1, use_cpu=True, view="none") as other:
+        with pytest.raises(RankFailedError, match="name 'mine' is not defined"):
+            other.execute("mine")
+        other.execute("mine = 'second'")
+    assert other.is_over
+    assert session.pull("mine") == "first"
+
+
+def test_what_a_session_cannot_be(session: Session) -> None:
+    with pytest.raises(ConfigError, match="start_method='inline' can't be used for a session"):
+        Session(1, start_method="inline")
+    with pytest.raises(ConfigError, match="num_processes"):
+        Session(0)
+
+
+def test_many_cells_leave_nothing(session: Session) -> None:
+    held = "len(os.listdir('/proc/self/fd')), threading.active_count()"
+    session.execute(
+        "import threading\ndef resident():\n    return int(open('/proc/self/statm').read().split()[1]) * 4096"
+    )
+    session.execute("pass")
+    before = repr(session.execute(held)), len(os.listdir("/proc/self/fd"))
+    sizes = [int(session.execute("resident()")[0])]
+    for _ in range(400):
+        session.execute("pass")
+    sizes.append(int(session.execute("resident()")[0]))
+    assert (repr(session.execute(held)), len(os.listdir("/proc/self/fd"))) == before
+    assert sizes[1] - sizes[0] < 4 << 20
