@@ -108,9 +108,14 @@ class Accelerator(GroupCalls, Project, Settings):
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
         runtime = process_group.join(cpu=cpu, options=self._handlers.group)
         super().__init__(runtime, project_dir=project_dir, configuration=project_config, log_with=log_with)
-        precision = functools.partial(Precision, autocast=self._handlers.autocast, scaler=self._handlers.scaler)
-        lowers = {"downcast_bf16": downcast_bf16, "computes_in": self._runtime.computes_in}
-        self._precision = precision(mixed_precision, self._runtime.device, **lowers)
+        self._precision = Precision(
+            mixed_precision,
+            self._runtime.device,
+            autocast=self._handlers.autocast,
+            scaler=self._handlers.scaler,
+            downcast_bf16=downcast_bf16,
+            computes_in=self._runtime.computes_in,
+        )
         self.state = AcceleratorState.of(self._runtime, self._precision)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement

@@ -82,8 +82,8 @@ class Precision:
         self._autocast = autocast or AutocastKwargs()
         if downcast_bf16 and not is_lowered:
             warnings.warn(
-                f"downcast_bf16=True has no effect on this device ({device.type}) with mixed_precision={name!r}: it is for "
-                "bf16 on TPUs. Fix: leave it out",
+                f"downcast_bf16=True has no effect on this device ({device.type}) with mixed_precision={name!r}: it is "
+                "for bf16 on TPUs. Fix: leave it out",
                 stacklevel=2,
             )
 

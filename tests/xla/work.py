@@ -135,7 +135,8 @@ def nested() -> tuple[list[Any], str]:
     seen: list[Any] = []
     try:
         for batch in accelerator.prepare(DataLoader(_Nested(), batch_size=2)):
-            seen.append((str(batch["x"][0].device), batch["x"][0].cpu().tolist(), batch["x"][1].tolist(), batch["name"]))
+            rows, numbers = batch["x"]
+            seen.append((str(rows.device), rows.tolist(), numbers.tolist(), batch["name"]))
     except ValueError as error:
         return seen, str(error).splitlines()[-1]
     return seen, ""
@@ -172,7 +173,8 @@ def dtypes(downcast: bool) -> tuple[str, str, str, float]:
 
     accelerator = Accelerator(mixed_precision="bf16", downcast_bf16=downcast)
     single, double = torch.ones(2).to(accelerator.device), torch.ones(2, dtype=torch.float64).to(accelerator.device)
-    made = [torch_xla._XLAC._get_xla_tensors_text([tensor + 1]).partition("xla_shape=")[2] for tensor in (single, double)]
+    texts = [torch_xla._XLAC._get_xla_tensors_text([tensor + 1]) for tensor in (single, double)]
+    made = [text.partition("xla_shape=")[2].partition("[")[0] for text in texts]
     own = model()
     net, optimizer, loader = accelerator.prepare(
         own, torch.optim.Adam(own.parameters(), lr=0.05), DataLoader(data(), batch_size=16)
@@ -183,7 +185,7 @@ def dtypes(downcast: bool) -> tuple[str, str, str, float]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    return made[0].partition("[")[0], made[1].partition("[")[0], accelerator.mixed_precision, float(loss.detach())
+    return made[0], made[1], accelerator.mixed_precision, float(loss.detach())
 
 
 def other_precision() -> None:
@@ -213,7 +215,7 @@ def seeded() -> tuple[list[float], list[float], list[float]]:
     return drawn(1), drawn(2), drawn(1)
 
 
-# Two devices of one process, each used by a thread ---------------------------------------------------------------------
+# Two devices of one process, each used by a thread --------------------------------------------------------------------
 
 
 def _on_two_devices(work: Callable[[int, torch.device], list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ prepared loader is asked for its next batch; outside of one, after the optimizer
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import queue
@@ -104,7 +105,8 @@ class XlaDevice:
         self.end_step()  # what it takes to get there is no part of the first step
 
     def place_leaf(self, leaf: torch.Tensor) -> None:
-        torch.utils.swap_tensors(leaf, leaf.detach().to(self.device).requires_grad_())
+        swap: Any = torch.utils.swap_tensors
+        swap(leaf, leaf.detach().to(self.device).requires_grad_())
 
     def to_host(self, state: Any) -> Any:
         self.end_step()
@@ -237,6 +239,7 @@ class _Uploader:
         self._end_step = end_step
         self._waiting: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
         self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._are_new: collections.deque[bool] = collections.deque()
         self._loader = ParallelLoader(self._batches(), [device], loader_prefetch_size=2, device_prefetch_size=1)
         self._device = device
 
@@ -246,7 +249,8 @@ class _Uploader:
             yield tensors
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._shapes = self._compilations.batch(tensors, self._shapes)
+        self._shapes, is_new = self._compilations.batch(tensors, self._shapes)
+        self._are_new.append(is_new)
         self._waiting.put(list(tensors))
 
     def take(self) -> Sequence[torch.Tensor]:
@@ -254,6 +258,7 @@ class _Uploader:
         taken: list[torch.Tensor] | None = self._loader.next_item(self._device)
         if taken is None:
             raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
+        self._compilations.step_begins(is_new=self._are_new.popleft())
         return taken
 
     def close(self) -> None:

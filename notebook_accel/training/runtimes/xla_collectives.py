@@ -76,7 +76,8 @@ class DataParallel(torch.nn.Module):
         self._is_queued = False
         self._learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in self._learning:
-            parameter.register_post_accumulate_grad_hook(self._queue)
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(self._queue)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -93,7 +94,7 @@ class DataParallel(torch.nn.Module):
     def _queue(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
             self._is_queued = True
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # as torch's DDP has it
+            engine: Any = torch.autograd.Variable._execution_engine  # as torch's DDP has it
             engine.queue_callback(self._average)
 
     def _average(self) -> None:

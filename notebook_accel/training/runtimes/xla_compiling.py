@@ -37,16 +37,18 @@ class Compilations:
         self._count = 0
         self._known: set[_Shapes] = set()
         self._warned: set[str] = set()
+        self._last: _Shapes = ()
 
-    def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> _Shapes:
-        """Takes note of a batch that is on its way to the device; its shapes.
+    def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> tuple[_Shapes, bool]:
+        """Takes note of a batch that is on its way to the device; its shapes, and whether they are new.
 
         Args:
             tensors: The batch's.
             previous: The shapes of the batch before it in the same pass, ``None`` for the first.
         """
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if shapes not in self._known:
+        is_new = shapes not in self._known
+        if is_new:
             if previous is not None:
                 self._warn_once(
                     f"The batch's shape has changed from {_shown(previous)} to {_shown(shapes)}.",
@@ -58,9 +60,13 @@ class Compilations:
                     "the same batch size for training and evaluation, where memory allows it",
                 )
             self._known.add(shapes)
-            reporter().set_compiling(True)
         self._last = shapes
-        return shapes
+        return shapes, is_new
+
+    def step_begins(self, *, is_new: bool) -> None:
+        """A batch has been handed out. If its shapes are new, so is the program for it."""
+        if is_new:
+            reporter().set_compiling(True)
 
     def step_ended(self) -> None:
         """A step has been handed to the device: it is compiled by now, if it had to be."""
