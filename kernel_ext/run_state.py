@@ -147,7 +147,7 @@ class RankState:
                 self.state = "running"
             self._take_report(event)
         if self.has_ended:
-            self.silent = None
+            self.silent, self.note = None, self.note.replace(_COMPILING, "")
 
     def _take_report(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):

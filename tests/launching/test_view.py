@@ -52,6 +52,17 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     ]
 
 
+def test_steps_that_compile_are_not_timed(job: Job) -> None:
+    out = io.StringIO()
+    lines = view.LinesView(job, out, period_s=0.0)
+    for time_s, step, compiling in ((0.0, 0, True), (30.0, 2, True), (31.0, 3, False), (33.0, 13, False)):
+        job.deliver(0, events.Progress(time_s=time_s, step=step, steps=step, compiling=compiling))
+        lines.refresh()
+    lines.close()
+    ends = [line.partition("step ")[2] for line in out.getvalue().splitlines()]
+    assert ends[:4] == ["0  compiling", "2  compiling", "3", "13  5.0 steps/s"]
+
+
 def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
     out = io.StringIO()
     lines = lines_view.LinesView(job, out)

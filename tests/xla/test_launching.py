@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
+import nbformat
 import pytest
 
 from tests import kernels
@@ -62,6 +64,16 @@ def test_forked_rank_trains_the_digits(notebook: kernels.Kernel) -> None:
     moved = "all(a is b for a, b in zip(optimizer.param_groups[0]['params'], model.parameters()))"
     assert notebook.run(moved).result == "True"
     assert notebook.run("'torch_xla' in __import__('sys').modules").result == "False"
+
+
+def test_example_notebook_trains_on_the_device(notebook: kernels.Kernel) -> None:
+    path = pathlib.Path(__file__).parents[2] / "example_notebooks" / "04_tpu.ipynb"
+    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    *_, training, test = [ok(notebook.run(source, _CELL_S)) for source in sources]
+    assert "trained on 1 x xla" in training.stdout
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95
 
 
 def test_half_precision_comes_from_the_launch(notebook: kernels.Kernel) -> None:
