@@ -68,7 +68,7 @@ def _joined(runtime: Runtime) -> Runtime:
 def seed_device(seed: int) -> None:
     """Seeds the device's generator, if this process has joined by one that torch doesn't seed itself."""
     runtime = None if _latest is None else _latest()
-    if runtime is not None:
+    if runtime is not None and get_worker_info() is None:  # a loader's worker has no device
         runtime.seed(seed)
 
 
