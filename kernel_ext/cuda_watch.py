@@ -1,4 +1,4 @@
-"""Notes which cell has initialised CUDA in the kernel, and at which line, for the message that says so.
+"""Notes which cell has initialised CUDA in the kernel, and at which line, for the message that says so; or XLA.
 
 torch calls what was queued for it in the middle of its initialisation, with the guilty cell on the stack. Nothing is
 queued before torch has been imported by somebody else: an entry of ``sys.meta_path`` sees that happen, and goes then.
@@ -25,10 +25,12 @@ class CudaWatch:
         self._shell = shell
         self._is_queued = False
         self._was_initialized = False
+        self._was_xla_initialized = False
 
     def start(self) -> None:
         """Begins to watch. What was initialised before can't be told any more."""
         self._was_initialized = kernel_state.is_cuda_initialized()
+        self._was_xla_initialized = kernel_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
         if not self._queue():
             sys.meta_path.insert(0, self)
@@ -78,3 +80,6 @@ class CudaWatch:
         if not self._was_initialized and kernel_state.is_cuda_initialized():
             self._was_initialized = True
             kernel_state.note_cuda_origin(f"In[{result.execution_count}]")
+        if not self._was_xla_initialized and kernel_state.is_xla_initialized():
+            self._was_xla_initialized = True
+            kernel_state.note_xla_origin(f"In[{result.execution_count}]")

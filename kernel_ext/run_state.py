@@ -25,6 +25,7 @@ StateWord = Literal["starting", "running", "finished", "failed", "stopped", "kil
 
 _RATE_WINDOW_S = 5.0
 _RATE_STALE_S = 1.0
+_COMPILING = "compiling: steps are counted, and timed from when it is done"
 _STALLED_S = 5.0
 _STALLED_STEPS = 10  # so many times the usual step
 _MOST_METRICS = 32
@@ -146,7 +147,7 @@ class RankState:
                 self.state = "running"
             self._take_report(event)
         if self.has_ended:
-            self.silent = None
+            self.silent, self.note = None, self.note.replace(_COMPILING, "")
 
     def _take_report(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):
@@ -168,7 +169,9 @@ class RankState:
         # Another loader or bar has counts of its own. Labels are no sign of it: many change with every step.
         if self._samples and (event.total != self.total or event.steps < self._samples[-1][1]):
             self._samples.clear()
-        if not self._samples or event.time_s > self._samples[-1][0]:
+        if event.compiling:  # which takes long, and says nothing of the steps that follow
+            self._samples.clear()
+        elif not self._samples or event.time_s > self._samples[-1][0]:
             self._samples.append((event.time_s, event.steps))
         while len(self._samples) > 2 and self._samples[1][0] <= event.time_s - _RATE_WINDOW_S:
             self._samples.popleft()
@@ -177,6 +180,7 @@ class RankState:
         self.step, self.total = event.step, event.total
         self.epoch, self.epochs = event.epoch, epochs
         self.label, self.device = clipped(event.label), event.device or self.device
+        self.note = _COMPILING if event.compiling else self.note.replace(_COMPILING, "")
 
     def _fail(self, event: events.Failed) -> None:
         where = f" ({event.line})" if event.line else ""

@@ -124,6 +124,9 @@ class Blocks:
     def _reduce_tensor(self, tensor: Any) -> Any:
         """Torch's own way, with a note of what the tensor looks at. Its values travel, not the graph behind them."""
         alone = tensor if tensor.grad_fn is None else tensor.detach()
+        if alone.device.type not in ("cpu", "meta") and not _has_address(alone):
+            self._refuse_if_it_must_stay(alone.device)
+            alone = alone.detach().cpu().requires_grad_(alone.requires_grad)
         if alone.layout is self._torch.strided and alone.device.type != "meta" and not alone.is_nested:
             item_bytes = alone.element_size()
             start = alone.storage_offset() * item_bytes
@@ -141,11 +144,15 @@ class Blocks:
     def _storage(self, untyped: Any) -> _Storage:
         key = (str(untyped.device), untyped.data_ptr(), untyped.nbytes())
         if key not in self._storages:
-            if untyped.device.type != "cpu" and not self._device_tensors_to_cpu:
-                raise OnDeviceError(f"a tensor on {untyped.device}")
+            if untyped.device.type != "cpu":
+                self._refuse_if_it_must_stay(untyped.device)
             on_cpu = untyped.cpu() if untyped.device.type != "cpu" else untyped
             self._storages[key] = _Storage(self._block(on_cpu.data_ptr(), on_cpu.nbytes(), on_cpu), untyped)
         return self._storages[key]
+
+    def _refuse_if_it_must_stay(self, device: Any) -> None:
+        if not self._device_tensors_to_cpu:
+            raise OnDeviceError(f"a tensor on {device}")
 
     # Arrays ---------------------------------------------------------------------------------------------------------
 
@@ -182,6 +189,15 @@ class Blocks:
             block = self._blocks[key] = Block(address, size_bytes, owner)
             self._by_buffer[id(block.buffer)] = block
         return self._blocks[key]
+
+
+def _has_address(tensor: Any) -> bool:
+    """Whether its storage is memory: what a compiler manages, such as XLA's, isn't."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Storage:

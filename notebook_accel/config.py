@@ -53,9 +53,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
         _help(
-            "How ranks come into being. auto: spawn. spawn: clean processes, forked from a template that never saw the "
-            "kernel. fork: forks of the kernel, which share its objects without a copy. inline: one rank, in the "
-            "kernel itself, for a debugger."
+            "How ranks come into being. auto: fork on TPUs, else spawn. spawn: clean processes, forked from a template "
+            "that never saw the kernel. fork: forks of the kernel, which share its objects without a copy. inline: "
+            "one rank, in the kernel itself, for a debugger."
         ),
     ] = "auto"
     preload: Annotated[

@@ -53,6 +53,8 @@ class Progress(_Event, frozen=True, kw_only=True):
         steps: Steps done since the rank was started, over all epochs and loaders. The rate is made from this.
         label: What is being counted, such as a bar's description.
         device: The device that the rank computes on, such as ``cpu`` or ``cuda:0``; empty if not known yet.
+        compiling: Whether the device's compiler is at work on the running step, which says nothing of how long later
+            steps take.
     """
 
     step: int
@@ -62,6 +64,7 @@ class Progress(_Event, frozen=True, kw_only=True):
     steps: int = 0
     label: str = ""
     device: str = ""
+    compiling: bool = False
 
 
 class Metrics(_Event, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from notebook_accel import events
 from notebook_accel.channel import ClosedError
 from notebook_accel.errors import ConfigError
@@ -76,6 +78,8 @@ class Reporter:
         self._outer: Counter | None = None
         self._values: dict[str, Any] = {}
         self._values_changed = False
+        self._held: dict[str, Any] | None = None  # not None where values come to be only when a step ends
+        self._is_compiling = False
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
@@ -139,8 +143,26 @@ class Reporter:
         self._device_memory = memory
         self._device_utilisation = utilisation
 
+    def set_compiling(self, compiling: bool) -> None:
+        """Says whether the running step is being compiled."""
+        self._is_compiling = compiling
+
+    def hold_metrics(self) -> None:
+        """From now on metrics wait for ``release_metrics``: read before, a tensor's step would be computed twice."""
+        self._held = self._held or {}
+
+    def release_metrics(self) -> None:
+        """The step has been handed to the device, and tensors of it can be read."""
+        if self._held:
+            self._values.update(self._held)
+            self._held = {}
+            self._values_changed = True
+
     def set_metrics(self, values: Mapping[str, Any]) -> None:
         """Replaces the latest value of each named metric. Tensors are read later, by the sampling thread."""
+        if self._held is not None:
+            self._held.update(values)
+            return
         self._values.update(values)
         self._values_changed = True
 
@@ -181,6 +203,7 @@ class Reporter:
         self._stop.set()
         if self._thread is not None and self.is_connected:
             self._thread.join(_CLOSE_DEADLINE_S)
+        self.release_metrics()
         self._sample()
 
     def _run(self) -> None:
@@ -223,6 +246,7 @@ class Reporter:
                 steps=self._steps(),
                 label=counter.label,
                 device=self._device,
+                compiling=self._is_compiling,
             )
 
     def say_memory(self) -> None:
@@ -239,9 +263,7 @@ class Reporter:
 
 
 def _same_progress(new: events.Progress, old: events.Progress | None) -> bool:
-    return old is not None and (new.step, new.total, new.steps, new.epoch, new.epochs, new.label, new.device) == (
-        old.step, old.total, old.steps, old.epoch, old.epochs, old.label, old.device
-    )  # fmt: skip
+    return old is not None and msgspec.structs.replace(new, time_s=old.time_s) == old
 
 
 def _number(value: Any) -> float | None:

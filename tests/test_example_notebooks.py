@@ -58,6 +58,16 @@ def test_third_notebook_resumes_to_the_bit(kernel: kernels.Kernel) -> None:
     assert float(accuracy[1]) >= 95
 
 
+def test_fourth_notebook_trains_on_the_cpu_where_there_is_no_tpu(kernel: kernels.Kernel) -> None:
+    """On an XLA device it runs in ``tests/xla``."""
+    path = next(path for path in _NOTEBOOKS if path.name == "04_tpu.ipynb")
+    *_, training, test = _run(path, kernel)
+    assert "trained on 1 x cpu" in training.stdout
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95
+
+
 def test_fifth_notebook_explores_in_a_session(kernel: kernels.Kernel) -> None:
     path = next(path for path in _NOTEBOOKS if path.name == "05_explore_interactively.ipynb")
     outcomes = _run(path, kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -144,6 +145,44 @@ def test_latest_value_of_each_metric_is_said(rank: types.SimpleNamespace) -> Non
 def test_metric_that_is_no_number_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"report\(loss=...\) takes one number"):
         notebook_accel.report(loss=value)
+
+
+def test_metrics_of_a_step_that_is_put_off_are_read_when_it_has_ended(rank: types.SimpleNamespace) -> None:
+    class Lazy:
+        """Like a tensor of a graph that isn't computed yet."""
+
+        is_there = False
+        size = 1
+
+        def item(self) -> float:
+            assert self.is_there, "read before its step had ended"
+            return 0.5
+
+    loss = Lazy()
+    rank.reporter.hold_metrics()
+    notebook_accel.report(loss=loss)
+    rank.reporter._sample()
+    loss.is_there = True
+    rank.reporter.release_metrics()
+    said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))
+    assert said.values == {"loss": 0.5}
+    notebook_accel.report(loss=0.25)
+    rank.end()  # the last step's are said, whoever has ended it
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == {"loss": 0.25}
+
+
+def _is_progress(event: events.Event, *, compiling: bool) -> bool:
+    return isinstance(event, events.Progress) and event.compiling is compiling
+
+
+def test_compiling_is_said(rank: types.SimpleNamespace) -> None:
+    reporting.Counter().start(total=3)
+    for compiling in (True, False):
+        rank.reporter.set_compiling(compiling)
+        said = functools.partial(_is_progress, compiling=compiling)
+        assert rank.watcher.wait_for(said)
+    rank.end()
 
 
 def test_memory_is_this_process_and_then_the_device(rank: types.SimpleNamespace) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import pjrt
 
 __all__ = ["Devices", "visible_gpus"]
 
@@ -20,20 +21,32 @@ class Devices:
     """What ranks will run on.
 
     Attributes:
-        kind: ``CPU`` or ``GPU``.
+        kind: ``CPU``, ``GPU``, or what PJRT has.
         available: How many there are; for CPUs, how many ranks run by default, which is one.
+        platform: What PJRT has, if ranks are to run on that.
     """
 
-    kind: Literal["CPU", "GPU"]
+    kind: Literal["CPU", "GPU", "TPU", "XLA CPU"]
     available: int
+    platform: pjrt.Platform | None = None
 
     @classmethod
     def find(cls, config: LaunchConfig) -> Devices:
         """Those of this machine, with these options."""
+        platform = None if config.use_cpu else pjrt.find()
+        if platform is not None:
+            return cls(platform.kind, 1 if config.start_method == "inline" else platform.counts[-1], platform)
         gpus = 0 if config.use_cpu else visible_gpus()
         if gpus and config.start_method == "inline":
             gpus = 1  # one process is one rank
         return cls("GPU", gpus) if gpus else cls("CPU", 1)
+
+    def start_method(self, config: LaunchConfig) -> str:
+        """How ranks come into being: as asked for, or as is best for these devices.
+
+        On TPUs ranks are forks of the kernel, so that a model which was made in the notebook is there once.
+        """
+        return "fork" if config.start_method == "auto" and self.platform is not None else config.start_method
 
     def describe(self, count: int) -> str:
         """``2 CPUs``, ``1 GPU``; where several ranks have to share, ``1 GPU shared by 2 ranks``."""

@@ -22,6 +22,7 @@ _LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or
 _NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
 _MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
 _BUILT_IN_THE_FUNCTION = "Under fork, a model that each rank builds for itself may take more memory than there is."
+_EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function builds it."
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
@@ -29,12 +30,13 @@ _BUILD_OUTSIDE = (
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
 
-def of_death(end: Ended, *, start_method: str) -> tuple[str, str, str]:
+def of_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
     """What to add to how a rank died, why it may have, and what to do.
 
     Args:
         end: How it died.
         start_method: How the ranks came into being.
+        ranks: How many there are.
     """
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
@@ -44,7 +46,11 @@ def of_death(end: Ended, *, start_method: str) -> tuple[str, str, str]:
     if end.signal == signal.SIGBUS:
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
     if end.signal == signal.SIGSEGV and start_method == "fork":
-        return "", _BUILT_IN_THE_FUNCTION, _BUILD_OUTSIDE
+        if end.shortage is None:
+            return "", _BUILT_IN_THE_FUNCTION, _BUILD_OUTSIDE
+        used = f"This rank had used up to {in_words(end.peak_bytes)}; " if end.peak_bytes else ""
+        why = used + _EACH_ITS_OWN.format(ranks=ranks)
+        return ": out of host memory", f"{of_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
     if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return "", _CRASHED, ""
     return "", "", ""

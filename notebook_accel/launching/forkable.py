@@ -27,7 +27,8 @@ _BREAK_FORKING = {
 
 def check() -> list[Finding]:
     """All that speaks against forking this process."""
-    findings = [_cuda(), _xla(), _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
+    devices = [_cuda(), kernel_state.xla_in_use()]
+    findings = [*devices, _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
     return [finding for finding in findings if finding is not None]
 
 
@@ -39,22 +40,6 @@ def _cuda() -> Finding | None:
         "CUDA doesn't work in a fork of a process that has initialised it; allow_initialized_cuda can't change that.",
         "--start_method spawn; or restart the kernel and use the GPU only inside the cell or function",
     )
-
-
-def _xla() -> Finding | None:
-    return None if not is_xla_initialized() else Finding(
-        "XLA is initialised in this kernel: something has used an XLA device or asked for one.",
-        "A fork would share the TPU's connection with the kernel, which ends both.",
-        "restart the kernel, and call torch_xla's functions only inside the cell or function",
-    )  # fmt: skip
-
-
-def is_xla_initialized() -> bool:
-    """Whether this process has made XLA's runtime: torch_xla's, which says so itself, or jax's."""
-    torch_xla = sys.modules.get("_XLAC") or sys.modules.get("torch_xla._XLAC")
-    if torch_xla is not None and getattr(torch_xla, "_xla_runtime_is_initialized", lambda: False)():
-        return True
-    return bool(getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None))
 
 
 def _threads() -> Finding | None:

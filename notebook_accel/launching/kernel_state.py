@@ -1,6 +1,7 @@
 """What this process has done to its devices before a launch. Nothing is imported to find out.
 
-Where CUDA was initialised can't be found out afterwards. Whoever watches the cells, as the extension does, notes it.
+Where CUDA or XLA was initialised can't be found out afterwards. Whoever watches the cells, as the extension does, notes
+it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,21 @@ from typing import Any
 
 from notebook_accel.errors import Finding
 
-__all__ = ["captured_on_gpu", "cuda_in_use", "is_cuda_initialized", "note_cuda_origin"]
+__all__ = [
+    "captured_on_gpu",
+    "cuda_in_use",
+    "is_cuda_initialized",
+    "is_xla_initialized",
+    "note_cuda_origin",
+    "note_xla_origin",
+    "xla_in_use",
+]
 
 _MOST_LOOKED_AT = 1000
 _DEEPEST = 3
 
 _cuda_origin = ""
+_xla_origin = ""
 
 
 def note_cuda_origin(where: str) -> None:
@@ -30,6 +40,32 @@ def is_cuda_initialized() -> bool:
     """Whether torch has, in this process."""
     torch: Any = sys.modules.get("torch")
     return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
+
+
+def note_xla_origin(where: str) -> None:
+    """Notes where XLA was initialised, such as ``In[3]``."""
+    global _xla_origin
+    _xla_origin = where
+
+
+def is_xla_initialized() -> bool:
+    """Whether this process has made XLA's runtime: torch_xla's, which says so itself, or jax's."""
+    torch_xla = sys.modules.get("_XLAC") or sys.modules.get("torch_xla._XLAC")
+    if torch_xla is not None and getattr(torch_xla, "_xla_runtime_is_initialized", lambda: False)():
+        return True
+    return bool(getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None))
+
+
+def xla_in_use() -> Finding | None:
+    """XLA is initialised, and where that was done."""
+    if not is_xla_initialized():
+        return None
+    since = f" since {_xla_origin}" if _xla_origin else ""
+    return Finding(
+        f"XLA is initialised in this kernel{since}: something has used an XLA device or asked for one.",
+        "A fork would share the TPU's connection with the kernel, which ends both.",
+        "restart the kernel, and call torch_xla's functions only inside the cell or function",
+    )
 
 
 def cuda_in_use(*, is_allowed: bool) -> Finding | None:

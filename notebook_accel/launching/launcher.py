@@ -315,14 +315,14 @@ def _start(
         target,
         roots,
         spec,
-        config,
+        config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         is_background=is_background,
         may_stay=may_stay,
         bind=bind,
         on_death=on_death,
     )
-    job = _ENGINES[config.start_method]().launch(request)
+    job = _ENGINES[request.config.start_method]().launch(request)
     registry.add(job)
     return job
 
@@ -349,6 +349,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+    elif devices.platform is not None:
+        variables |= devices.platform.variables()
     elif (config.num_processes or 0) > devices.available:
         variables[environment.OVERSUBSCRIBE] = "true"
     return variables

@@ -11,16 +11,16 @@ import importlib
 import importlib.util
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import pjrt
 from notebook_accel.launching.devices import Devices
 from notebook_accel.sizes import in_words
 
-__all__ = ["Gpu", "Machine", "host", "tpu_chips"]
+__all__ = ["Gpu", "Machine", "host"]
 
 _BF16_SINCE = (
     8,
@@ -32,9 +32,6 @@ _SIGNS = {
     "Colab": ("content", "google.colab", "COLAB_RELEASE_TAG"),
     "Kaggle": ("kaggle/working", "kaggle_secrets", "KAGGLE_KERNEL_RUN_TYPE"),
 }
-_GOOGLE = "0x1ae0"
-# From v2 and v3, which share a number, to v7x. The vendor has other devices too, such as network cards.
-_TPUS = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +74,12 @@ class Machine:
         """What is there."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         devices, gpus = Devices.find(LaunchConfig()), tuple(_gpus(os.environ))
-        return cls(devices, gpus, cores, host_memory.total_bytes(), host(), tpu_chips())
+        return cls(devices, gpus, cores, host_memory.total_bytes(), host(), pjrt.chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
         """Each precision, and why it doesn't fit the devices; empty if it does."""
         reasons = {"no": "", "bf16": "", "fp16": ""}
-        if use_cpu or self.devices.kind == "CPU":
+        if use_cpu or self.devices.kind != "GPU":
             reasons["fp16"] = "needs a GPU"
         elif old := [gpu.name for gpu in self.gpus if gpu.capability < _BF16_SINCE]:
             reasons["bf16"] = f"is slow on {old[0]}, which has to imitate it"
@@ -94,7 +91,7 @@ class Machine:
         facts.append(("machine", f"{_count(self.cores, 'CPU core')}, {in_words(self.memory_bytes)} of memory"))
         if self.tpus:
             kinds = " and ".join(sorted(set(self.tpus)))
-            facts.append(("TPU", f"{_count(len(self.tpus), 'chip')} {kinds}: training on TPUs isn't there yet"))
+            facts.append(("TPU", f"{_count(len(self.tpus), 'chip')} {kinds}"))
         if self.host:
             facts.append(("notebook", self.host))
         return tuple(facts)
@@ -148,21 +145,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # its parent isn't there, or is something odd
         return False
-
-
-def tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> tuple[str, ...]:
-    """The generation of each TPU chip on the PCI bus; where the bus is hidden, of each that the driver shows."""
-    found = []
-    for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        with contextlib.suppress(OSError):  # a device that may not be looked at
-            if (device / "vendor").read_text().strip() == _GOOGLE:
-                found.append(_TPUS.get((device / "device").read_text().strip(), ""))
-    chips = tuple(filter(None, found))
-    # The driver's files are accel0, accel1, …; in the folder accel, where other vendors' are, they would have another
-    # name.
-    return chips or ("of some kind",) * sum(
-        bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*")
-    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -41,12 +41,14 @@ def check(
         captured: What the ranks are to have, by the words that a message uses for it.
     """
     devices = devices or Devices.find(config)
-    findings = [_half_precision_on_cpu(config, devices), _port(config)]
+    findings = [_half_precision_without_gpu(config, devices), _port(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
         findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
-        if config.start_method == "fork":
+        if devices.platform is not None:
+            findings += devices.platform.findings(config.num_processes)
+        if devices.start_method(config) == "fork":
             findings += forkable.check()
         elif devices.kind == "GPU":
             findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
@@ -93,7 +95,7 @@ def _platform() -> Finding | None:
 
 
 def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if devices.kind == "CPU" or config.num_processes is None or config.num_processes <= devices.available:
+    if devices.kind != "GPU" or config.num_processes is None or config.num_processes <= devices.available:
         return None
     if config.oversubscribe:
         return None
@@ -106,14 +108,18 @@ def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
     )
 
 
-def _half_precision_on_cpu(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if config.mixed_precision != "fp16" or devices.kind != "CPU":
+def _half_precision_without_gpu(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if config.mixed_precision != "fp16" or devices.kind == "GPU":
         return None
     return Finding(
-        "mixed_precision='fp16' was asked for, and the ranks run on the CPU.",
-        "fp16 needs gradient scaling, which works on GPUs; on a CPU most operations have no fp16 version.",
+        f"mixed_precision='fp16' was asked for, and the ranks run on {_where(devices)}.",
+        "fp16 needs gradient scaling, which works on GPUs; elsewhere most operations have no fp16 version.",
         "--mixed_precision bf16, or no",
     )
+
+
+def _where(devices: Devices) -> str:
+    return "the CPU" if devices.kind == "CPU" else devices.describe(devices.available)
 
 
 def _port(config: LaunchConfig) -> Finding | None:

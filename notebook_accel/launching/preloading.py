@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from notebook_accel.launching import forkable
+from notebook_accel.launching import kernel_state
 
 __all__ = ["LATER", "RefusedError", "files", "import_named", "import_needed", "import_welcome"]
 
@@ -72,7 +72,7 @@ def import_named(names: Sequence[str]) -> None:
 def _why_not_forkable() -> str:
     if sys.modules["torch"].cuda.is_initialized():
         return "initialises CUDA, which no fork can use then"
-    if forkable.is_xla_initialized():
+    if kernel_state.is_xla_initialized():
         return "initialises XLA, which no fork can use then"
     # The threads of OpenBLAS end at a fork and come back when they are needed. What is left after one is another's.
     pid = os.fork()

@@ -167,7 +167,7 @@ class Record:
 
     def _died(self, rank: int) -> RankFailedError:
         end = self._ends[rank]
-        of_what, why, fix = explanations.of_death(end, start_method=self._start_method)
+        of_what, why, fix = explanations.of_death(end, start_method=self._start_method, ranks=self._world_size)
         return RankFailedError(
             f"rank {rank} of {self._world_size} {_how_it_died(end)}{of_what}.",
             rank=rank,

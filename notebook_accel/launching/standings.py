@@ -13,6 +13,7 @@ __all__ = ["Standing", "described", "folded", "in_minutes"]
 
 _MOST_LINES = 4  # of ranks, before they are folded into one
 _MOST_METRICS = 6
+_COMPILING = "compiling"
 
 
 class Standing:
@@ -74,13 +75,13 @@ class Standing:
 
     def begin_period(self) -> None:
         """From now on the rate is that of what comes."""
-        self._before = self._now
+        self._before = None if self.state == _COMPILING else self._now
 
     def add(self, event: events.Event) -> None:
         """Takes one event of the rank."""
         if isinstance(event, events.Progress):
             self.is_silent = self.is_silent and event.steps == self.steps
-            self._now, self._before = event, self._before or event
+            self._count(event)
         elif isinstance(event, events.Metrics):
             self.metrics.update(event.values)
         elif isinstance(event, events.Memory):
@@ -92,7 +93,15 @@ class Standing:
         elif isinstance(event, (events.Finished, events.Failed)):
             self.state = "finished" if isinstance(event, events.Finished) else "failed"
         elif isinstance(event, events.Ended):
-            self.state = self.state or "stopped"
+            self.state = "stopped" if self.state in ("", _COMPILING) else self.state
+
+    def _count(self, event: events.Progress) -> None:
+        self._now = event
+        if event.compiling:  # which takes long, and says nothing of the steps that follow
+            self.state, self._before = _COMPILING, None
+        else:
+            self.state = "" if self.state == _COMPILING else self.state
+            self._before = self._before or event
 
 
 def described(ranks: Sequence[Standing]) -> list[str]:

@@ -108,8 +108,14 @@ class Accelerator(GroupCalls, Project, Settings):
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
         runtime = process_group.join(cpu=cpu, options=self._handlers.group)
         super().__init__(runtime, project_dir=project_dir, configuration=project_config, log_with=log_with)
-        precision = functools.partial(Precision, autocast=self._handlers.autocast, scaler=self._handlers.scaler)
-        self._precision = precision(mixed_precision, self._runtime.device, downcast_bf16=downcast_bf16)
+        self._precision = Precision(
+            mixed_precision,
+            self._runtime.device,
+            autocast=self._handlers.autocast,
+            scaler=self._handlers.scaler,
+            downcast_bf16=downcast_bf16,
+            computes_in=self._runtime.computes_in,
+        )
         self.state = AcceleratorState.of(self._runtime, self._precision)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
@@ -165,7 +171,8 @@ class Accelerator(GroupCalls, Project, Settings):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """``prepare`` for one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
-        prepare = functools.partial(optimizers.prepare_optimizer, moves=self._is_placed(device_placement))
+        moves, end_step = self._is_placed(device_placement), self._runtime.end_step
+        prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, end_step=end_step)
         return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
 
     def prepare_data_loader(

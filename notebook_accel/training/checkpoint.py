@@ -111,17 +111,18 @@ def save(
 
 def _write(runtime: Runtime, contents: Contents, hooks: Hooks, draft: pathlib.Path, safe: bool) -> list[str]:
     """Writes a rank's part, and returns a fingerprint of each model that is saved."""
-    weights = [state_of(model) for model in contents.models]
+    weights = [runtime.to_host(state_of(model)) for model in contents.models]
     for hook in hooks.before_save:
         hook(contents.models[:], weights, str(draft))
     rank = runtime.place.rank
+    states = {name: [runtime.to_host(item.state_dict()) for item in items] for name, items in contents.states.items()}
     model_files.write_object(_own_state(runtime, contents), draft / f"rank_{rank}.bin")
     if rank == 0:
         for number, state in enumerate(weights):
             model_files.write_weights(state, draft / _model_file(number, safe), safe=safe)
-        for name, items in contents.states.items():
-            for number, item in enumerate(items):
-                model_files.write_object(item.state_dict(), draft / _numbered(name, number))
+        for name, of_one_kind in states.items():
+            for number, state in enumerate(of_one_kind):
+                model_files.write_object(state, draft / _numbered(name, number))
     return [_fingerprint(state) for state in weights]
 
 
@@ -135,11 +136,12 @@ def _publish(runtime: Runtime, contents: Contents, folder: pathlib.Path, fingerp
 
 
 def _own_state(runtime: Runtime, contents: Contents) -> dict[str, Any]:
+    models = [] if contents.gradients.sync_gradients else contents.models
     return {
         "loaders": [loader.state_dict() for loader in contents.loaders],
         "window": contents.gradients.state_dict(),
-        "gradients": [] if contents.gradients.sync_gradients else [_gradients_of(model) for model in contents.models],
-        "random": random_state.capture(runtime.device),
+        "gradients": [runtime.to_host(_gradients_of(model)) for model in models],
+        "random": random_state.capture(runtime),
     }
 
 
@@ -239,7 +241,7 @@ def _apply(runtime: Runtime, contents: Contents, read: _Read, *, strict: bool) -
         for name, parameter in unwrap_model(model, keep_torch_compile=False).named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    random_state.restore(read.own["random"], runtime.device)
+    random_state.restore(read.own["random"], runtime)
 
 
 def _together(runtime: Runtime, what: str, action: Callable[[], Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.dataset_views import EpochStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.feeds import Copying, Feed, Uploading
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
@@ -145,17 +146,22 @@ def share_out(
         loader = loader.source
     _refuse(loader, runtime)
     sharing = _Sharing(loader, runtime, config, place or runtime.place)
-    to_device = None
+    feed = None
     if device is not None and device.type != "cpu":
-        to_device = functools.partial(
-            send_to_device, device=device, non_blocking=config.non_blocking or loader.pin_memory
-        )
+        feed = functools.partial(_feed, runtime, device, non_blocking=config.non_blocking or loader.pin_memory)
     options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
     if rng_types:
         options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
     if sharing.dispatches:
-        return DataLoaderDispatcher(loader, to_device=to_device, runtime=runtime, **options)
-    return DataLoaderShard(loader, to_device=to_device, **options)
+        return DataLoaderDispatcher(loader, feed=feed, runtime=runtime, **options)
+    return DataLoaderShard(loader, feed=feed, **options)
+
+
+def _feed(runtime: Runtime, device: torch.device, *, non_blocking: bool) -> Feed:
+    uploader = runtime.uploader() if device == runtime.device else None
+    if uploader is not None:
+        return Uploading(uploader, device)
+    return Copying(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
 
 
 def _synchronizing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from notebook_accel.reporting import Counter
 from notebook_accel.training.dataset_views import MarkedBatch
 from notebook_accel.training.epochs import EpochClock
+from notebook_accel.training.feeds import Copying, Feed
 from notebook_accel.training.passes import PASSES
 from notebook_accel.training.position import Position, Resumption
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
@@ -36,7 +39,7 @@ class DataLoaderShard(DataLoader[Any]):
         source: The loader that it was made from; what isn't changed here is taken from it.
         dataset: What is read.
         shard: What deals out the batches, ``None`` if there is one rank only.
-        to_device: Moves a batch to the device; ``None`` leaves batches where they are.
+        feed: Makes what takes the batches of a pass to the device. By default they stay where they are.
         before_epoch: Called on every rank when an epoch begins.
         is_marked: Whether each batch comes with the round that it is part of, as a ``MarkedBatch``.
         clock: Counts the epochs.
@@ -58,7 +61,7 @@ class DataLoaderShard(DataLoader[Any]):
         dataset: Any,
         *,
         shard: BatchSamplerShard | IterableDatasetShard | None = None,
-        to_device: Callable[[Any], Any] | None = None,
+        feed: Callable[[], Feed] | None = None,
         before_epoch: Callable[[], None] | None = None,
         is_marked: bool = False,
         clock: EpochClock | None = None,
@@ -70,7 +73,7 @@ class DataLoaderShard(DataLoader[Any]):
         position = position or Position(clock)
         self._arguments = {
             "shard": shard,
-            "to_device": to_device,
+            "feed": feed,
             "before_epoch": before_epoch,
             "is_marked": is_marked,
             "clock": clock,
@@ -89,7 +92,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
-        self._to_device = to_device
+        self._feed = feed or functools.partial(Copying, None)
         self._before_epoch = before_epoch
         self._is_marked = is_marked
         self._clock = clock
@@ -144,13 +147,18 @@ class DataLoaderShard(DataLoader[Any]):
         with position.beginning(resumption, self._generators()):
             self._begin_epoch()
             batches = self._read()
-            following = self._fetch(batches)
+            following = next(batches, _END)
         if resumption is not None and resumption.ahead:
-            following = self._moved(self._kept(resumption.ahead[0]))
-        with PASSES.iterating(self.counter, self.counter.total) as current, position.running(current):
+            following = self._kept(resumption.ahead[0])
+        with (
+            PASSES.iterating(self.counter, self.counter.total) as current,
+            position.running(current),
+            contextlib.closing(self._feed()) as feed,
+        ):
+            following = _sent(feed, following)
             while following is not _END:
-                batch = following
-                following = self._fetch(batches)
+                batch = feed.take(following)
+                following = _sent(feed, next(batches, _END))
                 if keeps_ahead:
                     position.ahead = following
                 if self._is_marked:
@@ -187,16 +195,9 @@ class DataLoaderShard(DataLoader[Any]):
         # A stream has to be read to be skipped.
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
-    def _fetch(self, batches: Iterator[Any]) -> Any:
-        # Copied when it is read, one step before it is used, so that the copy can go on while the model computes.
-        return self._moved(next(batches, _END))
-
     def _kept(self, ahead: Any) -> Any:
         """A batch as it was before it became part of a checkpoint."""
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
-
-    def _moved(self, batch: Any) -> Any:
-        return batch if self._to_device is None or batch is _END else self._to_device(batch)
 
     def _is_last_of_all(self, following: Any) -> bool:
         """Whether some ranks have no batch when this rank has ``following``."""
@@ -219,6 +220,10 @@ class DataLoaderShard(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.source,),)
+
+
+def _sent(feed: Feed, batch: Any) -> Any:
+    return batch if batch is _END else feed.send(batch)
 
 
 def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ def is_leaf(item: object) -> bool:
 def prepare_leaf(leaf: torch.Tensor, runtime: Runtime, *, device_placement: bool = True) -> torch.Tensor:
     """The same tensor on the device, with rank 0's values, and a gradient that is averaged over the ranks."""
     if device_placement:
-        leaf.data = leaf.data.to(runtime.device)  # in place, so that an optimizer that was made for it follows
+        runtime.place_leaf(leaf)  # in place, so that an optimizer that was made for it follows
     if runtime.place.world_size > 1:
         collectives.broadcast(runtime, leaf.data)
         register: Any = leaf.register_post_accumulate_grad_hook
@@ -81,7 +81,7 @@ def prepare_model(
     if _autocast_view_in(model) is not None or model in _made_here:
         model = unwrap_model(model)
     if device_placement:
-        model.to(runtime.device)
+        runtime.place_model(model)
     prepared = model if precision.dtype is None else _autocast_view(model, precision.autocast)
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
@@ -93,6 +93,11 @@ def prepare_model(
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
     return distributed
+
+
+def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
+    """Whether it is what averages the gradients of the model in it: torch's class, or what a runtime has instead."""
+    return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 
 def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Module, _: Any) -> None:
@@ -118,7 +123,7 @@ def unwrap_model(
         return model if keep_fp32_wrapper else unwrap(model._original)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    return unwrap(model.module) if isinstance(model, DistributedDataParallel) else model
+    return unwrap(model.module) if _averages(model) else model
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -168,5 +173,5 @@ def _autocast_view(model: torch.nn.Module, autocast: Callable[[], Any]) -> torch
 
 
 def _autocast_view_in(model: torch.nn.Module) -> _AutocastView | None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = model.module if _averages(model) else model
     return inner if isinstance(inner, _AutocastView) else None

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import same_state
 from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import LossScaler
 
 __all__ = [
@@ -36,6 +37,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: The optimizer to wrap.
         state: Says whether gradients sync.
         scaler: The loss scaler, with fp16.
+        end_step: Called after a step outside of any prepared loader, whose next batch would end it.
 
     Attributes:
         optimizer: The wrapped optimizer.
@@ -43,20 +45,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: GradientState,
+        scaler: LossScaler | None = None,
+        end_step: Callable[[], None] | None = None,
     ) -> None:
         # Not the base class's: parameters, state and hooks are the wrapped optimizer's and are looked up there.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._gradients = state
         self._scaler = scaler
+        self._end_step = end_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps if gradients sync; with fp16, and no overflow."""
         if not self._gradients.sync_gradients:
             return None
         if self._scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if self._end_step is not None and not PASSES.running:
+                self._end_step()
+            return value
         if closure is not None:
             raise TrainingError(
                 f"{type(self.optimizer).__name__} can't be stepped with a closure in fp16.",
@@ -179,7 +189,12 @@ class AcceleratedScheduler:
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, state: GradientState, scaler: LossScaler | None, *, moves: bool = True
+    optimizer: torch.optim.Optimizer,
+    state: GradientState,
+    scaler: LossScaler | None,
+    *,
+    moves: bool = True,
+    end_step: Callable[[], None] | None = None,
 ) -> AcceleratedOptimizer:
     """Wraps an optimizer, and if it ``moves``, brings its state to where its parameters are now."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
@@ -187,7 +202,7 @@ def prepare_optimizer(
     if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
     same_state.remember(optimizer)
-    return AcceleratedOptimizer(optimizer, state, scaler)
+    return AcceleratedOptimizer(optimizer, state, scaler, end_step)
 
 
 def refuse_strangers(objects: Iterable[Any], prepared: Iterable[Any]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,10 +39,11 @@ class Precision:
         autocast: How to autocast.
         scaler: How to scale losses.
         downcast_bf16: On a TPU, have bf16 replace float32 and float32 replace float64; elsewhere it has no meaning.
+        computes_in: Has the device itself compute in a type, if it can: a ``Runtime``'s.
 
     Attributes:
         name: One of the three.
-        dtype: What the forward pass computes in; ``None`` for ``"no"``.
+        dtype: What the forward pass computes in under autocast; ``None`` for ``"no"``, and where the device does it.
         scaler: Keeps small gradients from vanishing in fp16; ``None`` for the others.
 
     Raises:
@@ -58,27 +59,31 @@ class Precision:
         autocast: AutocastKwargs | None = None,
         scaler: GradScalerKwargs | None = None,
         downcast_bf16: bool = False,
+        computes_in: Callable[..., bool] | None = None,
     ) -> None:
         name = str(getattr(name, "value", name) or environ.get(environment.MIXED_PRECISION) or "no")
         if name not in _DTYPES:
             why = "There is no arithmetic in 8 bits here." if name == "fp8" else ""
             known = ", ".join(repr(known) for known in _DTYPES)
             raise ConfigError(f"mixed_precision is {name!r}.", why=why, fix=f"one of {known}")
-        if name == "fp16" and device.type == "cpu":
+        if name == "fp16" and device.type != "cuda":
             raise ConfigError(
-                "mixed_precision='fp16' needs a GPU, and this rank computes on the CPU.",
-                why="CPUs have no fast arithmetic in fp16: it would be slower than float32 and less exact.",
+                f"mixed_precision='fp16' needs a GPU, and this rank computes on {device.type.upper()}.",
+                why="Only GPUs have fast arithmetic in fp16: elsewhere it is slower than float32, and less exact.",
                 fix="mixed_precision='bf16', or 'no'",
             )
         self.name = name
-        self.dtype = _DTYPES[name]
+        dtype = _DTYPES[name]
+        is_lowered = dtype is not None and computes_in is not None and computes_in(dtype, downcast=downcast_bf16)
+        self.dtype = None if is_lowered else dtype
         scaler = scaler or GradScalerKwargs()
         self.scaler = LossScaler(device, scaler) if name == "fp16" and scaler.enabled else None
         self._device_type = device.type
         self._autocast = autocast or AutocastKwargs()
-        if downcast_bf16 and device.type != "xla":
+        if downcast_bf16 and not is_lowered:
             warnings.warn(
-                f"downcast_bf16=True has no effect on this device ({device.type}): it is for TPUs. Fix: leave it out",
+                f"downcast_bf16=True has no effect on this device ({device.type}) with mixed_precision={name!r}: it is "
+                "for bf16 on TPUs. Fix: leave it out",
                 stacklevel=2,
             )
 

@@ -12,14 +12,14 @@ from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes import torch_group
+from notebook_accel.training.runtimes import torch_group, xla
 from notebook_accel.training.runtimes.devices import local_device, utilisation_of
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 from notebook_accel.training.runtimes.worker_process import WorkerProcess
 
-__all__ = ["current", "join", "rank_place"]
+__all__ = ["current", "join", "rank_place", "seed_device"]
 
 # The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
 _latest: weakref.ref[Runtime] | None = None
@@ -39,7 +39,6 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
         ConfigError: The environment variables don't describe a rank.
         TrainingError: The other ranks didn't come in time, or this one has no device.
     """
-    global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
     options = options or InitProcessGroupKwargs()
     if options.backend is None and environment.is_true(os.environ.get(environment.OVERSUBSCRIBE, "")):
@@ -48,15 +47,29 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
     if joined is None and get_worker_info() is not None:
         return WorkerProcess(RankPlace.from_environment())
     place = joined or RankPlace.from_environment()
+    if not cpu and xla.is_asked_for():
+        return _joined(xla.XlaDevice(place, options))
     device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
     runtime: Runtime
     if place.world_size == 1 and joined is None:
         runtime = SingleProcess(place, device)
     else:
         runtime = TorchDistributed(place, device, options)
-    reporter().set_device(str(device), runtime.memory(), utilisation_of(device))
+    return _joined(runtime)
+
+
+def _joined(runtime: Runtime) -> Runtime:
+    global _latest
+    reporter().set_device(str(runtime.device), runtime.memory(), utilisation_of(runtime.device))
     _latest = weakref.ref(runtime)
     return runtime
+
+
+def seed_device(seed: int) -> None:
+    """Seeds the device's generator, if this process has joined by one that torch doesn't seed itself."""
+    runtime = None if _latest is None else _latest()
+    if runtime is not None and get_worker_info() is None:  # a loader's worker has no device
+        runtime.seed(seed)
 
 
 def current(*, cpu: bool = False) -> Runtime:

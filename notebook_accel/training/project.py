@@ -184,7 +184,8 @@ class Project(ProcessControl):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now."""
-        return checkpoint.state_of(model) if unwrap else model.state_dict()
+        state: dict[str, Any] = self._runtime.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
+        return state
 
     def save_model(
         self,

@@ -34,6 +34,7 @@ class RNGType(str, enum.Enum):
 
     TORCH = "torch"
     CUDA = "cuda"
+    XLA = "xla"
     NUMPY = "numpy"
     PYTHON = "python"
     GENERATOR = "generator"
@@ -51,6 +52,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += process_group.rank_place().rank
     random.seed(seed)
     torch.manual_seed(seed)
+    process_group.seed_device(seed)
     with contextlib.suppress(ImportError):
         import numpy
 
@@ -79,16 +81,13 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def capture(device: torch.device) -> dict[str, Any]:
-    """The state of this process's generators, a GPU's too, made of what ``torch.load(weights_only=True)`` reads."""
-    state = plain(snapshot())
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def capture(runtime: Runtime) -> dict[str, Any]:
+    """The state of this rank's generators, its device's too, made of what ``torch.load(weights_only=True)`` reads."""
+    return {**plain(snapshot()), **runtime.generator_state()}
 
 
-def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts the generators back to where ``capture`` or ``plain`` has them, a GPU's if ``device`` is one."""
+def restore(state: dict[str, Any], runtime: Runtime | None = None) -> None:
+    """Puts the generators back to where ``capture`` or ``plain`` has them; its device's if ``runtime`` is given."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -97,8 +96,8 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-    if "cuda" in state and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if runtime is not None:
+        runtime.set_generator_state(state)
 
 
 def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
@@ -119,20 +118,20 @@ def synchronize(runtime: Runtime, types: Iterable[str], generator: torch.Generat
     """Gives every rank rank 0's state of the named generators."""
     if runtime.place.world_size == 1:
         return
-    own = capture(runtime.device)
+    own = capture(runtime)
     if generator is not None:
         own["generator"] = generator.get_state()
     from_rank_0 = collectives.broadcast_object(runtime, {name: own[name] for name in types if name in own})
     if generator is not None and "generator" in from_rank_0:
         generator.set_state(from_rank_0.pop("generator"))
-    restore({**own, **from_rank_0}, runtime.device)
+    restore({**own, **from_rank_0}, runtime)
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Gives every rank rank 0's state of some generators.
 
     Args:
-        rng_types: Some of ``"torch"``, ``"cuda"``, ``"numpy"``, ``"python"`` and ``"generator"``.
+        rng_types: Some of ``"torch"``, ``"cuda"``, ``"xla"``, ``"numpy"``, ``"python"`` and ``"generator"``.
         generator: What ``"generator"`` means.
 
     Raises:

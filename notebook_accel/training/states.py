@@ -35,7 +35,7 @@ class AcceleratorState(ProcessControl):
         self._precision = (
             latest
             if latest is not None and mixed_precision in (None, latest.name)
-            else Precision(mixed_precision, self.device)
+            else Precision(mixed_precision, self.device, computes_in=self._runtime.computes_in)
         )
 
     @classmethod

@@ -93,6 +93,22 @@ def test_rate_starts_anew_with_another_loader() -> None:
     assert _reduced(*training, *evaluation).ranks[0].steps_per_s(6.0) == pytest.approx(7.0)
 
 
+def test_steps_that_compile_are_shown_as_such_and_not_timed() -> None:
+    state = RunState(1)
+    [rank] = state.ranks
+    for time_s, steps in ((0.0, 0), (30.0, 1)):
+        state.apply(0, _progress(time_s, steps, compiling=True))
+    assert rank.note.startswith("compiling")
+    assert rank.steps_per_s(30.0) is None
+    for time_s, steps in ((31.0, 2), (33.0, 12)):
+        state.apply(0, _progress(time_s, steps))
+    assert rank.steps_per_s(33.0) == 5.0
+    assert rank.note == ""
+    state.apply(0, _progress(34.0, 13, compiling=True))
+    state.apply(0, events.Finished(result_bytes=1))
+    assert rank.note == ""
+
+
 def test_rate_and_time_left_are_unknown_before_two_counts() -> None:
     rank = _reduced(_progress(1.0, 10)).ranks[0]
     assert rank.steps_per_s(1.0) is None

@@ -23,15 +23,20 @@ SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, 
         ),
         (Ended(signal=signal.SIGSEGV), "spawn", "Native code has crashed"),
         (Ended(signal=signal.SIGSEGV), "fork", "build it in another cell and pass it as an argument"),
+        (
+            Ended(signal=signal.SIGSEGV, shortage=SHORTAGE, peak_bytes=2**33),
+            "fork",
+            "This rank had used up to 8.0 GiB; 8 ranks each built their own model",
+        ),
         (Ended(signal=signal.SIGBUS), "spawn", "no room left in /dev/shm"),
     ],
 )
 def test_death_by_a_signal(end: Ended, start_method: str, expected: str) -> None:
-    assert expected in " ".join(explanations.of_death(end, start_method=start_method))
+    assert expected in " ".join(explanations.of_death(end, start_method=start_method, ranks=8))
 
 
 def test_exit_status_says_enough() -> None:
-    assert explanations.of_death(Ended(exit_code=3), start_method="fork") == ("", "", "")
+    assert explanations.of_death(Ended(exit_code=3), start_method="fork", ranks=8) == ("", "", "")
 
 
 def test_shortage_has_its_figures() -> None:

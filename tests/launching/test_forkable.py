@@ -10,7 +10,7 @@ import types
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import forkable, preflight
+from notebook_accel.launching import kernel_state, preflight
 
 FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
 
@@ -60,4 +60,4 @@ def test_finding_out_imports_nothing() -> None:
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    assert forkable.is_xla_initialized() is False
+    assert kernel_state.is_xla_initialized() is False

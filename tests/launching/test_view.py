@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pathlib
+import re
 import signal
 import struct
 import termios
@@ -50,6 +51,18 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
         "rank 0  epoch 2/5  step 30/50  10.0 steps/s  00:17 left  loss 0.1235",
         "rank 1                                                   loss 2",
     ]
+
+
+def test_steps_that_compile_are_not_timed(job: Job) -> None:
+    out = io.StringIO()
+    lines = view.LinesView(job, out, period_s=0.0)
+    for time_s, step, compiling in ((0.0, 0, True), (30.0, 2, True), (31.0, 3, False), (33.0, 13, False)):
+        job.deliver(0, events.Progress(time_s=time_s, step=step, steps=step, compiling=compiling))
+        lines.refresh()
+    lines.close()
+    printed = out.getvalue()
+    assert printed.count("compiling") == 2
+    assert set(re.findall(r"(\S+) steps/s", printed)) == {"5.0"}
 
 
 def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:

@@ -57,6 +57,19 @@ def test_downcasting_is_for_tpus_only() -> None:
         Precision("bf16", CPU, {}, downcast_bf16=True)
 
 
+def test_a_device_that_computes_in_bf16_itself_needs_no_autocast() -> None:
+    asked = []
+
+    def computes_in(dtype: torch.dtype, *, downcast: bool) -> bool:
+        asked.append((dtype, downcast))
+        return True
+
+    lowered = Precision("bf16", CPU, {}, downcast_bf16=True, computes_in=computes_in)
+    assert (lowered.name, lowered.dtype) == ("bf16", None)
+    assert Precision("no", CPU, {}, computes_in=computes_in).name == "no"
+    assert asked == [(torch.bfloat16, True)]
+
+
 def test_scale_grows_and_backs_off_as_told() -> None:
     settings = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
     ours, torchs = LossScaler(CPU, settings), torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
-__all__ = ["local_device", "memory_of", "release_memory_of", "utilisation_of"]
+__all__ = ["TorchDevice", "local_device", "utilisation_of"]
+
+
+class TorchDevice:
+    """What of a ``Runtime`` is a matter of the device alone.
+
+    Attributes:
+        device: A CPU or a GPU.
+    """
+
+    device: torch.device
+
+    def memory(self) -> Callable[[], tuple[int, int]] | None:
+        return functools.partial(_gpu_memory, self.device) if self.device.type == "cuda" else None
+
+    def release_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def place_model(self, model: torch.nn.Module) -> None:
+        model.to(self.device)
+
+    def place_leaf(self, leaf: torch.Tensor) -> None:
+        leaf.data = leaf.data.to(self.device)
+
+    def to_host(self, state: Any) -> Any:
+        return state  # files are written from wherever torch's tensors are
+
+    def uploader(self) -> None:
+        return None
+
+    def end_step(self) -> None:
+        pass
+
+    def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the seam's signature
+        return False
+
+    def seed(self, seed: int) -> None:
+        pass
+
+    def generator_state(self) -> Mapping[str, Any]:
+        return {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+
+    def set_generator_state(self, state: Mapping[str, Any]) -> None:
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
@@ -39,23 +85,12 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
     return device
 
 
-def memory_of(device: torch.device) -> Callable[[], tuple[int, int]] | None:
-    """What gives a GPU's used and total bytes, ``None`` for a CPU, which has no memory of its own."""
-    return functools.partial(_gpu_memory, device) if device.type == "cuda" else None
-
-
 def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
-    """What gives the per cent of time in which a GPU computes, ``None`` for a CPU.
+    """What gives the per cent of time in which a GPU computes, ``None`` for others.
 
     It gives ``None`` too where NVML doesn't know, as for a part of a GPU.
     """
     return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
-
-
-def release_memory_of(device: torch.device) -> None:
-    """Gives back what torch keeps of a GPU's memory for later."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _gpu_memory(device: torch.device) -> tuple[int, int]:

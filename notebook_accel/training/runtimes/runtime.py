@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,20 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "Uploader"]
+
+
+class Uploader(Protocol):
+    """Takes a pass's batches to the device while the model computes, in the order in which they come."""
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins with the tensors of one batch."""
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """The oldest batch that was sent and not taken, on the device. The step before it has been asked for."""
+
+    def close(self) -> None:
+        """Ends the pass."""
 
 
 class Runtime(Protocol):
@@ -44,6 +57,41 @@ class Runtime(Protocol):
 
     def release_memory(self) -> None:
         """Gives back device memory that nothing uses any more, for other processes to use."""
+
+    def place_model(self, model: torch.nn.Module) -> None:
+        """Moves a model to the device, in place: optimizers that were made for it go on working."""
+
+    def place_leaf(self, leaf: torch.Tensor) -> None:
+        """The same for a tensor that learns."""
+
+    def to_host(self, state: Any) -> Any:
+        """A state dict as it can be written to a file. Every rank calls it, also where only one writes."""
+
+    def uploader(self) -> Uploader | None:
+        """What takes the batches of a pass to the device, ``None`` where a copy is all that it takes."""
+
+    def end_step(self) -> None:
+        """Has the device compute what was asked of it, where that is put off until a step is complete."""
+
+    def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
+        """Has the device itself compute in ``dtype``, if it can; returns whether it does, so that nothing autocasts.
+
+        Args:
+            dtype: What takes the place of float32.
+            downcast: Have float32 take the place of float64 too.
+
+        Raises:
+            ConfigError: It computes in something else already, and can't change.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Seeds the device's generator, where ``torch.manual_seed`` doesn't."""
+
+    def generator_state(self) -> Mapping[str, Any]:
+        """The state of the device's generators, by name, made of what ``torch.load(weights_only=True)`` reads."""
+
+    def set_generator_state(self, state: Mapping[str, Any]) -> None:
+        """Puts them back to where ``generator_state`` has them. Others in ``state`` are passed over."""
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
-from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
+from notebook_accel.training.runtimes.devices import TorchDevice
 
 __all__ = ["SingleProcess"]
 
 
-class SingleProcess:
+class SingleProcess(TorchDevice):
     """A ``Runtime`` of one rank.
 
     Args:
@@ -32,12 +32,6 @@ class SingleProcess:
 
     def explain(self, error: RuntimeError) -> None:
         pass
-
-    def memory(self) -> Callable[[], tuple[int, int]] | None:
-        return memory_of(self.device)
-
-    def release_memory(self) -> None:
-        release_memory_of(self.device)
 
     def barrier(self) -> None:
         pass

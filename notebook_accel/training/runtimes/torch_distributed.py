@@ -21,7 +21,7 @@ from notebook_accel.training.handlers import (
     InitProcessGroupKwargs,
 )
 from notebook_accel.training.runtimes import reconnecting, torch_group
-from notebook_accel.training.runtimes.devices import memory_of, release_memory_of
+from notebook_accel.training.runtimes.devices import TorchDevice
 from notebook_accel.training.runtimes.object_scatter import ObjectScatter
 
 __all__ = ["TorchDistributed"]
@@ -30,7 +30,7 @@ __all__ = ["TorchDistributed"]
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class TorchDistributed:
+class TorchDistributed(TorchDevice):
     """A ``Runtime`` over torch's default process group.
 
     Args:
@@ -69,12 +69,6 @@ class TorchDistributed:
 
     def explain(self, error: RuntimeError) -> None:
         self._group.explain(error)
-
-    def memory(self) -> Callable[[], tuple[int, int]] | None:
-        return memory_of(self.device)
-
-    def release_memory(self) -> None:
-        release_memory_of(self.device)
 
     def barrier(self) -> None:
         # Not dist.barrier: with several backends in one group that has to guess the device.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
+from notebook_accel.training.runtimes.devices import TorchDevice
 
 __all__ = ["WorkerProcess"]
 
 
-class WorkerProcess:
+class WorkerProcess(TorchDevice):
     """A ``Runtime`` whose collectives are refused: the rank itself takes part in them, and nobody waits for a worker.
 
     Args:
@@ -28,12 +28,6 @@ class WorkerProcess:
         self.has_left = False
 
     def explain(self, error: RuntimeError) -> None:
-        pass
-
-    def memory(self) -> Callable[[], tuple[int, int]] | None:
-        return None
-
-    def release_memory(self) -> None:
         pass
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:

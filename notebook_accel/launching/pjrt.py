@@ -1,0 +1,131 @@
+"""The XLA devices of this machine, as PJRT would give them to ranks; found without torch_xla, which would wake them.
+
+By the devices, not by whose notebook service it is: a TPU machine of one's own has none of their variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from notebook_accel.errors import Finding
+
+__all__ = ["Platform", "chips", "find"]
+
+_ASKED_FOR = "PJRT_DEVICE"
+_CPU_DEVICES = "CPU_NUM_DEVICES"
+_KIND = "TPU_ACCELERATOR_TYPE"  # such as v3-8; set where the bus is hidden
+_GOOGLE = "0x1ae0"
+# The PCI devices that are TPUs. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
+_TPUS = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+_TWO_CORES = re.compile(r"v[23]\b")
+_UNKNOWN = "of some kind"
+_ROOT = pathlib.Path("/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """What PJRT would give.
+
+    Attributes:
+        kind: The devices: TPUs, or the CPU in the place of one.
+        processes: How many processes it takes to use all.
+        cores: Devices that each of them would have. A rank is a process, so with more than one only one can be used.
+    """
+
+    kind: Literal["TPU", "XLA CPU"]
+    processes: int
+    cores: int = 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of ranks that it can give, all of its devices last."""
+        return (1,) if self.cores > 1 or self.processes == 1 else (1, self.processes)
+
+    def variables(self) -> dict[str, str]:
+        """What tells a rank to use it."""
+        return {_ASKED_FOR: "TPU" if self.kind == "TPU" else "CPU"}
+
+    def findings(self, asked: int | None) -> list[Finding]:
+        """What speaks against so many ranks on it.
+
+        Args:
+            asked: The number of ranks, ``None`` for as many as there are devices.
+        """
+        found = []
+        if not _is_installed("torch_xla"):
+            found.append(
+                Finding(
+                    "This machine has a TPU, and torch_xla isn't installed.",
+                    "PyTorch reaches a TPU through it.",
+                    "pip install 'torch_xla[tpu]', of the same version as torch; or --use_cpu",
+                )
+            )
+        count = self.processes * self.cores if asked is None else asked
+        if count not in self.counts:
+            possible = " or ".join(f"--num_processes {number}" for number in self.counts)
+            found.append(Finding(self._what(asked, count), self._why(), f"{possible}; or --use_cpu"))
+        return found
+
+    def _what(self, asked: int | None, count: int) -> str:
+        there = f"{self.processes * self.cores} {self.kind} device{'' if self.processes * self.cores == 1 else 's'}"
+        if asked is None:
+            return f"PJRT has {there}, and ranks can't be on all of them."
+        return f"{count} processes were asked for, and PJRT has {there}."
+
+    def _why(self) -> str:
+        if self.cores > 1:
+            return f"It gives each process {self.cores} devices, for threads; a rank here is a process, and has one."
+        return "It gives one device to one process, or all of them to as many processes."
+
+
+def find(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
+    """What PJRT would give, ``None`` if there is nothing or if ``PJRT_DEVICE`` says so.
+
+    Args:
+        environ: ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is installed.
+        root: The folder that ``/dev`` and ``/sys`` are in.
+    """
+    asked = environ.get(_ASKED_FOR, "").upper()
+    if asked == "CPU":
+        count = environ.get(_CPU_DEVICES, "")
+        return Platform("XLA CPU", 1, int(count) if count.isdigit() else 1) if _is_installed("torch_xla") else None
+    if asked not in ("", "TPU"):
+        return None
+    kinds = chips(root) if root != _ROOT else _chips_here()
+    if not kinds and asked == "TPU":
+        # Later TPUs have a driver that is not theirs alone, so this needs somebody's word.
+        kinds = (_UNKNOWN,) * sum(path.name.isdigit() for path in root.glob("dev/vfio/*"))
+    if not kinds:
+        return None
+    kind = environ.get(_KIND, "") if kinds[0] == _UNKNOWN else kinds[0]
+    return Platform("TPU", len(kinds), 2 if _TWO_CORES.match(kind) else 1)
+
+
+def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
+    """The generation of each TPU chip on the PCI bus; where the bus is hidden, of each that the driver shows."""
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        with contextlib.suppress(OSError):  # a device that may not be looked at
+            if (device / "vendor").read_text().strip() == _GOOGLE:
+                found.append(_TPUS.get((device / "device").read_text().strip(), ""))
+    known = tuple(filter(None, found))
+    # The driver's files are accel0, accel1, …; in the folder accel, where other vendors' are, they would have another
+    # name.
+    return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
+
+
+@functools.cache  # it is looked for at every launch, and TPUs come with a machine
+def _chips_here() -> tuple[str, ...]:
+    return chips()
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

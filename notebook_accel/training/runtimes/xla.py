@@ -1,0 +1,267 @@
+"""XLA devices: TPUs, and the CPU in the place of one, through torch_xla and PJRT.
+
+Only this module and those beside it whose names begin with ``xla`` know torch_xla, and import it when it is used first.
+
+XLA computes a step as a whole: operations are noted, and compiled and run when the step ends. Here it ends when the
+prepared loader is asked for its next batch; outside of one, after the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.reporting import reporter
+from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from notebook_accel.training.runtimes import xla_collectives
+from notebook_accel.training.runtimes.single_process import SingleProcess
+from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
+from notebook_accel.training.runtimes.xla_compiling import Compilations
+
+__all__ = ["XlaDevice", "is_asked_for"]
+
+_ASKED_FOR = "PJRT_DEVICE"
+# What torch_xla reads when the first tensor is made. With the first, both float32 and float64 become bfloat16; with the
+# second, float32 becomes bfloat16 and float64 becomes float32.
+_USE_BF16, _DOWNCAST_BF16 = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
+
+_precision: dict[str, str] | None = None  # what this process computes in, once it is decided
+
+
+def is_asked_for() -> bool:
+    """Whether this process shall compute on an XLA device: by the variable that PJRT itself reads."""
+    return bool(os.environ.get(_ASKED_FOR)) and importlib.util.find_spec("torch_xla") is not None
+
+
+class XlaDevice:
+    """A ``Runtime`` on one XLA device. What is on the host travels between ranks by gloo.
+
+    Args:
+        place: This rank's place.
+        options: How the ranks' group on the host is made.
+
+    Raises:
+        TrainingError: The other ranks didn't come in time, or PJRT gives this process no device of its own.
+    """
+
+    def __init__(self, place: RankPlace, options: InitProcessGroupKwargs) -> None:
+        self.place = place
+        cpu = torch.device("cpu")
+        self._host = SingleProcess(place, cpu) if place.world_size == 1 else TorchDistributed(place, cpu, options)
+        self.device = _device(place)
+        self._compilations = Compilations()
+        self.seed(torch.initial_seed())
+        reporter().hold_metrics()
+
+    @property
+    def compares_calls(self) -> bool:
+        return self._host.compares_calls  # ranks that disagree would wait for each other for ever
+
+    @property
+    def has_left(self) -> bool:
+        return self._host.has_left
+
+    def explain(self, error: RuntimeError) -> None:
+        self._host.explain(error)
+
+    def leave(self) -> None:
+        self._host.leave()
+
+    # The device
+
+    def memory(self) -> Callable[[], tuple[int, int]] | None:
+        import torch_xla.core.xla_model as xm
+
+        def used_and_total() -> tuple[int, int]:
+            info = xm.get_memory_info(self.device)
+            return int(info["bytes_used"]), int(info["bytes_limit"])
+
+        try:
+            used_and_total()
+        except RuntimeError:  # the CPU in the place of a TPU has none of its own
+            return None
+        return used_and_total
+
+    def release_memory(self) -> None:
+        self.end_step()
+
+    def place_model(self, model: torch.nn.Module) -> None:
+        # Without this, a module's own ``to`` gives it new parameters, and its optimizer would go on with the old ones.
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.to(self.device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+        self.end_step()  # what it takes to get there is no part of the first step
+
+    def place_leaf(self, leaf: torch.Tensor) -> None:
+        swap: Any = torch.utils.swap_tensors
+        swap(leaf, leaf.detach().to(self.device).requires_grad_())
+
+    def to_host(self, state: Any) -> Any:
+        self.end_step()
+        return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+    def uploader(self) -> _Uploader:
+        return _Uploader(self.device, self._compilations, self.end_step)
+
+    def end_step(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+        self._compilations.step_ended()
+        reporter().release_metrics()
+
+    def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
+        global _precision
+        if dtype is not torch.bfloat16:
+            return False
+        wanted = {_USE_BF16: str(int(not downcast)), _DOWNCAST_BF16: str(int(downcast))}
+        if _precision not in (None, wanted):
+            raise ConfigError(
+                "This process computes in another form of bf16 already.",
+                why="XLA takes its precision from the first tensor that is made, for as long as the process lives.",
+                fix="one Accelerator for each launch, or the same mixed_precision and downcast_bf16",
+            )
+        os.environ.update(wanted)
+        _precision = wanted
+        return True
+
+    def seed(self, seed: int) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed % 2**63, str(self.device))
+
+    def generator_state(self) -> Mapping[str, Any]:
+        import torch_xla.core.xla_model as xm
+
+        return {"xla": xm.get_rng_state(str(self.device))}
+
+    def set_generator_state(self, state: Mapping[str, Any]) -> None:
+        if "xla" in state:
+            self.seed(state["xla"])
+
+    # The others
+
+    def barrier(self) -> None:
+        self.end_step()
+        self._host.barrier()
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._is_on_host(tensor):
+            return self._host.all_gather(tensor)
+        return xla_collectives.all_gather(tensor, self.place.rank, self.place.world_size)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        if self._is_on_host(tensor):
+            self._host.all_reduce(tensor)
+        else:
+            xla_collectives.all_reduce([tensor])
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if self._is_on_host(tensor):
+            self._host.broadcast(tensor, source)
+        else:
+            xla_collectives.broadcast([tensor], self.place.rank, source)
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return self.place.world_size == 1 or tensor.device.type == "cpu"
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._host.all_gather_object(value)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return self._host.broadcast_object(value, source)
+
+    def scatter_object(self, values: Sequence[Any] | None) -> Any:
+        return self._host.scatter_object(values)
+
+    def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
+        if options != DistributedDataParallelKwargs():
+            raise ConfigError(
+                f"{options} has no effect on an XLA device.",
+                why="Gradients are averaged there by one collective in the graph of the step.",
+                fix="leave DistributedDataParallelKwargs out",
+            )
+        xla_collectives.broadcast([*model.parameters(), *model.buffers()], self.place.rank, source=0)
+        self.end_step()
+        return xla_collectives.DataParallel(model, self.place.world_size)
+
+
+def _device(place: RankPlace) -> torch.device:
+    """This process's device, of a group of as many as there are ranks."""
+    import torch_xla
+    import torch_xla.runtime
+    from torch_xla._internal import pjrt
+
+    if not torch_xla._XLAC._xla_runtime_is_initialized():
+        # Says which chip is this process's, before PJRT looks for one; and which devices take part in collectives.
+        if place.world_size == 1:
+            pjrt.initialize_singleprocess()
+        else:
+            pjrt.initialize_multiprocess(place.local_rank, place.local_world_size)
+    found = torch_xla.runtime.global_device_count()
+    if place.world_size not in (1, found):
+        raise TrainingError(
+            f"There are {place.world_size} ranks, and PJRT has a group of {found} devices.",
+            why="Each rank is a process with one XLA device, and all devices that PJRT finds take part.",
+            fix=f"num_processes={found}, or 1",
+        )
+    device: torch.device = torch_xla.device()
+    return device
+
+
+class _Uploader:
+    """torch_xla's parallel loader, which takes batches to the device in a thread of its own.
+
+    Args:
+        device: The device.
+        compilations: Told of the shapes.
+        end_step: Called before a batch is taken, and at the end.
+    """
+
+    _DEADLINE_S = 600.0
+
+    def __init__(self, device: torch.device, compilations: Compilations, end_step: Callable[[], None]) -> None:
+        from torch_xla.distributed.parallel_loader import ParallelLoader
+
+        self._compilations = compilations
+        self._end_step = end_step
+        self._waiting: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
+        self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._are_new: collections.deque[bool] = collections.deque()
+        self._loader = ParallelLoader(self._batches(), [device], loader_prefetch_size=2, device_prefetch_size=1)
+        self._device = device
+
+    def _batches(self) -> Iterator[list[torch.Tensor]]:
+        """In the loader's thread."""
+        while (tensors := self._waiting.get()) is not None:
+            yield tensors
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._shapes, is_new = self._compilations.batch(tensors, self._shapes)
+        self._are_new.append(is_new)
+        self._waiting.put(list(tensors))
+
+    def take(self) -> Sequence[torch.Tensor]:
+        self._end_step()
+        taken: list[torch.Tensor] | None = self._loader.next_item(self._device)
+        if taken is None:
+            raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
+        self._compilations.step_begins(is_new=self._are_new.popleft())
+        return taken
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._loader.close()
+        self._end_step()
