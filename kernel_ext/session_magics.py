@@ -92,9 +92,8 @@ class SessionMagics:
         if self.session is not None and not self.session.is_over:
             raise RunError("There is a session already.", why=repr(self.session),
                            fix="%distributed stop, before another one is started")  # fmt: skip
-        from notebook_accel.sessions.session import (
-            Session,
-        )  # not above: on other systems than Linux it can't be imported
+        # Not above: on other systems than Linux it can't be imported.
+        from notebook_accel.sessions.session import Session
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
