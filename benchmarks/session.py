@@ -1,0 +1,187 @@
+"""What a cell costs in ranks that stay, beside ipyparallel and a bare pipe.
+
+    python -m benchmarks.session --rounds 7
+
+All of it is measured inside a real kernel. Each round takes a fresh kernel for every method, in turn; figures are
+medians over the rounds of each round's median. ipyparallel and nbdistributed are measured where they can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+from typing import NamedTuple
+
+from tests import kernels
+
+_DEADLINE_S = 240.0
+_TIMED = """
+import json, statistics, time
+def timed(act, times):
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        took.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(took)
+"""
+# Two children that answer what comes through their pipes: nothing that waits for two processes can be faster.
+_PIPE = """
+import os
+def child():
+    order, ordered = os.pipe()
+    answered, answer = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.close(ordered), os.close(answered)
+            while os.read(order, 1):
+                os.write(answer, b"x")
+        finally:
+            os._exit(0)
+    os.close(order), os.close(answer)
+    return ordered, answered
+ends = [child() for _ in range({ranks})]
+def cell():
+    for ordered, _ in ends: os.write(ordered, b"x")
+    for _, answered in ends: os.read(answered, 1)
+found = {{"cell": timed(cell, 500)}}
+import mmap
+fresh = bytes(100_000_000)
+def copy():
+    with mmap.mmap(-1, len(fresh)) as pages: pages[:] = fresh
+found["100 MB"] = timed(copy, 7)
+print(json.dumps(found), flush=True)
+os.killpg(0, 9)  # the children hold each other's pipes, and would stay
+"""
+_OURS = """
+%load_ext notebook_accel
+import torch
+_ = get_ipython().run_cell_magic("distributed", "-n 1 --view none", "1")  # agent and template are there from now on
+began = time.perf_counter()
+get_ipython().run_line_magic("distributed", "start -n {ranks} --use_cpu --view none")
+get_ipython().run_cell_magic("distributed", "", "pass")
+found = {{"start to first cell": 1e3 * (time.perf_counter() - began)}}
+def cell(): get_ipython().run_cell_magic("distributed", "", "pass")
+found["cell"] = timed(cell, 300)
+tensor = torch.ones(25_000_000)
+def push():
+    tensor.add_(1)
+    get_ipython().run_line_magic("push", "tensor")
+push()
+found["100 MB"] = timed(push, 5)
+get_ipython().run_line_magic("distributed", "stop")
+print(json.dumps(found))
+"""
+_IPYPARALLEL = """
+import ipyparallel, numpy, logging
+began = time.perf_counter()
+cluster = ipyparallel.Cluster(n={ranks}, log_level=logging.ERROR)
+view = cluster.start_and_connect_sync(activate=False)[:]
+view.block = True
+view.execute("pass")
+found = {{"start to first cell": 1e3 * (time.perf_counter() - began)}}
+found["cell"] = timed(lambda: view.execute("pass"), 200)
+array = numpy.ones(25_000_000, dtype=numpy.float32)
+found["100 MB"] = timed(lambda: view.push(dict(array=array)), 3)
+cluster.stop_cluster_sync()
+print(json.dumps(found))
+"""
+_NBDISTRIBUTED = """
+%load_ext nbdistributed
+began = time.perf_counter()
+get_ipython().run_line_magic("dist_init", "--num-processes {ranks} --backend gloo")
+time.sleep(30)  # a cell that comes right after the start can hang
+found = {{}}
+found["cell"] = timed(lambda: get_ipython().run_cell_magic("distributed", "", "pass"), 20)
+get_ipython().run_line_magic("dist_shutdown", "")
+print(json.dumps(found))
+"""
+
+
+class _Method(NamedTuple):
+    name: str
+    code: str
+    needs: str = "torch"
+
+
+_FLOOR = _Method("bare pipes, one copy", _PIPE)
+_METHODS = (
+    _FLOOR,
+    _Method("ours", _OURS),
+    _Method("ipyparallel", _IPYPARALLEL, "ipyparallel"),
+    _Method("nbdistributed", _NBDISTRIBUTED, "nbdistributed"),
+)
+_FIGURES = ("cell", "100 MB", "start to first cell")
+
+
+def main() -> int:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    given = parser.parse_args()
+    chosen = []
+    for method in _METHODS:
+        if importlib.util.find_spec(method.needs) is None:
+            print(f"!!! {method.name} is NOT measured: {method.needs} can't be imported.", file=sys.stderr)
+        else:
+            chosen.append(method)
+    for ranks in given.ranks:
+        found: dict[str, list[dict[str, float]]] = {method.name: [] for method in chosen}
+        for number in range(given.rounds):
+            for method in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:  # no place is the best one
+                figures = _measure(method, ranks)
+                if figures:
+                    found[method.name].append(figures)
+        _print_table(ranks, found)
+    return 0
+
+
+def _measure(method: _Method, ranks: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder, kernels.running(pathlib.Path(folder)) as kernel:
+        assert kernel.run(_TIMED).status == "ok"
+        outcome = kernel.run(_in_a_child(method, method.code.format(ranks=ranks)), _DEADLINE_S)
+        lines = outcome.stdout.splitlines()
+        if outcome.status != "ok" or not lines:
+            print(f"!!! {method.name} FAILED with {ranks} ranks: {outcome.traceback[-500:]}", file=sys.stderr)
+            return {}
+        return dict(json.loads(lines[-1]))
+
+
+def _in_a_child(method: _Method, code: str) -> str:
+    """The floor's children must not hold the kernel's sockets, so its parent is a process of its own."""
+    if method is not _FLOOR:
+        return code
+    return (
+        "import subprocess, sys\n"
+        f"run = subprocess.run([sys.executable, '-c', {_TIMED + code!r}], capture_output=True, text=True, "
+        "start_new_session=True)\nprint(run.stdout or run.stderr, end='')"
+    )
+
+
+def _print_table(ranks: int, found: dict[str, list[dict[str, float]]]) -> None:
+    rounds = max(map(len, found.values()), default=0)
+    print(f"\n{ranks} ranks, medians of {rounds} kernels, ms (and x the floor)")
+    print(f"{'':22}" + "".join(f"{figure:>26}" for figure in _FIGURES))
+    floor = {figure: _median(found[_FLOOR.name], figure) for figure in _FIGURES}
+    for name, rows in found.items():
+        cells = []
+        for figure in _FIGURES:
+            value, base = _median(rows, figure), floor[figure]
+            ratio = f" ({value / base:.1f} x)" if value is not None and base else ""
+            cells.append("" if value is None else f"{value:.2f}{ratio}")
+        print(f"{name:22}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def _median(rows: list[dict[str, float]], figure: str) -> float | None:
+    values = [row[figure] for row in rows if figure in row]
+    return statistics.median(values) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
