@@ -15,6 +15,7 @@ from IPython.core.error import UsageError
 
 from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
+from notebook_accel import sizes
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import logs, preflight, registry, standings
 from notebook_accel.launching.job import Job
@@ -24,7 +25,6 @@ __all__ = ["COMMANDS", "completions", "run"]
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
-_MIB = 1 << 20
 _LISTED_RUNS = 10
 
 
@@ -112,7 +112,7 @@ def _print_run(entry: registry.Entry) -> None:
         return
     rows = [("rank", "state", "pid", "device", "step", "memory")]
     for info in job.ranks:
-        used = "" if info.memory_used_bytes is None else f"{info.memory_used_bytes / _MIB:,.0f} MiB"
+        used = "" if info.memory_used_bytes is None else sizes.in_words(info.memory_used_bytes)
         step = "" if info.step is None else f"{info.step:,}"
         rows.append((str(info.rank), info.state, str(info.pid or ""), info.device, step, used))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
