@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from notebook_accel.launching import local
-from tests import kernels, processes
+from tests import beside, kernels, processes
 
 # Examples of property tests have no time limit of their own: on a busy machine any of them may take long.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -27,6 +28,27 @@ _POLL_S = 0.02
 # pytest says which test runs; torch says where it keeps compiled code, when its optimizers are first used; debugpy sets
 # an option of its own, when an old jupyter_client starts a kernel.
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
+
+
+_MYPY = pytest.StashKey[beside.Program]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The types of the whole tree take a minute and a half to check: that is begun before the tests."""
+    if any("mypy" in getattr(item, "fixturenames", ()) for item in session.items):
+        program = os.path.join(os.path.dirname(sys.executable), "mypy")
+        session.config.stash[_MYPY] = beside.Program([program], cwd=str(session.config.rootpath))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _MYPY in config.stash:
+        config.stash[_MYPY].close()
+
+
+@pytest.fixture
+def mypy(request: pytest.FixtureRequest) -> beside.Program:
+    """It, as it checks this tree."""
+    return request.config.stash[_MYPY]
 
 
 @pytest.fixture(scope="session", autouse=True)
