@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -31,6 +32,8 @@ _ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
 _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
 _noted_s: float | None = None  # when a SIGINT was noted last
+_wakeups = -1  # descriptor from which one hears of every SIGINT, without waiting
+_hearing = threading.Lock()  # held from then until it is known where the main thread is
 
 
 def hold_back() -> None:
@@ -45,6 +48,8 @@ def allow() -> None:
         KeyboardInterrupt: A SIGINT was held back or noted.
     """
     global _noted_s
+    with _hearing:  # what has come before is raised here, and the watcher would take it for the next code's
+        _heard()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if _noted_s is not None:
@@ -91,29 +96,40 @@ def watch(store_port: int) -> None:
     Args:
         store_port: Of the store through which ranks find each other.
     """
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(write_end, False)
+    global _wakeups
+    _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
-    threading.Thread(
-        target=_end_waits, args=(read_end, store_port), name="notebook-accel-interruption", daemon=True
-    ).start()
+    thread = threading.Thread(target=_end_waits, args=(store_port,), name="notebook-accel-interruption", daemon=True)
+    thread.start()
     _raise_promptly()
 
 
-def _end_waits(wakeups: int, store_port: int) -> None:
+def _heard() -> bytes:
+    """The signals that have come since the last call."""
+    with contextlib.suppress(OSError):  # there are none, or nobody watches
+        return os.read(_wakeups, 4096)
+    return b""
+
+
+def _end_waits(store_port: int) -> None:
     """The thread: for each SIGINT, first the connections to other ranks, then those to the store."""
+    news = select.poll()
+    news.register(_wakeups, select.POLLIN)
     while True:
-        if signal.SIGINT not in os.read(wakeups, 64):
-            continue
-        waiting = _Wait()
+        news.poll()
+        with _hearing:
+            if signal.SIGINT not in _heard():
+                continue
+            waiting = _Wait()
         for is_of_store in (False, True):
-            if waiting.goes_on():
-                for descriptor in _connections(store_port, is_of_store=is_of_store):
-                    # To look for them takes a while, in which the call may have ended, and they may be those of a group
-                    # that was made since.
-                    if waiting.is_in_the_same_call():
-                        _shut_down(descriptor)
+            if not waiting.goes_on():
+                break
+            for descriptor in _connections(store_port, is_of_store=is_of_store):
+                # To look for them takes a while, in which the call may have ended, and they may be those of a group
+                # that was made since.
+                if waiting.is_in_the_same_call():
+                    _shut_down(descriptor)
         del waiting
 
 

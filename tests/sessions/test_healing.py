@@ -138,6 +138,16 @@ def test_interrupt_that_comes_while_nothing_runs_is_forgotten(prepared: Session)
     assert repr(prepared.execute("'not interrupted'")) == "ranks 0-1: 'not interrupted'"
 
 
+def test_interrupts_between_cells_are_not_taken_for_one_of_a_later_cell_that_sleeps(prepared: Session) -> None:
+    for _ in range(2):  # a rank looks for half a second what one has to end, and hears of the other after that
+        for info in prepared.job.ranks:
+            assert info.pid is not None
+            os.kill(info.pid, signal.SIGINT)
+        prepared._crew._ask_quietly(messages.Standing, [0, 1])
+    prepared.execute("time.sleep(1)")
+    assert goes_on(prepared)
+
+
 def test_rank_that_catches_the_interrupt_has_ended_its_cell(prepared: Session) -> None:
     with interrupted(prepared, runs):
         prepared.execute("try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    caught = True")
