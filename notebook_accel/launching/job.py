@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
@@ -26,6 +26,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.events import Event, Started
 from notebook_accel.launching import explanations, logs
+from notebook_accel.launching.control import Control
 from notebook_accel.launching.messages import OnDeath, RankDump, Reason
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Ending, Record
@@ -34,30 +35,11 @@ from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.stacks import Stacks
 from notebook_accel.launching.watch import Watch
 
-__all__ = ["Control", "Job"]
+__all__ = ["Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
-
-
-class Control(Protocol):
-    """What an engine lets one do with a run that it has started."""
-
-    def interrupt(self, *, escalate: bool) -> None:
-        """Raises KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
-
-    def stop(self) -> None:
-        """Ends the ranks: SIGTERM, and SIGKILL after the grace."""
-
-    def kill(self) -> None:
-        """Ends the ranks at once."""
-
-    def inspect(self) -> None:
-        """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
-
-    def respawn(self, rank: int) -> None:
-        """Starts a rank that is gone once more."""
 
 
 class Job:
