@@ -7,22 +7,19 @@ meantime can't be told to replace it; for such a page the outermost widget stays
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import time
-import uuid
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kernel_ext import front_end, output_pane, render
 from kernel_ext.asked_stacks import AskedStacks
 from kernel_ext.chart import chart_html
 from kernel_ext.live_clicks import LiveClicks
 from kernel_ext.panel_widgets import PanelWidgets
-from kernel_ext.run_state import RunState
+from kernel_ext.shown_run import ShownRun
 from kernel_ext.table import table_html
 from notebook_accel import events
-from notebook_accel.errors import NotebookAccelError, RankFailedError
-from notebook_accel.launching.view import line_prefix
+from notebook_accel.errors import NotebookAccelError
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job
@@ -34,14 +31,16 @@ _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
 
 
-def open_view(job: Job) -> PanelView | None:
+def open_view(job: Job) -> PanelView | ShownRun | None:
     """Opens the panel of a run, or returns ``None`` where nobody would see it.
 
-    The option ``view="panel"`` overrides that.
+    The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
     """
     running = front_end.kernel()
     if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
         return None
+    if job.done:
+        return ShownRun(job)
     try:
         return PanelView(job)
     except ImportError:  # no ipywidgets
@@ -57,18 +56,12 @@ class PanelView:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # Numbers need no help, and the panel draws them in another colour.
-        has_prefixes = bool(job.config.log_line_prefix_template)
-        prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
-        self._state = RunState(job.world_size, prefixes)
+        self._shown = ShownRun(job)
+        self._state = self._shown.state
         self._stacks = AskedStacks(job, self._on_change)
         self._drawn = _Drawn()
         self._has_changed = False  # what people have chosen
         self._clicked: Literal["", "stop", "interrupt"] = ""
-        # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
-        # ipykernel keeps in a context variable (since version 7).
-        self._cell_context = contextvars.copy_context()
-        self._display_id = uuid.uuid4().hex
         self._widgets = PanelWidgets(
             job.world_size,
             on_stop=self._on_stop,
@@ -80,50 +73,35 @@ class PanelView:
         for widget in self._widgets.clickable:
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
-        self._publish(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
+        self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
         """Draws what is new. Without events, only the clock moves, once a second."""
-        self._cell_context.copy().run(self._refresh)
+        self._shown.in_cell(self._refresh)
 
     def close(self) -> None:
         """Replaces what is displayed by the final state as plain HTML and text. The run has ended."""
-        self._cell_context.copy().run(self._close)
+        self._shown.in_cell(self._close)
 
     def _refresh(self) -> None:
-        kinds = self._take_events()
+        kinds = self._shown.take_events()
         now_s = time.monotonic()
         if kinds or self._has_changed or int(now_s - self._job.started_s) != self._drawn.second:
             self._draw(now_s, kinds)
 
     def _close(self) -> None:
-        self._take_events()
+        self._shown.take_events()
         self._state.close()
         now_s = time.monotonic()
-        facts = self._facts(now_s)
-        summary = {
-            "text/html": render.summary_html(facts, self._state, now_s),
-            "text/plain": render.summary_text(facts, self._state, now_s),
-        }
-        self._publish(summary, update=True)
+        self._shown.show_summary(now_s, self._hint())
+        facts = self._shown.facts(now_s, self._hint())
         self._widgets.close(render.summary_parts_html(facts, self._state, now_s))
-
-    def _take_events(self) -> set[type[events.Event]]:
-        """Brings the state up to date; returns which kinds of events came."""
-        kinds: set[type[events.Event]] = set()
-        for rank, event in self._job.events():
-            kinds.add(type(event))
-            self._state.apply(rank, event)
-            if isinstance(event, events.Display):
-                options = {"display_id": event.display_id or None, "update": event.is_update}
-                self._publish(event.data, metadata=event.metadata, **options)
-        return kinds
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
         # A widget sends nothing when it is given the value that it has.
         widgets, state, drawn = self._widgets, self._state, self._drawn
         has_changed, self._has_changed = self._has_changed, False
-        widgets.header.value = render.header_html(self._facts(now_s), state, now_s)
+        widgets.header.value = render.header_html(self._shown.facts(now_s, self._hint()), state, now_s)
         widgets.table.value = table_html(state, now_s, is_folded=widgets.is_folded)
         drawn.output |= events.Output in kinds
         drawn.metrics |= events.Metrics in kinds
@@ -164,24 +142,6 @@ class PanelView:
                 text = str(error)
         return output_pane.log_html([str(path) for path in self._job.log_files], text, choice)
 
-    def _facts(self, now_s: float) -> render.RunFacts:
-        job = self._job
-        end_s = now_s if job.ended_s is None else job.ended_s
-        error = job.error
-        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
-        return render.RunFacts(
-            name=job.name,
-            devices=job.devices,
-            precision=job.config.mixed_precision,
-            status=job.status,
-            elapsed_s=end_s - job.started_s,
-            hint=self._hint(),
-            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
-            traceback=traceback,
-            is_background=job.is_background,
-            log_folder="" if job.log_folder is None else str(job.log_folder),
-        )
-
     def _hint(self) -> str:
         job = self._job
         if job.done:
@@ -213,12 +173,6 @@ class PanelView:
 
     def _on_change(self) -> None:
         self._has_changed = True
-
-    def _publish(self, data: dict[str, Any], **options: Any) -> None:
-        from IPython.display import display
-
-        options = {"display_id": self._display_id, **options}
-        self._cell_context.copy().run(display, data, raw=True, **options)
 
 
 @dataclasses.dataclass

@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
 _DRAWING_SHARE = 0.02  # of one core: a picture of many ranks is drawn less often
 _LONGEST_PERIOD_S = 1.0
-_DRAWING_DELAY_S = 0.05  # while ranks start, the processors are theirs: to draw a panel takes a whole one
+# While ranks start, the processors are theirs: to draw a panel takes a whole one. A run that ends by then, which looks
+# instant to people, has no panel made for it that would be replaced at once.
+_DRAWING_DELAY_S = 0.1
 _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
 
@@ -39,7 +41,7 @@ def follow(job: Job) -> Results:
     view: View = NoView(job)
     try:
         if job.run_here is None:
-            job.wait_until_started(_DRAWING_DELAY_S)
+            job.wait(_DRAWING_DELAY_S)
         view = _open(job)
         if job.run_here is None:
             _draw_until_done(job, view)

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
     SupervisorLostError,
 )
-from notebook_accel.events import Event, Started
+from notebook_accel.events import Event
 from notebook_accel.launching import explanations, logs
 from notebook_accel.launching.control import Control
 from notebook_accel.launching.messages import OnDeath, RankDump, Reason
@@ -102,8 +102,6 @@ class Job:
         self._close_results = weakref.finalize(self, _close_all, tuple(result_files))
         self._control: Control | None = None
         self._lock = threading.Lock()
-        self._started_ranks = 0
-        self._all_started = threading.Event()
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size, config.start_method, spec.left_out)
@@ -279,10 +277,6 @@ class Job:
         failures = sorted(self._record.failures.items())
         return [f"rank {rank} was at {failed.line}" for rank, failed in failures if failed.line]
 
-    def wait_until_started(self, timeout_s: float) -> None:
-        """Waits until every rank has begun to run the user's code, or the run has ended, but no longer than that."""
-        self._all_started.wait(timeout_s)
-
     def notice_silence(self, now_s: float) -> None:
         """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
 
@@ -300,10 +294,6 @@ class Job:
         self._record.add(rank, event)
         self._watch.add(rank, event)
         self._pending.append((rank, event))
-        if isinstance(event, Started):
-            self._started_ranks += 1
-            if self._started_ranks >= self.world_size:
-                self._all_started.set()
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
@@ -321,7 +311,6 @@ class Job:
             self.ending.why = said if error is None else error.what
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
-        self._all_started.set()
         self._ended.set()
         self._watch.end()
 

@@ -22,7 +22,7 @@ while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 
     time.sleep(0.02)
 view.refresh()
 print("stop:", view._widgets._stop.comm.comm_id, repr(view._widgets._stop.layout.display))
-print("hint:", view._facts(0.0).hint)
+print("hint:", view._hint())
 while not Control.calls and not {is_over} and time.monotonic() < deadline:
     view.refresh()
     time.sleep(0.02)

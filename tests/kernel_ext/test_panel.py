@@ -17,7 +17,7 @@ from tests.kernel_ext import made_up
 pytestmark = pytest.mark.front_end
 
 # What a panel sends belongs to the cell that it stands under: here, to the running one.
-_HERE = "view._cell_context = __import__('contextvars').copy_context()"
+_HERE = "view._shown._cell_context = __import__('contextvars').copy_context()"
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -85,6 +85,24 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(ke
     )
     assert last["data"]["text/plain"].startswith("digits: finished, 2 CPUs, ")
     assert _WIDGET_VIEW not in last["data"]
+
+
+def test_a_run_that_has_ended_already_gets_a_summary_and_no_widgets(kernel: kernels.Kernel) -> None:
+    messages = _messages(
+        kernel,
+        """
+        job = make_job()
+        start(job)
+        job.deliver(1, events.Output(text="<b>hello"))
+        finish(job)
+        view = open_view(job)
+        view.close()
+        """,
+    )
+    assert [message["msg_type"] for message in messages if message["msg_type"].startswith("comm")] == []
+    (shown,) = (message for message in messages if message["msg_type"] == "display_data")
+    assert shown["content"]["data"]["text/plain"].startswith("digits: finished, 2 CPUs, ")
+    assert "1 │ <b>hello" in shown["content"]["data"]["text/plain"]
 
 
 def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(kernel: kernels.Kernel) -> None:
