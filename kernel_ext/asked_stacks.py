@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kernel_ext.markup import time_in_digits
+from notebook_accel import durations
 from notebook_accel.errors import NotebookAccelError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class AskedStacks:
     def _ask(self) -> None:
         try:
             self.texts = tuple(map(str, self._job.stacks()))
-            self.said = f"as of {time_in_digits(time.monotonic() - self._job.started_s)}"
+            self.said = f"as of {durations.in_minutes(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
             self.said = str(error)
         self._on_change()

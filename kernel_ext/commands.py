@@ -15,9 +15,9 @@ from IPython.core.error import UsageError
 
 from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
-from notebook_accel import sizes
+from notebook_accel import durations, sizes
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import logs, preflight, registry, standings
+from notebook_accel.launching import logs, preflight, registry
 from notebook_accel.launching.job import Job
 from notebook_accel.plain_text import plain_lines
 
@@ -104,7 +104,7 @@ def _print_run(entry: registry.Entry) -> None:
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
     status = entry.ending.status or ("running" if job is None else job.status)
     began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
-    took = f", took {standings.in_minutes(entry.ending.took_s)}" if entry.ending.status else ""
+    took = f", took {durations.in_words(entry.ending.took_s)}" if entry.ending.status else ""
     print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
     if entry.ending.why:
         print(f"  {entry.ending.why}")

@@ -17,7 +17,6 @@ __all__ = [
     "scrolled",
     "shortened",
     "sizes_in_words",
-    "time_in_digits",
 ]
 
 UNKNOWN = "\N{EN DASH}"
@@ -83,12 +82,3 @@ def sizes_in_words(used_bytes: int, total_bytes: int) -> list[str]:
         return [used]
     number, _, unit = used.partition(" ")
     return [number if total.endswith(unit) else used, total]
-
-
-def time_in_digits(seconds: float | None) -> str:
-    """``00:42``, ``1:02:05``."""
-    if seconds is None:
-        return UNKNOWN
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"

@@ -11,11 +11,12 @@ import dataclasses
 import html
 
 from kernel_ext.chart import chart_html
-from kernel_ext.markup import badge, counted, faint, time_in_digits
+from kernel_ext.markup import badge, counted, faint
 from kernel_ext.output_pane import output_lines, traceback_html, whole_output_html
 from kernel_ext.run_state import RunState
 from kernel_ext.style import STYLE
 from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
+from notebook_accel import durations
 
 __all__ = ["RunFacts", "header_html", "style_html", "summary_html", "summary_parts_html", "summary_text"]
 
@@ -66,13 +67,12 @@ def style_html() -> str:
 
 def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     """The line above the table: state, name, devices, epoch, times."""
-    elapsed = f"{time_in_digits(facts.elapsed_s)} {faint('in all' if facts.has_ended else 'elapsed')}"
-    times = [f"<span>{elapsed}</span>"]
+    times = [f"<span>{_time(facts)} {faint('in all' if facts.has_ended else 'elapsed')}</span>"]
     left_s = None if facts.has_ended else state.left_s(now_s)
     if left_s is not None:
         are_epochs_known = all(rank.epoch is None or rank.epochs is not None for rank in state.ranks)
         of = "left" if are_epochs_known else "left in this epoch"
-        times.append(f"<span>{time_in_digits(left_s)} {faint(of)}</span>")
+        times.append(f"<span>{durations.in_minutes(left_s)} {faint(of)}</span>")
     hint = f'<span class="nba-faint" role="status">{html.escape(facts.hint)}</span>' if facts.hint else ""
     return (
         f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
@@ -102,8 +102,12 @@ def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
 
 def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
     """The same facts in plain text, for where HTML isn't shown."""
-    first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), time_in_digits(facts.elapsed_s)])}"
+    first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
     return "\n".join([first, *table_lines(state, now_s), *notes(state, now_s), *output_lines(state, facts.log_folder)])
+
+
+def _time(facts: RunFacts) -> str:
+    return (durations.in_words if facts.has_ended else durations.in_minutes)(facts.elapsed_s)
 
 
 def _about(facts: RunFacts, state: RunState) -> list[str]:

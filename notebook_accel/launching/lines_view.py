@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from notebook_accel import events
+from notebook_accel import durations, events
 from notebook_accel.launching import standings
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.standings import Standing
@@ -151,7 +151,7 @@ class LinesView:
         described = self._describe(now_s)
         if described and described != self._shown:
             self._shown = described
-            time_shown = standings.in_minutes(now_s - self._job.started_s)
+            time_shown = durations.in_minutes(now_s - self._job.started_s)
             self._out.writelines(f"[{time_shown}] {line}\n" for line in described)
         for standing in self._standings:
             standing.begin_period()
@@ -160,7 +160,7 @@ class LinesView:
         if not any(standing.has_reported for standing in self._standings):
             return []
         if folded:
-            return [f"[{standings.in_minutes(now_s - self._job.started_s)}] {standings.folded(self._standings)}"]
+            return [f"[{durations.in_minutes(now_s - self._job.started_s)}] {standings.folded(self._standings)}"]
         return standings.described(self._standings)
 
 

@@ -6,10 +6,10 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from notebook_accel import events
+from notebook_accel import durations, events
 from notebook_accel.sizes import in_words
 
-__all__ = ["Standing", "described", "folded", "in_minutes"]
+__all__ = ["Standing", "described", "folded"]
 
 _MOST_LINES = 4  # of ranks, before they are folded into one
 _MOST_METRICS = 6
@@ -128,13 +128,6 @@ def folded(ranks: Sequence[Standing]) -> str:
     return "  ".join(filter(None, words))
 
 
-def in_minutes(seconds: float) -> str:
-    """``02:05``, or ``1:02:05`` with hours."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
-
-
 @dataclasses.dataclass(frozen=True)
 class _Column:
     """One fact about the ranks.
@@ -172,7 +165,7 @@ def _columns(ranks: Sequence[Standing]) -> list[_Column]:
         _Column(lambda standing: None if standing.state else standing.steps_per_s, "{:.1f}".format, "", " steps/s"),
     ]
     if not any(standing.is_silent for standing in ranks):  # nobody knows how long one will still be waited for
-        columns.append(_Column(lambda standing: standing.left_s, in_minutes, "", " left"))
+        columns.append(_Column(lambda standing: standing.left_s, durations.in_minutes, "", " left"))
     names = dict.fromkeys(name for standing in ranks for name in standing.metrics)
     shown = sorted(names, key=lambda name: "loss" not in name.lower())[:_MOST_METRICS]
     columns += [_Column(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
