@@ -78,9 +78,14 @@ class Cell:
         )
 
     def wait_for_output(self, text: str, timeout_s: float = 60.0) -> None:
-        """Waits until the text was printed, on either stream."""
+        """Waits until the text was printed, on either stream; a cell that fails before that isn't waited for."""
+
+        def is_there() -> bool:
+            return text in self.stream("stdout") + self.stream("stderr")
+
         deadline = time.monotonic() + timeout_s
-        self._read_until(lambda: text in self.stream("stdout") + self.stream("stderr"), f"output {text!r}", deadline)
+        self._read_until(lambda: is_there() or any(self._contents("error")), f"output {text!r}", deadline)
+        assert is_there(), f"the cell has failed instead of writing {text!r}:\n{self.finish().traceback}"
 
     def answer(self, text: str, timeout_s: float = 60.0) -> str:
         """Waits until the cell asks for input and gives it; returns the question."""
