@@ -66,7 +66,7 @@ def style_html() -> str:
 
 
 def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
-    """The line above the table: state, name, devices, epoch, times."""
+    """The line above the table: state, name, devices, epoch, times; and why ranks were started again."""
     times = [f"<span>{_time(facts)} {faint('in all' if facts.has_ended else 'elapsed')}</span>"]
     left_s = None if facts.has_ended else state.left_s(now_s)
     if left_s is not None:
@@ -77,7 +77,7 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     return (
         f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
         f"{faint(' · '.join(_about(facts, state)))} "
-        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>'
+        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>{_restarts_html(state)}'
     )
 
 
@@ -103,7 +103,8 @@ def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
 def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
     """The same facts in plain text, for where HTML isn't shown."""
     first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
-    return "\n".join([first, *table_lines(state, now_s), *notes(state, now_s), *output_lines(state, facts.log_folder)])
+    lines = [first, *state.restarts_why, *table_lines(state, now_s), *notes(state, now_s)]
+    return "\n".join([*lines, *output_lines(state, facts.log_folder)])
 
 
 def _time(facts: RunFacts) -> str:
@@ -121,6 +122,11 @@ def _about(facts: RunFacts, state: RunState) -> list[str]:
     if state.restarts:
         about.append(counted(state.restarts, "restart"))
     return about
+
+
+def _restarts_html(state: RunState) -> str:
+    """Why ranks were started again, the last few times."""
+    return "".join(f'<p class="nba-said">{html.escape(why)}</p>' for why in state.restarts_why)
 
 
 def _every_rank_html(state: RunState, now_s: float) -> str:

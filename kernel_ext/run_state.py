@@ -29,6 +29,7 @@ _COMPILING = "compiling: steps are counted, and timed from when it is done"
 _STALLED_S = 5.0
 _STALLED_STEPS = 10  # so many times the usual step
 _MOST_METRICS = 32
+_MOST_RESTARTS = 3
 # How far a rank has to be behind the others to be called so: ranks say where they are five times a second, each at its
 # own time, and so seem apart even where they wait for each other.
 _BEHIND_STEPS = 3
@@ -215,6 +216,7 @@ class RunState:
         ranks: One state a rank.
         output: What all ranks wrote.
         history: The curves of each metric over steps, or over reports as long as no rank counts steps.
+        restarts_why: Of the last times that all ranks were started again, which time it was and why, in a line each.
     """
 
     def __init__(self, world_size: int, prefixes: Sequence[str] = ()) -> None:
@@ -222,6 +224,8 @@ class RunState:
         self.ranks = [RankState(rank) for rank in range(world_size)]
         self.output = OutputLog()
         self.history: dict[str, Curves] = {}
+        self._restarts = 0
+        self.restarts_why = collections.deque[str](maxlen=_MOST_RESTARTS)
 
     @property
     def metric_names(self) -> list[str]:
@@ -231,6 +235,9 @@ class RunState:
 
     def apply(self, rank: int, event: events.Event) -> None:
         """Takes in one event of one rank."""
+        if isinstance(event, events.Restarting):
+            self._start_over(event)
+            return
         self.ranks[rank].apply(event)
         if isinstance(event, events.Output):
             if event.left_out:
@@ -242,6 +249,11 @@ class RunState:
             for name in event.values.keys() & self.ranks[rank].metrics.keys():
                 self._extend_history(name, rank, event.step)
 
+    def _start_over(self, event: events.Restarting) -> None:
+        self.restarts_why.append(f"restart {event.number} of {event.of}: {clipped(plain_text(event.why))}")
+        self._restarts = event.number
+        self.ranks = [RankState(rank.rank) for rank in self.ranks]
+
     def close(self) -> None:
         """The run is over: a rank whose end nobody could report is a stopped one."""
         for rank in self.ranks:
@@ -250,8 +262,8 @@ class RunState:
 
     @property
     def restarts(self) -> int:
-        """How often a rank's process was started anew; the most of any rank."""
-        return max(0, *(rank.starts - 1 for rank in self.ranks))
+        """How often all ranks were started anew, and then that of them which was started most often."""
+        return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
 
     def left_s(self, now_s: float) -> float | None:
         """Seconds until the slowest rank's last step, ``None`` if that can't be known: no run ends before all ranks."""

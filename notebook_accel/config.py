@@ -86,6 +86,18 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
         _help("TCP port of the ranks' store. Default: a free one."),
     ] = None
+    max_restarts: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=10_000)],
+        _help("How often all ranks are started again after one has failed, until the failure ends the run."),
+    ] = 0
+    monitor_interval: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=60)],
+        _help("Seconds between two looks at what changes around a run that may restart. A failure is noticed at once."),
+    ] = 0.1
+    rdzv_id: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1, max_length=200)],
+        _help("Name under which the parts of a run find each other; ranks have it as TORCHELASTIC_RUN_ID."),
+    ] = "none"
     name: Annotated[
         Annotated[str, msgspec.Meta(max_length=80)],
         _help("Name of the run in the panel. Default: the function's name, or the cell's number."),

@@ -208,6 +208,7 @@ class RankFailedError(RunError):
         log_file: The file with all that it wrote, empty if there is none.
         others: How the other ranks ended.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
+        restarts: Why all ranks had been started again before, for each time.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class RankFailedError(RunError):
         self.others = others
         self.log_file = ""
         self.pulled: tuple[str, ...] = ()
+        self.restarts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [super().__str__()]
@@ -246,6 +248,10 @@ class RankFailedError(RunError):
             parts.append(f"Its whole output: {self.log_file}")
         if self.others:
             parts.append("The others:\n" + "\n".join(f"  {end}" for end in self.others))
+        if self.restarts:
+            reasons = "\n".join(f"  {number}. {why}" for number, why in enumerate(self.restarts, 1))
+            times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
+            parts.append(f"All ranks had been started again {times} before:\n{reasons}")
         if self.pulled:
             parts.append(f"Pulled all the same, as it was then in rank 0: {', '.join(self.pulled)}")
         return "\n".join(parts)

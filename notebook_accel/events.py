@@ -25,6 +25,7 @@ __all__ = [
     "Metrics",
     "Output",
     "Progress",
+    "Restarting",
     "Silent",
     "Started",
     "decode",
@@ -196,7 +197,23 @@ class Silent(_Event, frozen=True, kw_only=True):
     waits_in: str = ""
 
 
-Event: TypeAlias = Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent
+class Restarting(_Event, frozen=True, kw_only=True):
+    """All ranks are started once more, since this one has failed. Said by the job, which has heard why.
+
+    Attributes:
+        number: Which restart of the run it is, from 1.
+        of: How many there may be.
+        why: Which rank failed first, and of what.
+    """
+
+    number: int
+    of: int
+    why: str
+
+
+Event: TypeAlias = (
+    Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent | Restarting
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

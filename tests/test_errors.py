@@ -25,6 +25,8 @@ _FAILED = errors.RankFailedError(
     others=(errors.RankEnd(0, signal=signal.SIGTERM, stopped=True),),
 )
 
+_FAILED.restarts = ("rank 0: ValueError: boom", "rank 1 was killed by SIGKILL")
+
 _ONE_OF_EACH = [
     errors.NotebookAccelError("what", why="why", fix="fix"),
     errors.ConfigError("num_processes=0 can't be used.", fix="give it 1"),

@@ -27,6 +27,7 @@ _ANY_EVENT = st.one_of(
     ),
     st.builds(events.Finished, result_bytes=_INT),
     st.builds(events.Silent, since_s=st.floats(0, 1e9), at=_TEXT, waits_in=_TEXT),
+    st.builds(events.Restarting, number=st.integers(1, 99), of=st.integers(1, 99), why=_TEXT),
     st.builds(events.Ended, exit_code=st.none() | st.integers(0, 255), signal=st.none() | st.integers(1, 64)),
 )  # fmt: skip
 

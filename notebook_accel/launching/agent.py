@@ -19,6 +19,7 @@ import msgspec
 from notebook_accel import events
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import messages
+from notebook_accel.launching.elastic_runs import ElasticRuns
 from notebook_accel.launching.forking import open_rank, order
 from notebook_accel.launching.inspection import Inspection
 from notebook_accel.launching.loop import Loop
@@ -62,6 +63,7 @@ class Agent:
         self._templates = Templates(
             self._loop, became_ready=self._start_waiting, heard=self._heard_of_rank, lost=self._template_lost
         )
+        self._elastic = ElasticRuns(self._loop, start_ranks=self._start_ranks, tell_kernel=self._tell_kernel)
         self._memory = MemoryWatch()
         self._is_quitting = False
         self._idle_timeout_s: float | None = None
@@ -86,6 +88,7 @@ class Agent:
             self._templates.close()
 
     def _tick(self, now_s: float) -> None:
+        self._elastic.tick(now_s)
         for run in list(self._runs.values()):
             run.tick(now_s)
             self._read_logs(run, now_s)
@@ -136,6 +139,9 @@ class Agent:
     # Templates -----------------------------------------------------------------------------------------------------
 
     def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
+        if said.rank == messages.ELASTIC:
+            self._elastic.heard(said)
+            return
         run = self._runs[said.job_id]
         rank = run.ranks[said.rank]
         if isinstance(said, messages.Forked):
@@ -157,6 +163,7 @@ class Agent:
             if not template.is_ready and not run.reason:
                 run.refuse(_FORK_FAILED)
             run.end("kill", "template lost")
+            self._elastic.lost(run)
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
         if template.pidfd >= 0:
@@ -211,15 +218,26 @@ class Agent:
             self._start(run, template)
 
     def _start(self, run: Run, template: TemplateProcess) -> None:
+        if run.launch.elastic is None and not self._open_store(run):
+            return
+        run.started()
+        template.runs.append(run)
+        self._runs[run.launch.job_id] = run
+        if run.launch.elastic is None:
+            self._start_ranks(run)
+        else:
+            self._elastic.begin(run, template)
+
+    def _open_store(self, run: Run) -> bool:
         try:
             run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
         except OSError as error:
             text = f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}."
             self._refuse(run, messages.Broken(text=text))
-            return
-        run.started()
-        template.runs.append(run)
-        self._runs[run.launch.job_id] = run
+        return run.store is not None
+
+    def _start_ranks(self, run: Run) -> None:
+        template = self._templates.of(run)
         for number in range(run.launch.world_size):
             if not self._fork(run, template, number):
                 break
@@ -284,6 +302,7 @@ class Agent:
             run.close_descriptors()
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
         self._templates.release(run)
+        self._elastic.forget(run)
         run.ended()
 
     def _interrupt(self, job_id: str) -> None:
@@ -299,6 +318,7 @@ class Agent:
         if told.job_id in self._runs:
             run = self._runs[told.job_id]
             run.end(told.how)
+            self._elastic.end(run, told.how)
             self._templates.end_unready_fork_for(run)
 
     def _inspect(self, told: messages.Inspect) -> None:
@@ -331,14 +351,16 @@ class Agent:
             return  # what one rank garbles must not end all runs
         if isinstance(event, events.Started):
             rank.said_started = True
-            if not run.keeps and all(other.said_started for other in run.ranks):
+            if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
             rank.said_finished = True
-            if all(other.said_finished for other in run.ranks):
+            if not run.is_held and all(other.said_finished for other in run.ranks):
                 run.release()
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer
+            if event.kind == "KeyboardInterrupt":
+                self._elastic.note_interrupt(run)
             run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it

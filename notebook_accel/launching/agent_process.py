@@ -106,7 +106,7 @@ class AgentProcess:
         """The file for what the agent and the templates write."""
         return self._errors
 
-    def launch(self, sealed: Sealed, line: TemplateLine | None = None) -> None:
+    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: messages.Elastic | None = None) -> None:
         job = sealed.job
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
@@ -119,6 +119,7 @@ class AgentProcess:
             on_death=job.on_death,
             idle_timeout_s=job.config.idle_timeout_s,
             template_pid=0 if line is None else line.pid,
+            elastic=elastic,
         )
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         try:
@@ -210,6 +211,10 @@ class AgentProcess:
             job = self._jobs.get(said.job_id)
             if job is not None:
                 job.take_dumps(said.ranks)
+        elif isinstance(said, messages.Restarting):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.start_over(said.number)
         elif isinstance(said, messages.RunEnded):
             job = self._jobs.pop(said.job_id, None)
             if job is not None:

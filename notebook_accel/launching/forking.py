@@ -45,15 +45,11 @@ def open_rank(launch: messages.Launch, number: int, say: Callable[[Output], None
 
 def order(run: Run, rank: Rank, theirs: Connection) -> tuple[bytes, list[int]]:
     """The message to the template, and the descriptors that go with it."""
-    assert run.store is not None
     payload, *results = run.descriptors
-    listening = [run.store.fileno()] if rank.number == 0 else []
+    place, variables = run.place_of(rank.number)
+    listening = [run.store.fileno()] if run.store is not None and place.rank == 0 else []
     fork = messages.Fork(
-        job_id=run.launch.job_id,
-        rank=rank.number,
-        world_size=run.launch.world_size,
-        port=run.store.getsockname()[1],
-        listens=rank.number == 0,
+        job_id=run.launch.job_id, rank=rank.number, place=place, listens=bool(listening), variables=variables
     )
     files = [payload, results[rank.number], theirs.fileno(), rank.log.descriptor, rank.dump, *listening]
     return messages.encode(fork), files

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
     SupervisorLostError,
 )
-from notebook_accel.events import Event
+from notebook_accel.events import Event, Restarting
 from notebook_accel.launching import explanations, logs
 from notebook_accel.launching.control import Control
 from notebook_accel.launching.messages import OnDeath, RankDump, Reason
@@ -57,6 +57,7 @@ class Job:
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         ending: How it has ended, filled in then; it may be kept without the job.
+        restarts: Why all ranks were started again, for each time: which rank failed first, and of what.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
@@ -91,6 +92,7 @@ class Job:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
+        self.restarts: tuple[str, ...] = ()
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
         self.log_folder = log_folder
@@ -295,6 +297,18 @@ class Job:
         self._watch.add(rank, event)
         self._pending.append((rank, event))
 
+    def start_over(self, number: int) -> None:
+        """All ranks were gone, one of them because it had failed, and are started again. Called by the engine's thread.
+
+        Args:
+            number: Which restart it is, from 1.
+        """
+        rank, why = self._record.first_failed, self._record.in_a_line
+        self.restarts = (*self.restarts, why)
+        self._record.start_over()
+        self._watch.start_over()
+        self.deliver(rank or 0, Restarting(number=number, of=self.config.max_restarts, why=why))
+
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
         for rank, silent in self._watch.answer(dumps, time.monotonic()):
@@ -357,10 +371,18 @@ class Job:
                 why=f"Out of host memory. {explanations.of_shortage(shortage)}" if shortage else "Something killed it.",
                 fix="run the cell again: a new one is started",
             )
+        if self._reason == "elastic lost":
+            return SupervisorLostError(
+                "The process that decides about this run's restarts has died, and the ranks were stopped.",
+                why="Something killed it.",
+                fix="run the cell again",
+            )
         failure = self._record.first_failure(self._shipped)
         if failure is not None and self._raised_here is not None:
             failure.__cause__ = self._raised_here
             failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
+        if failure is not None:
+            failure.restarts = self.restarts
         if failure is not None and self.log_files:
             failure.log_file = str(self.log_files[failure.rank])
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")

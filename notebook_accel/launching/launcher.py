@@ -10,7 +10,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PreflightError
-from notebook_accel.launching import following, fork, inline, local, preflight, registry, trial
+from notebook_accel.launching import elastic, following, fork, inline, local, preflight, registry, trial
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.engine import Engine, Request
@@ -37,7 +37,7 @@ def notebook_launcher(
     rdzv_conf: Mapping[str, Any] | None = None,
     rdzv_id: str = "none",
     max_restarts: int = 0,
-    monitor_interval: float = 0.1,  # noqa: ARG001 - a name that callers use; it means nothing without restarts
+    monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -73,9 +73,9 @@ def notebook_launcher(
         rdzv_backend: Several nodes are not there yet: ``static``.
         rdzv_endpoint: Several nodes are not there yet: empty.
         rdzv_conf: Several nodes are not there yet: ``None``.
-        rdzv_id: Several nodes are not there yet: ``none``.
-        max_restarts: Restarts are not there yet: 0.
-        monitor_interval: Has a meaning only with restarts.
+        rdzv_id: What ranks have as ``TORCHELASTIC_RUN_ID``, if they may be started again.
+        max_restarts: How often all ranks are started again after one has failed, until the failure ends the run.
+        monitor_interval: Seconds between two looks at what changes around a run that may restart.
         log_line_prefix_template: What stands before a rank's lines in the notebook, as torch has it: ``${role_name}``,
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
@@ -111,8 +111,6 @@ def notebook_launcher(
         rdzv_backend=(rdzv_backend == "static", rdzv_backend),
         rdzv_endpoint=(not rdzv_endpoint, rdzv_endpoint),
         rdzv_conf=(not rdzv_conf, rdzv_conf),
-        rdzv_id=(rdzv_id == "none", rdzv_id),
-        max_restarts=(max_restarts == 0, max_restarts),
     )
     _refuse_what_cannot_be_called(function, args)
     options = configuration.resolve(
@@ -120,6 +118,9 @@ def notebook_launcher(
             "num_processes": num_processes,
             "mixed_precision": mixed_precision,
             "main_process_port": None if use_port is None else _port(use_port),
+            "max_restarts": max_restarts,
+            "monitor_interval": monitor_interval,
+            "rdzv_id": rdzv_id,
             "start_method": start_method,
             "preload": preload,
             "idle_timeout_s": idle_timeout_s,
@@ -160,7 +161,7 @@ def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:
         if not is_default:
             raise ConfigError(
                 f"{option}={value!r} is not there yet.",
-                why="Several nodes and restarts come in a later version; this one runs on one machine, once.",
+                why="Several nodes come in a later version; this one runs on one machine.",
                 fix=f"leave out {option}",
             )
 
@@ -303,6 +304,12 @@ def _start(
 ) -> Job:
     world_size = config.num_processes or devices.available
     local.check_size(world_size)
+    if on_death == "keep" and elastic.is_wanted(config):
+        raise ConfigError(
+            f"max_restarts={config.max_restarts} can't be used with ranks that stay.",
+            why="They have what cells have left in them, and a restart would lose it.",
+            fix="max_restarts=0, and %distributed restart for a rank that has died",
+        )
     spec = JobSpec(
         name=name,
         world_size=world_size,
@@ -322,7 +329,7 @@ def _start(
         bind=bind,
         on_death=on_death,
     )
-    job = _ENGINES[request.config.start_method]().launch(request)
+    job = _engine(request.config).launch(request)
     registry.add(job)
     return job
 
@@ -333,6 +340,10 @@ _ENGINES: dict[str, Callable[[], Engine]] = {
     "fork": fork.ForkEngine,
     "inline": inline.InlineEngine,
 }
+
+
+def _engine(config: LaunchConfig) -> Engine:
+    return elastic.ElasticEngine() if elastic.is_wanted(config) else _ENGINES[config.start_method]()
 
 
 def _working_directory() -> str:

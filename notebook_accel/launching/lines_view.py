@@ -33,6 +33,7 @@ _LAST_LINES = 1_000
 _ROLE = "default_role"  # what torch calls it
 _ERASE_LINE = "\r\x1b[K"
 _USUAL_COLUMNS = 80
+_WRITTEN = (events.Output, events.Display, events.Silent, events.Restarting)
 
 
 def line_prefix(job: Job, rank: int) -> str:
@@ -98,7 +99,7 @@ class LinesView:
     def refresh(self) -> None:
         """Prints the new lines, and the progress when it is due."""
         new = self._job.events()
-        writes = any(isinstance(event, (events.Output, events.Display, events.Silent)) for _, event in new)
+        writes = any(isinstance(event, _WRITTEN) for _, event in new)
         if writes and self._terminal is not None:
             self._terminal.erase()
         for rank, event in new:
@@ -136,6 +137,10 @@ class LinesView:
                 self._lines[rank].add(text)
         elif isinstance(event, events.Silent) and not event.waits_in:
             self._print_silent(rank, event)
+        elif isinstance(event, events.Restarting):
+            self._out.write(f"[restart {event.number} of {event.of}: {plain_text(event.why)}]\n")
+            self._standings = [Standing(standing.rank) for standing in self._standings]
+            self._silent_steps.clear()
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
         """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from notebook_accel import config, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launching import outgoing, processes, sealing, undisturbed
+from notebook_accel.launching import messages, outgoing, processes, sealing, undisturbed
 from notebook_accel.launching.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -60,16 +60,26 @@ class LocalEngine:
 
     def launch(self, request: Request) -> Job:
         """Starts ranks that are forked from the template. See ``Engine``."""
-        pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
-        return undisturbed.call(lambda: self._launch(request, pickled, left_out), Job.kill)
+        return self.launch_elastic(request, None)
 
-    def _launch(self, request: Request, pickled: serialization.Pickled, left_out: Mapping[str, str]) -> Job:
+    def launch_elastic(self, request: Request, elastic: messages.Elastic | None) -> Job:
+        """The same, with an elastic process that says when they are started, if there are options for one."""
+        pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        return undisturbed.call(lambda: self._launch(request, pickled, left_out, elastic), Job.kill)
+
+    def _launch(
+        self,
+        request: Request,
+        pickled: serialization.Pickled,
+        left_out: Mapping[str, str],
+        elastic: messages.Elastic | None,
+    ) -> Job:
         with sealing.sealed(request, pickled, left_out) as sealed:
             with self._lock:
                 agent = self._running_agent()
                 agent.expect(sealed.job)
                 agent.prepare(request.config)
-            agent.launch(sealed)
+            agent.launch(sealed, elastic=elastic)
         return sealed.job
 
     def launch_forked(self, sealed: Sealed, fork: Callable[[int], TemplateLine]) -> None:

@@ -1,9 +1,11 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Inspect, Quit
-agent -> kernel      Said, Inspected, RunEnded, Broken, Idle
-agent -> template    Fork
+agent -> kernel      Said, Inspected, Restarting, RunEnded, Broken, Idle
+agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
+
+What the agent and a run's elastic process say to each other is in ``elastic_messages``.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from notebook_accel.environment import RankPlace
+
 __all__ = [
+    "ELASTIC",
     "Broken",
+    "Elastic",
     "End",
     "Exited",
     "Fork",
+    "ForkElastic",
     "Forked",
     "FromTemplate",
     "Idle",
@@ -30,10 +37,12 @@ __all__ = [
     "RankDump",
     "Ready",
     "Respawn",
+    "Restarting",
     "RunEnded",
     "Said",
     "ToAgent",
     "ToKernel",
+    "ToTemplate",
     "Unusable",
     "decode_for_agent",
     "decode_for_kernel",
@@ -43,8 +52,9 @@ __all__ = [
 
 How = Literal["interrupt", "stop", "kill"]
 OnDeath = Literal["stop", "keep"]
-Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost"]
+Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost", "elastic lost"]
 
+ELASTIC = -1  # what stands in the place of a rank's number for the elastic process of a run
 
 Condition = Literal["said", "stopped", "mute", "unarmed", "ended"]
 
@@ -67,8 +77,18 @@ class Prepare(_Message, frozen=True, kw_only=True):
     idle_timeout_s: float
 
 
+class Elastic(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's elastic process has to know; the options of these names are in ``LaunchConfig``."""
+
+    max_restarts: int
+    monitor_interval_s: float
+    run_id: str
+
+
 class Launch(_Message, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` takes the place of what was said before.
+
+    A run with ``elastic`` has an elastic process, which says when its ranks are to be started, and when once more.
 
     Descriptors: the payload, then one result file a rank; with a ``template_pid``, which is that of a template for this
     run alone, also a line to it, and its pidfd.
@@ -83,6 +103,7 @@ class Launch(_Message, frozen=True, kw_only=True):
     idle_timeout_s: float
     on_death: OnDeath = "stop"
     template_pid: int = 0
+    elastic: Elastic | None = None
 
 
 class Interrupt(_Message, frozen=True, kw_only=True):
@@ -147,6 +168,13 @@ class Inspected(_Message, frozen=True, kw_only=True):
     ranks: list[RankDump]
 
 
+class Restarting(_Message, frozen=True, kw_only=True):
+    """Every rank is gone, and all are started again. ``number`` counts these restarts from 1."""
+
+    job_id: str
+    number: int
+
+
 class RunEnded(_Message, frozen=True, kw_only=True):
     """Every process of the run is gone and everything that it said has been said."""
 
@@ -172,13 +200,34 @@ class Fork(_Message, frozen=True, kw_only=True):
 
     Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if it
     ``listens``.
+
+    Attributes:
+        rank: Its number in this run's messages: its local rank.
+        place: Its place among all.
+        variables: What its environment has besides.
     """
 
     job_id: str
     rank: int
+    place: RankPlace
+    listens: bool
+    variables: dict[str, str] = {}
+
+
+class ForkElastic(_Message, frozen=True, kw_only=True):
+    """Fork a run's elastic process, which has the rank ``ELASTIC`` in what is said of it.
+
+    Descriptors: its connection.
+
+    Attributes:
+        world_size: Number of ranks.
+        port: Of the ranks' store, 0 for a free one.
+    """
+
+    job_id: str
+    options: Elastic
     world_size: int
     port: int
-    listens: bool
 
 
 class Ready(_Message, frozen=True, kw_only=True):
@@ -226,14 +275,15 @@ class Exited(_Message, frozen=True, kw_only=True):
 
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Inspect | Quit
-ToKernel: TypeAlias = Said | Inspected | RunEnded | Broken | Idle
+ToKernel: TypeAlias = Said | Inspected | Restarting | RunEnded | Broken | Idle
+ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 
 _encoder = msgspec.msgpack.Encoder()
 _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
 _from_template: msgspec.msgpack.Decoder[FromTemplate] = msgspec.msgpack.Decoder(FromTemplate)
-_for_template = msgspec.msgpack.Decoder(Fork)
+_for_template: msgspec.msgpack.Decoder[ToTemplate] = msgspec.msgpack.Decoder(ToTemplate)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -256,6 +306,6 @@ def decode_from_template(body: bytes) -> FromTemplate:
     return _from_template.decode(body)
 
 
-def decode_for_template(body: bytes) -> Fork:
+def decode_for_template(body: bytes) -> ToTemplate:
     """What the agent told the template."""
     return _for_template.decode(body)

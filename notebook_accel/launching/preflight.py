@@ -42,6 +42,7 @@ def check(
     """
     devices = devices or Devices.find(config)
     findings = [_half_precision_without_gpu(config, devices), _port(config)]
+    findings.append(_restarts_of_what_is_no_template(config, devices))
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
@@ -81,6 +82,17 @@ def _limit_inline(config: LaunchConfig) -> Finding | None:
         f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
         "Nobody could end it there without ending the kernel.",
         "leave out timeout_s, and interrupt the kernel when it takes too long",
+    )
+
+
+def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> Finding | None:
+    method = devices.start_method(config)
+    if config.max_restarts == 0 or method not in ("inline", "fork"):
+        return None
+    return Finding(
+        f"max_restarts={config.max_restarts} was asked for, and the start method is {method}.",
+        "Ranks are started again from the clean process that they are forked from, and with that method there is none.",
+        "--max_restarts 0, or --start_method spawn",
     )
 
 

@@ -102,7 +102,7 @@ class Record:
     @property
     def in_a_line(self) -> str:
         """Which rank failed first, and of what; empty if none has."""
-        rank = self._first_failed()
+        rank = self.first_failed
         if rank is None:
             return ""
         failed = self.failures.get(rank)
@@ -110,6 +110,16 @@ class Record:
             return f"rank {rank} {_how_it_died(self._ends[rank])}"
         what = f"{failed.kind}: {_first_line(failed.message)}" if failed.message else failed.kind
         return f"rank {rank}: {what}" + (f" at {failed.line}" if failed.line else "")
+
+    def start_over(self) -> None:
+        """All ranks are started again: what they have come to is over."""
+        self.finished.clear()
+        self.failures.clear()
+        self._ends.clear()
+        self._memory.clear()
+        self._crashes.clear()
+        for lines in self._last_lines:
+            lines.clear()
 
     def revive(self, rank: int) -> None:
         """A rank is started again: how it ended before is over."""
@@ -130,7 +140,7 @@ class Record:
         Args:
             shipped: What was sent to the ranks by value, for the exception that comes back.
         """
-        rank = self._first_failed()
+        rank = self.first_failed
         if rank is None:
             return None
         error = self._raised(rank, shipped) if rank in self.failures else self._died(rank)
@@ -138,8 +148,9 @@ class Record:
         error.others = self._others(rank)
         return error
 
-    def _first_failed(self) -> int | None:
-        """One that only lost its peer comes after every other reason."""
+    @property
+    def first_failed(self) -> int | None:
+        """The rank that failed first. One that only lost its peer comes after every other."""
         reasons = [(failed.lost_peer, failed.time_s, rank) for rank, failed in self.failures.items()]
         reasons += [
             (False, end.time_s, rank)

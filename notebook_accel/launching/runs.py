@@ -8,8 +8,10 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 
 from notebook_accel.channel import Connection
+from notebook_accel.environment import RankPlace
 from notebook_accel.launching import log_keeping, messages
 from notebook_accel.launching.output import LogTail
 from notebook_accel.launching.processes import kill_group, state
@@ -105,6 +107,8 @@ class Run:
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
         refusal: Why it could not be started, as the user is told it; ``None`` if it could.
         store: Listens for the ranks' store, as long as there are descriptors.
+        places: Where its ranks stand and what their environment has besides, for a run with an elastic process.
+        is_held: Whether it goes on without any rank: its elastic process may have them started.
     """
 
     launch: messages.Launch
@@ -113,6 +117,8 @@ class Run:
     reason: messages.Reason = ""
     refusal: messages.Broken | None = None
     store: socket.socket | None = None
+    places: Sequence[tuple[RankPlace, dict[str, str]]] = ()
+    is_held: bool = False
     _is_interrupted_at_start: bool = False
     _was_taken_back: bool = False
     _how: messages.How | None = None
@@ -134,16 +140,31 @@ class Run:
         return self.launch.on_death == "keep"
 
     @property
+    def needs_descriptors(self) -> bool:
+        """Whether ranks may be started later."""
+        return self.keeps or self.is_held or any(not rank.said_started for rank in self.ranks)
+
+    def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
+        """A rank's place among all, and what its environment has besides."""
+        if self.places:
+            return self.places[number]
+        assert self.store is not None
+        size = self.launch.world_size
+        return RankPlace(number, size, number, size, "127.0.0.1", self.store.getsockname()[1]), {}
+
+    @property
     def is_over(self) -> bool:
         """Whether every rank has exited, and none will come in its place."""
-        if self.alive:
+        if self.alive or self.is_held:
             return False
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     @property
     def may_start_again(self) -> bool:
         """Whether it can be, once, without anybody's notice: no rank has come to the user's code."""
-        return not self.reason and not self._was_taken_back and not any(rank.said_started for rank in self.ranks)
+        if self.reason or self.is_held or self._was_taken_back:
+            return False
+        return not any(rank.said_started for rank in self.ranks)
 
     def take_back(self) -> None:
         """Makes it what it was before it was started. Its ranks are gone."""
@@ -154,6 +175,16 @@ class Run:
         if self.store is not None:
             self.store.close()
         self._let_go_of_logs()
+
+    def rest(self) -> None:
+        """Forgets its ranks, which are gone, and how they came to end: all may be started once more."""
+        self.ranks.clear()
+        self.reason, self._how = "", None
+        self._steps, self._next_step_s, self._cause_deadline_s = [], None, None
+        self._is_interrupted_at_start = False
+        if self.store is not None:
+            self.store.close()
+            self.store = None
 
     def started(self) -> None:
         """Its time runs from now on."""
@@ -172,6 +203,12 @@ class Run:
                 rank.connection.shutdown()  # it waits for nothing but to be let go
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
+
+    def begin_at(self, places: Sequence[tuple[RankPlace, dict[str, str]]], store: socket.socket | None) -> None:
+        """All ranks are about to be started, at these places."""
+        self.places, self.store = places, store
+        for result in self.descriptors[1:]:
+            os.ftruncate(result, 0)  # what those before had begun to write
 
     def put(self, rank: Rank) -> None:
         """Takes a rank, in place of an earlier one of the same number if there was one."""

@@ -1,5 +1,7 @@
 """The template: a process that was started clean, has imported torch, and forks ranks on request.
 
+The elastic process of a run that may restart is forked here too.
+
 It has one thread and has touched no device, so a fork of it is as good as a fresh interpreter and a thousand times
 faster. It does nothing else: what can go wrong in a rank goes wrong in the rank.
 """
@@ -23,6 +25,8 @@ from notebook_accel.launching import huge_pages, interruption, messages, preload
 from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group
 
 __all__ = ["come_under", "main", "serve"]
+
+_ELASTIC_PROCESS = "notebook_accel.launching.elastic_process"
 
 
 class Template:
@@ -81,17 +85,18 @@ class Template:
 
     def _fork(self, message: Message) -> None:
         order = messages.decode_for_template(message.body)
+        rank = order.rank if isinstance(order, messages.Fork) else messages.ELASTIC
         try:
-            pid = self._forked(order, message)
+            pid = self._forked(order, rank, message)
         except OSError as error:  # no more processes or open files: this rank can't be, others still are
-            said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=order.rank, why=str(error))
+            said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=rank, why=str(error))
         else:
-            said = messages.Forked(job_id=order.job_id, rank=order.rank, pid=pid)
+            said = messages.Forked(job_id=order.job_id, rank=rank, pid=pid)
         for descriptor in message.descriptors:
             os.close(descriptor)
         self._agent.send(messages.encode(said))
 
-    def _forked(self, order: messages.Fork, message: Message) -> int:
+    def _forked(self, order: messages.ToTemplate, rank: int, message: Message) -> int:
         if not message.is_whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         template_pid = os.getpid()
@@ -99,7 +104,7 @@ class Template:
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_rank(order, message.descriptors, template_pid)
+                self._become(order, message.descriptors, template_pid)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
@@ -108,11 +113,11 @@ class Template:
             kill_group(pid)
             os.waitpid(pid, 0)
             raise
-        self._ranks[watch] = (order.job_id, order.rank, pid)
+        self._ranks[watch] = (order.job_id, rank, pid)
         self._selector.register(watch, selectors.EVENT_READ)
         return pid
 
-    def _become_rank(self, order: messages.Fork, descriptors: list[int], template_pid: int) -> None:
+    def _become(self, order: messages.ToTemplate, descriptors: list[int], template_pid: int) -> None:
         """In the child. Never returns."""
         status = 1
         try:
@@ -123,7 +128,10 @@ class Template:
             for watch in self._ranks:
                 os.close(watch)
             gc.enable()
-            status = worker.run(order, descriptors, self._inherited)
+            if isinstance(order, messages.Fork):
+                status = worker.run(order, descriptors, self._inherited)
+            else:  # by its name: it imports torch, as nothing else does in here
+                status = importlib.import_module(_ELASTIC_PROCESS).run(order, descriptors)
         except BaseException:  # noqa: BLE001 - the worker catches the user's, so this is ours: say it where it is seen
             traceback.print_exc()
         finally:

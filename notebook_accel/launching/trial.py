@@ -32,7 +32,7 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
         PreflightError: It has failed, or took too long.
     """
     started_s = time.monotonic()
-    job = start(Target(names={}, function=use_device), config.replace(timeout_s=_DEADLINE_S, name="trial run"))
+    job = start(Target(names={}, function=use_device), _options(config))
     try:
         if job.run_here is not None:
             job.run_here()
@@ -50,6 +50,10 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
         job.wait(_KILL_DEADLINE_S)
         raise
     return time.monotonic() - started_s
+
+
+def _options(config: LaunchConfig) -> LaunchConfig:
+    return config.replace(timeout_s=_DEADLINE_S, name="trial run", max_restarts=0)
 
 
 def use_device() -> str:

@@ -37,6 +37,11 @@ class Watch:
         """What is known about each rank now."""
         return [copy.copy(info) for info in self._infos]
 
+    def start_over(self) -> None:
+        """All ranks are started again."""
+        self._infos = [RankInfo(info.rank) for info in self._infos]
+        self._silence = SilenceWatch(len(self._infos))
+
     def add(self, rank: int, event: Event) -> None:
         """Takes what a rank has said."""
         self._infos[rank].add(event)

@@ -75,12 +75,11 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     inspection.arm(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
-    place = RankPlace(order.rank, order.world_size, order.rank, order.world_size, "127.0.0.1", order.port)
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
-    last, status = _run_to_the_end(spec, place, payload, result, listening, inherited)
+    last, status = _run_to_the_end(spec, order, payload, result, listening, inherited)
     streams.flush()
     reporter.close()
     if status != 0:
@@ -94,17 +93,17 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
 
 def _run_to_the_end(
     spec: JobSpec,
-    place: RankPlace,
+    order: messages.Fork,
     payload: int,
     result: int,
     listening: list[int],
     inherited: Inherited | None,
 ) -> tuple[events.Event, int]:
     """Everything that can raise; the rank's last word and its exit status."""
-    shipped: list[Any] = []
+    place, shipped = order.place, list[Any]()
     try:
         interruption.watch(place.master_port)
-        _take_over_environment(spec, place)
+        _take_over_environment(spec, place, order.variables)
         for descriptor in listening:  # rank 0 has one
             store.serve(place, descriptor)
         store.join()
@@ -126,12 +125,12 @@ def _run_to_the_end(
             displays.end()
         if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
             os._exit(0)
-        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.rank == 0 else {}
+        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.local_rank == 0 else {}
         finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         error = interruption.settle(raised)
-        saved = place.rank == 0 and _save_pulled(spec, result, shipped)
+        saved = place.local_rank == 0 and _save_pulled(spec, result, shipped)
         return failure.describe(error, spec, shipped, saved=saved), 1
     return finished, 0
 
@@ -182,8 +181,9 @@ def _reset_process() -> None:
         numpy.random.seed()
 
 
-def _take_over_environment(spec: JobSpec, place: RankPlace) -> None:
-    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **place.variables(), **store.VARIABLES})
+def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
+    own = {**place.variables(), **store.VARIABLES, **variables}
+    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
     sys.path[:] = spec.sys_path
     os.chdir(spec.working_directory)
     if "OMP_NUM_THREADS" not in os.environ:

@@ -234,6 +234,14 @@ def test_header_counts_restarts() -> None:
     assert "2 restarts" in Document(header_html(made.facts(), state, 5.0)).text
 
 
+def test_why_ranks_were_started_again_is_shown_and_can_do_no_harm() -> None:
+    state = made.training()
+    state.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
+    header = Document(header_html(made.facts(), state, 5.0))
+    assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
+    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), state, 5.0).splitlines()
+
+
 def test_summary_has_the_errors_before_the_output() -> None:
     state = made.training()
     state.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))

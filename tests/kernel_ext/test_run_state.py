@@ -187,14 +187,16 @@ def test_losses_come_first_among_the_metrics() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60))
-def test_a_ranks_state_depends_on_its_own_events_only(sequence: list[tuple[int, events.Event]]) -> None:
+def test_a_ranks_state_depends_on_its_own_events_and_restarts_of_all_only(
+    sequence: list[tuple[int, events.Event]],
+) -> None:
     together = RunState(3)
     for rank, event in sequence:
         together.apply(rank, event)
     for alone in range(3):
         state = RunState(3)
         for rank, event in sequence:
-            if rank == alone:
+            if rank == alone or isinstance(event, events.Restarting):
                 state.apply(rank, event)
         assert repr(state.ranks[alone]) == repr(together.ranks[alone])
 
@@ -303,6 +305,21 @@ def test_restarts_are_counted() -> None:
     state.apply(1, events.Ended(signal=9))
     state.apply(1, events.Started(pid=2))
     assert state.restarts == 1
+
+
+def test_restart_of_all_ranks_begins_with_nothing_and_says_why() -> None:
+    state = RunState(2)
+    for number in range(1, 6):
+        for rank in range(2):
+            state.apply(rank, events.Started(pid=1))
+            state.apply(rank, _progress(1.0, 7))
+        state.apply(1, events.Failed(kind="ValueError", message="boom", traceback=""))
+        state.apply(0, events.Ended(signal=15, stopped=True))
+        assert [rank.state for rank in state.ranks] == ["stopped", "failed"]
+        state.apply(1, events.Restarting(number=number, of=5, why="rank 1: ValueError: boom"))
+        assert [(rank.state, rank.steps, rank.note) for rank in state.ranks] == 2 * [("starting", None, "")]
+        assert state.restarts == number
+    assert list(state.restarts_why) == [f"restart {number} of 5: rank 1: ValueError: boom" for number in (3, 4, 5)]
 
 
 def test_what_is_kept_does_not_grow_with_what_is_said() -> None:

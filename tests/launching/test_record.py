@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.events import Ended, Failed, Output
+from notebook_accel.events import Ended, Failed, Finished, Output
 from notebook_accel.launching.record import Record
 
 _CRASH = """Fatal Python error: Segmentation fault
@@ -44,6 +44,18 @@ def test_others_are_one_line_each() -> None:
         record.add(rank, Ended(exit_code=1))
     assert [str(end) for end in failure(record).others] == ["rank 1: ValueError: of 1", "rank 2: ValueError: of 2"]
     assert record.in_a_line == "rank 0: ValueError: of 0"
+
+
+def test_nothing_is_left_of_ranks_that_are_started_again() -> None:
+    record = Record(2, "spawn")
+    record.add(0, Output(text="before"))
+    record.add(0, Finished(result_bytes=1))
+    record.add(1, Failed(kind="ValueError", message="first", traceback=""))
+    record.add(1, Ended(exit_code=1))
+    record.start_over()
+    assert record.first_failed is None and record.finished == set()
+    record.add(0, Ended(signal=signal.SIGKILL))
+    assert failure(record).what == "rank 0 of 2 was killed by SIGKILL." and failure(record).last_output == ()
 
 
 def test_last_output_of_a_crash_is_what_came_before_it() -> None:

@@ -1,0 +1,235 @@
+"""Runs that are started again when a rank fails."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import random
+import re
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from notebook_accel import notebook_launcher
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import (
+    ConfigError,
+    PreflightError,
+    ProcessStartError,
+    RankFailedError,
+    RunStoppedError,
+    RunTimeoutError,
+    SupervisorLostError,
+)
+from notebook_accel.launching import launcher, local
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.lines_view import LinesView
+from tests import processes
+from tests.launching import ranks, restarted, training
+
+Launch = Callable[..., Job]
+
+
+def below_template() -> list[processes.Process]:
+    """The ranks and elastic processes of this process's runs."""
+    agents = [process for process in processes.children(os.getpid()) if "launching.agent" in process.command]
+    templates = [process for agent in agents for process in processes.children(agent.pid)]
+    return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
+
+
+def elastic_process(job: Job) -> processes.Process:
+    """A run's, when its ranks are there."""
+    ranks_ = {info.pid for info in job.ranks}
+    return next(process for process in below_template() if process.pid not in ranks_)
+
+
+def runs(folder: pathlib.Path, attempt: int, count: int = 2) -> None:
+    marks = [folder / f"{rank} runs in attempt {attempt}" for rank in range(count)]
+    processes.wait_until(lambda: all(mark.exists() for mark in marks), f"attempt {attempt} runs", timeout_s=60)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_rank_that_fails_twice_and_then_succeeds_is_a_success(launch: Launch, how: str) -> None:
+    job = launch(restarted.fails_at_first, 2, how, max_restarts=3, rdzv_id="the run")
+    shown = io.StringIO()
+    view = LinesView(job, shown)
+    assert job.wait(60)
+    view.close()
+    results = job.results()
+    said = [f"rank 1: ValueError: failure {n}" if how == "raise" else "rank 1 was killed by SIGKILL" for n in (0, 1)]
+    assert [(attempts, total) for attempts, total, _ in results] == [(2, 4.0), (2, 4.0)]
+    assert [re.sub(" at .*", "", why) for why in job.restarts] == said
+    assert job.status == "succeeded" and job.error is None
+    assert results[1][2] == {
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "the run",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    lines = shown.getvalue().splitlines()
+    assert [line.partition(" at ")[0].rstrip("]") for line in lines if line.startswith("[restart")] == [
+        f"[restart 1 of 3: {said[0]}",
+        f"[restart 2 of 3: {said[1]}",
+    ]
+    assert [lines.count(f"0 │ attempt {attempt}") for attempt in range(3)] == [1, 1, 1]
+
+
+def test_last_failure_is_raised_and_says_what_came_before(launch: Launch) -> None:
+    job = launch(restarted.prints_and_fails, max_restarts=2, num_processes=1)
+    with pytest.raises(RankFailedError, match="rank 0 of 1 failed: RuntimeError: attempt 2") as caught:
+        job.results(timeout_s=60)
+    error = caught.value
+    assert type(error.__cause__) is RuntimeError and error.__cause__.args == ("attempt 2",)
+    assert "prints_and_fails" in error.remote_traceback
+    assert error.last_output == ("before the failure of attempt 2",)
+    assert error.restarts == ("rank 0: RuntimeError: attempt 0", "rank 0: RuntimeError: attempt 1")
+    assert "started again 2 times before:\n  1. rank 0: RuntimeError: attempt 0\n  2. rank 0" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    log = job.logs(0)
+    assert [f"attempt {number}" in log for number in range(3)] == [True, True, True]
+
+
+def test_result_of_a_failed_attempt_is_not_in_the_way(launch: Launch, tmp_path: pathlib.Path) -> None:
+    results = launch(restarted.has_a_large_result_at_first, str(tmp_path), max_restarts=1).results(timeout_s=60)
+    assert results == ["short", "short"]
+
+
+def test_port_that_was_asked_for_is_used_each_time(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = launch(restarted.fails_at_first, 1, max_restarts=1, main_process_port=port)
+    assert [attempts for attempts, _, _ in job.results(timeout_s=60)] == [1, 1]
+
+
+@pytest.mark.parametrize("when", ["while ranks run", "while they end"])
+def test_nothing_is_started_again_after_a_stop(launch: Launch, tmp_path: pathlib.Path, when: str) -> None:
+    if when == "while ranks run":
+        job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=9)
+        runs(tmp_path, 0)
+    else:
+        job = launch(restarted.ends_slowly, str(tmp_path), max_restarts=9, grace_s=3.0)
+        processes.wait_until(lambda: (tmp_path / "0 was told to end").exists(), "rank 0 is being ended", timeout_s=60)
+    job.stop()
+    with pytest.raises(RunStoppedError):
+        job.results(timeout_s=60)
+    assert job.restarts == () and below_template() == []
+
+
+def test_interrupt_and_timeout_end_the_run(launch: Launch, tmp_path: pathlib.Path) -> None:
+    interrupted = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=9)
+    runs(tmp_path, 0)
+    interrupted.interrupt()
+    with pytest.raises(RunStoppedError, match="interrupted"):
+        interrupted.results(timeout_s=60)
+    late = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=9, timeout_s=1.0)
+    with pytest.raises(RunTimeoutError):
+        late.results(timeout_s=60)
+    raised = launch(restarted.interrupts_itself, max_restarts=9)
+    with pytest.raises(RankFailedError, match="KeyboardInterrupt: 0"):
+        raised.results(timeout_s=60)
+    assert [job.restarts for job in (interrupted, late, raised)] == [(), (), ()]
+    assert below_template() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
+    launch: Launch, tmp_path: pathlib.Path, number: signal.Signals
+) -> None:
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
+    runs(tmp_path, 0)
+    processes.wait_until(lambda: all(info.pid for info in job.ranks), "the ranks have said who they are")
+    os.kill(elastic_process(job).pid, number)
+    if number == signal.SIGKILL:
+        with pytest.raises(SupervisorLostError, match="decides about this run's restarts has died"):
+            job.results(timeout_s=60)
+    else:
+        pid = job.ranks[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        runs(tmp_path, 1)
+        assert job.restarts == ("rank 0 was killed by SIGKILL",)
+        job.stop()
+        assert job.wait(60)
+    processes.wait_until(lambda: below_template() == [], "nothing is left of it")
+
+
+def test_plain_launch_has_no_elastic_process(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path))
+    runs(tmp_path, 0)
+    assert len(below_template()) == 2
+    job.stop()
+    assert job.wait(20)
+
+
+def test_what_cannot_be_started_again_is_refused(launch: Launch) -> None:
+    for method in ("inline", "fork"):
+        with pytest.raises(PreflightError, match=f"max_restarts=1 was asked for, and the start method is {method}"):
+            notebook_launcher(ranks.rank, num_processes=1, use_cpu=True, start_method=method, max_restarts=1)
+    config = LaunchConfig(num_processes=1, use_cpu=True, max_restarts=1)
+    with pytest.raises(ConfigError, match="with ranks that stay"):
+        launcher.launch_function(ranks.rank, (), {}, config, on_death="keep")
+
+
+def test_port_in_use_is_no_reason_to_start_again(launch: Launch) -> None:
+    job = launch(restarted.fails_at_first, 1, max_restarts=1)
+    job.results(timeout_s=60)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises((PreflightError, ProcessStartError), match=f"The port {port} for the ranks' store"):
+            launch(restarted.fails_at_first, 1, max_restarts=9, main_process_port=port).results(timeout_s=60)
+
+
+def test_training_whose_ranks_are_killed_at_random_steps_ends_with_the_same_weights(
+    launch: Launch, tmp_path: pathlib.Path
+) -> None:
+    digits = load_digits()
+    data = torch.tensor(digits.images / 16, dtype=torch.float32).flatten(1), torch.tensor(digits.target)
+    whole = launch(training.train, *data, str(tmp_path / "whole")).results(timeout_s=60)
+    rng = random.Random(8)
+    folder = tmp_path / "killed"
+    job = launch(training.train, *data, str(folder), 0.02, max_restarts=20)
+    saved: list[int] = []
+    for kill in range(2):
+        before = max(saved, default=-1)
+
+        def saves() -> bool:
+            saved[:] = [int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoints/checkpoint_[0-9]*")]
+            return max(saved, default=-1) > before or job.done  # noqa: B023
+
+        processes.wait_until(saves, "it has got on", timeout_s=60)
+        assert not job.done, job.error
+        victim = next((info.pid for info in rng.sample(job.ranks, 2) if info.pid is not None), None)
+        if victim is not None:
+            os.kill(victim, signal.SIGKILL)
+        processes.wait_until(lambda: len(job.restarts) > kill or job.done, "it is started again", timeout_s=60)  # noqa: B023
+    results = job.results(timeout_s=60)
+    began, attempts, weights = results[0]
+    assert attempts == len(job.restarts) == 2 and began > 0
+    assert set(weights) == set(whole[0][2])
+    assert all(torch.equal(weights[name], whole[0][2][name]) for name in weights)
+
+
+def test_agent_that_is_killed_takes_the_elastic_process_with_it(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
+    runs(tmp_path, 0)
+    all_of_it = below_template()
+    assert len(all_of_it) == 3
+    agent = next(process for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+    os.kill(agent.pid, signal.SIGKILL)
+    with pytest.raises(SupervisorLostError):
+        job.results(timeout_s=60)
+    processes.wait_until(lambda: not any(process.is_alive for process in all_of_it), "all of it is gone")
+    local.engine().close()  # which is why this is the last test
