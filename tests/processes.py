@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import pathlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -91,6 +92,16 @@ def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0, 
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(poll_s)
+
+
+def memory_bytes(found: Iterable[Process]) -> int:
+    """What the processes take together: a page that some of them share counts once."""
+    rows = [row.split() for process in found for row in _rollup(process.pid).splitlines()]
+    return sum(1024 * int(row[1]) for row in rows if row[0] == "Pss:")
+
+
+def _rollup(pid: int) -> str:
+    return pathlib.Path("/proc", str(pid), "smaps_rollup").read_text()
 
 
 def adopt_orphans() -> None:

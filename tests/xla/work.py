@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import threading
 import warnings
@@ -13,9 +14,11 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, host_memory
 from notebook_accel.training.runtimes import xla_collectives, xla_compiling
 from notebook_accel.utils import set_seed
+from tests import processes
+from tests.training import test_turns
 
 
 def data(count: int = 64) -> TensorDataset:
@@ -286,3 +289,41 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
         return [own, net[0].weight.grad]
 
     return _on_two_devices(work), counts
+
+
+# Two processes with a device each --------------------------------------------------------------------------------------
+
+
+class _Meeting(torch.nn.Linear):
+    """A model that, while it is moved, waits until it can tell what the other rank does.
+
+    Args:
+        folder: Where both leave notes.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(64, 64)
+        self._own, self._other = folder / os.environ["LOCAL_RANK"], folder / str(1 - int(os.environ["LOCAL_RANK"]))
+        self._own.with_suffix(".pid").write_text(str(os.getpid()))
+        self.seen = ""
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = "gone" if self._other.with_suffix(".out").exists() else ""
+        self._own.with_suffix(".in").touch()
+        self.seen = self.seen or processes.wait_until(self._what_the_other_does, "the other rank does something")
+        moved = super()._apply(*args, **kwargs)
+        self._own.with_suffix(".out").touch()
+        return moved
+
+    def _what_the_other_does(self) -> str:
+        if self._other.with_suffix(".in").exists():
+            return "moving"
+        pid = self._other.with_suffix(".pid")
+        return "waiting" if pid.exists() and pid.read_text() and test_turns.is_waiting(int(pid.read_text())) else ""
+
+
+def move_beside_another(folder: pathlib.Path, available_bytes: int) -> tuple[str, str]:
+    """What the other rank does while this one's model goes to the device, and where that is in the end."""
+    host_memory.available_bytes = lambda: available_bytes
+    model = Accelerator().prepare(_Meeting(folder))
+    return model.seen, str(model.weight.device)

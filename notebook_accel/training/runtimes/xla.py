@@ -22,7 +22,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from notebook_accel.training.runtimes import xla_collectives
+from notebook_accel.training.runtimes import turns, xla_collectives
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 from notebook_accel.training.runtimes.xla_compiling import Compilations
@@ -95,6 +95,16 @@ class XlaDevice:
         self.end_step()
 
     def place_model(self, model: torch.nn.Module) -> None:
+        # On its way a model is on the host once more, in each rank: those that share one had it there once for all.
+        size_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cpu)
+        if turns.is_memory_short(size_bytes, self.place.local_world_size):
+            with turns.one_at_a_time():
+                self._move(model)
+                self._wait_for_device()
+        else:
+            self._move(model)
+
+    def _move(self, model: torch.nn.Module) -> None:
         # Without this, a module's own ``to`` gives it new parameters, and its optimizer would go on with the old ones.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
@@ -103,6 +113,11 @@ class XlaDevice:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
         self.end_step()  # what it takes to get there is no part of the first step
+
+    def _wait_for_device(self) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.wait_device_ops()
 
     def place_leaf(self, leaf: torch.Tensor) -> None:
         swap: Any = torch.utils.swap_tensors
