@@ -21,7 +21,7 @@ _LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each r
 _LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
 _NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
 _MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
-_BUILT_IN_THE_FUNCTION = "Under fork, a model that each rank builds for itself may take more memory than there is."
+_BUILT_IN_THE_FUNCTION = "Or memory was short: under fork, each rank may have built a model for itself"
 _EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function builds it."
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
@@ -47,7 +47,9 @@ def of_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, st
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
     if end.signal == signal.SIGSEGV and start_method == "fork":
         if end.shortage is None:
-            return "", _BUILT_IN_THE_FUNCTION, _BUILD_OUTSIDE
+            many = "is one of them" if ranks == 1 else f"are {ranks} of them"
+            used = f": this rank had used up to {in_words(end.peak_bytes)}, and there {many}" if end.peak_bytes else ""
+            return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
         used = f"This rank had used up to {in_words(end.peak_bytes)}; " if end.peak_bytes else ""
         why = used + _EACH_ITS_OWN.format(ranks=ranks)
         return ": out of host memory", f"{of_shortage(end.shortage)} {why}", _BUILD_OUTSIDE

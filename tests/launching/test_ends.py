@@ -15,19 +15,31 @@ from tests.launching.conftest import prepare
 
 RANK = "int(os.environ['RANK'])"
 WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
+how_ranks_start = pytest.mark.parametrize("method", ["spawn", "fork"])
+
+
+def agent_of(kernel: kernels.Kernel) -> processes.Process:
+    [agent] = [child for child in processes.children(kernel.pid) if "launching.agent" in child.command]
+    return agent
 
 
 def rank_processes(kernel: kernels.Kernel) -> list[processes.Process]:
-    """Ranks and what they started: everything below the template, which is a child of the agent."""
-    agents = processes.children(kernel.pid)
-    templates = [template for agent in agents for template in processes.children(agent.pid)]
+    """Ranks and what they started: all below a template, which is a child of the agent, or the kernel's own fork."""
+    agent = agent_of(kernel)
+    templates = {*processes.children(kernel.pid), *processes.children(agent.pid)} - {agent}
     return [process for template in templates for process in processes.descendants(template.pid)]
 
 
+def assert_nothing_of_the_run_is_left(kernel: kernels.Kernel) -> None:
+    assert rank_processes(kernel) == []
+    processes.wait_until(lambda: len(processes.children(kernel.pid)) == 1, "a fork that ranks were forked from is gone")
+
+
 @pytest.mark.front_end
-def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel) -> None:
+@how_ranks_start
+def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel, method: str) -> None:
     started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2
+    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
 print("before it")
 def deep(rank):
     if rank == 1:
@@ -45,7 +57,7 @@ deep({RANK})""")
         "rank 0: stopped",
     ):
         assert expected in outcome.traceback
-    assert rank_processes(notebook) == []
+    assert_nothing_of_the_run_is_left(notebook)
     assert notebook.run(WORKS).result == "[0, 1]"
 
 
@@ -75,8 +87,9 @@ except RankFailedError as error: caught = error""")
     assert notebook.run("caught.rank in (0, 1), caught.world_size, caught.exit_code").result == "(True, 2, 1)"
 
 
-def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run(f"""%%distributed -n 2
+@how_ranks_start
+def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel, method: str) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 if {RANK} == 1:
@@ -106,8 +119,9 @@ finally:
     assert notebook.run(WORKS).result == "[0, 1]"
 
 
-def test_interrupt_ends_ranks_that_ignore_it(notebook: kernels.Kernel) -> None:
-    cell = notebook.start("""%%distributed -n 2 --grace_s 0.2
+@how_ranks_start
+def test_interrupt_ends_ranks_that_ignore_it(notebook: kernels.Kernel, method: str) -> None:
+    cell = notebook.start(f"""%%distributed -n 2 --grace_s 0.2 --start_method {method}
 signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("deaf", flush=True)
 time.sleep(60)""")
@@ -115,11 +129,14 @@ time.sleep(60)""")
     cell.wait_for_output("1 │ deaf")
     notebook.interrupt()
     assert cell.finish().error_name == "KeyboardInterrupt"
-    assert rank_processes(notebook) == []
+    assert_nothing_of_the_run_is_left(notebook)
 
 
-def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel) -> None:
-    cell = notebook.start("%%distributed -n 2\nprint(f'pid={os.getpid()}', flush=True)\ntime.sleep(60)")
+@how_ranks_start
+def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel, method: str) -> None:
+    cell = notebook.start(
+        f"%%distributed -n 2 --start_method {method}\nprint('pid', os.getpid(), sep='=', flush=True)\ntime.sleep(60)"
+    )
     cell.wait_for_output("1 │ pid=")
     line = next(line for line in cell.stream("stdout").splitlines() if line.startswith("1 │ pid="))
     os.kill(int(line.partition("=")[2]), signal.SIGKILL)
@@ -136,10 +153,11 @@ def test_exit_in_the_users_code(notebook: kernels.Kernel) -> None:
     assert notebook.run("%%distributed -n 2\nimport sys\nsys.exit()").status == "ok"
 
 
-def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 2 --timeout_s 0.5\ntime.sleep(60)")
+@how_ranks_start
+def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, method: str) -> None:
+    outcome = notebook.run(f"%%distributed -n 2 --timeout_s 0.5 --start_method {method}\ntime.sleep(60)")
     assert (outcome.error_name, "timeout_s of 0.5 s" in outcome.traceback) == ("RunTimeoutError", True)
-    assert rank_processes(notebook) == []
+    assert_nothing_of_the_run_is_left(notebook)
 
 
 def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
@@ -147,9 +165,10 @@ def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
     assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
 
 
-def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel) -> None:
+@how_ranks_start
+def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel, method: str) -> None:
     notebook.run("weights, step = torch.zeros(5000), 0")
-    cell = notebook.start("""%%distributed -n 2 --pull weights,step
+    cell = notebook.start(f"""%%distributed -n 2 --pull weights,step --start_method {method}
 weights += 1
 step = 7
 print("half done", flush=True)
@@ -160,15 +179,17 @@ time.sleep(60)""")
     assert "weights, step: pulled as it was then in rank 0" in outcome.traceback
     assert notebook.run("float(weights.mean()), step").result == "(1.0, 7)"
     outcome = notebook.run(
-        "%%distributed -n 1 --pull weights,late\nweights += 1\nif weights.sum(): raise ValueError\nlate = 1"
+        f"%%distributed -n 1 --pull weights,late --start_method {method}\n"
+        "weights += 1\nif weights.sum(): raise ValueError\nlate = 1"
     )
     assert "Pulled all the same, as it was then in rank 0: weights" in outcome.traceback
     assert float(notebook.run("float(weights.mean())").result) == 2.0
 
 
-def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel) -> None:
+@how_ranks_start
+def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, method: str) -> None:
     started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2
+    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
 import threading
 if {RANK}:
     threading.Thread(target=time.sleep, args=(60,)).start()
@@ -202,14 +223,18 @@ time.sleep(60)""")
     assert "rank 0: stopped by SIGKILL, since it went on after the grace" in outcome.traceback
 
 
-def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel) -> None:
+@how_ranks_start
+def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel, method: str) -> None:
     outcome = notebook.run(
-        "%%distributed -n 1\nimport ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
+        f"%%distributed -n 1 --start_method {method}\nimport ctypes\n"
+        "def reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
     )
     assert "was killed by SIGSEGV" in outcome.traceback and "Native code has crashed" in outcome.traceback
     assert re.search(
         r'Traceback of rank 0:\n.*string_at\n  File "In\[\d+\]", line 4 in reads_nothing\n', outcome.traceback
     )
+    of_memory = re.search(r"this rank had used up to \d+ MiB, and there is one of them", outcome.traceback)
+    assert (of_memory is not None) is (method == "fork")
 
 
 def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:
@@ -253,36 +278,22 @@ except RankFailedError as error: caught = error.__cause__""")
     assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
 
 
-def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel) -> None:
-    notebook.run("%%distributed -n 1\nimport subprocess\nsubprocess.Popen(['sleep', '300'])\nraise ValueError('done')")
+@how_ranks_start
+def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel, method: str) -> None:
+    cell = f"%%distributed -n 1 --start_method {method}\nimport subprocess\nsubprocess.Popen(['sleep', '300'])"
+    assert "RankFailedError" in notebook.run(f"{cell}\nraise ValueError('done')").traceback
     processes.wait_until(lambda: rank_processes(notebook) == [], "the rank's own child is gone")
     assert [process for process in notebook.descendants() if "sleep" in str(process)] == []
 
 
-def test_background_job_can_be_stopped(notebook: kernels.Kernel) -> None:
-    notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
+@how_ranks_start
+def test_background_job_can_be_stopped(notebook: kernels.Kernel, method: str) -> None:
+    notebook.run(f"%%distributed -n 2 --background --out job --view none --start_method {method}\ntime.sleep(60)")
     assert notebook.run("job.status in ('starting', 'running')").result == "True"
     assert "RunTimeoutError" in notebook.run("job.results(timeout_s=0.1)").traceback
     notebook.run("job.stop()\njob.wait(20)")
     assert notebook.run("job.status, type(job.error).__name__").result == "('stopped', 'RunStoppedError')"
-    assert rank_processes(notebook) == []
-
-
-def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path) as kernel:
-        prepare(kernel)
-        cell = kernel.start("""%%distributed -n 2
-import subprocess
-subprocess.Popen(["sleep", "300"])
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("up", flush=True)
-time.sleep(300)""")
-        cell.wait_for_output("0 │ up")
-        cell.wait_for_output("1 │ up")
-        everything = kernel.descendants()
-        assert len(everything) >= 6  # agent, template, two ranks, and a child of each
-        kernel.kill()
-        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+    assert_nothing_of_the_run_is_left(notebook)
 
 
 def test_killed_kernel_leaves_nothing_when_a_fork_of_it_lives(tmp_path: pathlib.Path) -> None:

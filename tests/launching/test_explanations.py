@@ -24,6 +24,11 @@ SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, 
         (Ended(signal=signal.SIGSEGV), "spawn", "Native code has crashed"),
         (Ended(signal=signal.SIGSEGV), "fork", "build it in another cell and pass it as an argument"),
         (
+            Ended(signal=signal.SIGSEGV, peak_bytes=2**33),
+            "fork",
+            "a model for itself: this rank had used up to 8.0 GiB, and there are 8 of them. if the function",
+        ),
+        (
             Ended(signal=signal.SIGSEGV, shortage=SHORTAGE, peak_bytes=2**33),
             "fork",
             "This rank had used up to 8.0 GiB; 8 ranks each built their own model",

@@ -291,7 +291,7 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
     return _on_two_devices(work), counts
 
 
-# Two processes with a device each --------------------------------------------------------------------------------------
+# Two processes with a device each -------------------------------------------------------------------------------------
 
 
 class _Meeting(torch.nn.Linear):

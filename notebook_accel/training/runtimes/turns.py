@@ -1,4 +1,4 @@
-"""Ranks of one machine that do something one after the other, because the machine's memory isn't enough for all at once.
+"""Ranks of one machine that do something one after the other, because its memory isn't enough for all at once.
 
 No collective: which ranks move a model is their own matter, and a rank that dies gives its turn back.
 """
