@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +14,7 @@ import torch
 
 from tests.training import ranks
 from tests.xla import work
-from tests.xla.conftest import one_rank
+from tests.xla.conftest import PJRT, one_rank
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
 _DEADLINE_S = 200.0
@@ -36,3 +41,12 @@ def test_gradients_are_averaged_by_one_collective(two_devices: ranks.Ranks) -> N
         assert torch.equal(own, torch.full((3, 2), 1.0 + rank))
         assert torch.equal(synced, torch.full((3, 2), 1.5))
     assert counts == [1, 1]
+
+
+def test_torch_xla_itself_ends_a_process_whose_threads_are_ranks() -> None:
+    """Why they are refused. Once this fails, that is worth another look: see ``pjrt.py``."""
+    program = pathlib.Path(__file__).with_name("two_threads.py")
+    variables = {**os.environ, **PJRT, "CPU_NUM_DEVICES": "2"}
+    ended = subprocess.run([sys.executable, program], env=variables, capture_output=True, check=False, timeout=200)
+    assert ended.returncode == -signal.SIGABRT
+    assert b"Expected 2 threads to join the rendezvous, but only 1 of them arrived" in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import pytest
@@ -23,6 +24,8 @@ def test_steps_are_compiled_at_first_and_not_again(rank: ranks.Ranks) -> None:
     warm = found["compiled"][3:]  # the first steps' graphs: an optimizer without state, and one with it
     assert 1 <= warm[0] <= 3
     assert set(warm) == {warm[0]}
+    graphs = found["executed"][1:]
+    assert {later - earlier for earlier, later in itertools.pairwise(graphs)} == {1}
     assert found["threads"] == []  # the loader's are gone
 
 
@@ -66,7 +69,7 @@ def test_changed_shapes_are_named_once(rank: ranks.Ranks) -> None:
 
 
 def test_one_rank_alone_needs_no_others(rank: ranks.Ranks) -> None:
-    assert rank.run(work.alone, deadline_s=_DEADLINE_S) == [[[0, 1, 2], [0, 1, 2], ["a"]]]
+    assert rank.run(work.alone, deadline_s=_DEADLINE_S) == [[[0, 1, 2], [0, 1, 2], [0, 1, 2], ["a"]]]
 
 
 def test_set_seed_seeds_the_device(rank: ranks.Ranks) -> None:

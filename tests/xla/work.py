@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from notebook_accel import Accelerator, host_memory
 from notebook_accel.training.runtimes import xla_collectives, xla_compiling
-from notebook_accel.utils import set_seed
+from notebook_accel.utils import broadcast, set_seed
 from tests import processes
 from tests.training import test_turns
 
@@ -30,15 +30,25 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 2))
 
 
+def executions() -> int:
+    """How many graphs the device has computed by now."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    xm.wait_device_ops()
+    found = metrics.metric_data("ExecuteTime")
+    return int(found[0]) if found else 0
+
+
 def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]:
-    """Trains; the device, the parameters' identity, and compilations after each batch."""
+    """Trains; the device, the parameters' identity, and compilations and computed graphs after each batch."""
     set_seed(3)
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     own = model()
     parameters = [*own.parameters()]
     optimizer = torch.optim.Adam(own.parameters(), lr=0.05)
     net, optimizer, loader = accelerator.prepare(own, optimizer, DataLoader(data(), batch_size=batch, shuffle=True))
-    compiled, losses = [], []
+    compiled, executed, losses = [], [], []
     for _ in range(epochs):
         for x, y in loader:
             with accelerator.accumulate(net):
@@ -48,12 +58,14 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
                 optimizer.step()
                 optimizer.zero_grad()
             compiled.append(xla_compiling.count())
+            executed.append(executions())
             losses.append(loss.detach())
     return {
         "device": str(accelerator.device),
         "kept": all(a is b for a, b in zip(parameters, own.parameters(), strict=True)),
         "on_device": all(parameter.device == accelerator.device for parameter in own.parameters()),
         "compiled": [count - compiled[0] for count in compiled],
+        "executed": executed,
         "losses": [float(loss) for loss in losses],
         "threads": [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()],
     }
@@ -203,7 +215,13 @@ def alone() -> list[Any]:
     x = torch.arange(3, device=accelerator.device)
     accelerator.wait_for_everyone()
     gathered, total = accelerator.gather(x), accelerator.reduce(x, reduction="sum")
-    return [gathered.tolist(), total.tolist(), accelerator.gather_for_metrics(["a"], use_gather_object=True)]
+    accelerator.print("printed:", total)
+    return [
+        gathered.tolist(),
+        total.tolist(),
+        broadcast({"x": x})["x"].tolist(),
+        accelerator.gather_for_metrics(["a"], use_gather_object=True),
+    ]
 
 
 def seeded() -> tuple[list[float], list[float], list[float]]:
