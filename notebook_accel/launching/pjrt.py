@@ -40,13 +40,6 @@ class Platform:
         cores: Devices that each of them would have. A rank is a process, so with more than one only one can be used.
     """
 
-    # torch_xla gives each device of a process to a thread. Ranks can't be that here, for two reasons. What Python has
-    # once in a process, all of its ranks would share: the names that a cell assigns, the model, random generators,
-    # variables, standard output, interrupts. And where it can be tried, on the CPU, it doesn't hold: threads that end a
-    # step at the same time each compile it, and wait for each other's collectives in vain until PJRT ends the process
-    # (tests/xla/two_threads.py: always). A lock around that doesn't help, since the end of a step waits for the step
-    # before, which waits for the other thread. With ends of steps in turns, all-reduces of two threads at once have
-    # still crashed, in the table where torch_xla keeps their order.
     kind: Literal["TPU", "XLA CPU"]
     processes: int
     cores: int = 1
@@ -54,6 +47,13 @@ class Platform:
     @property
     def counts(self) -> tuple[int, ...]:
         """The numbers of ranks that it can give, all of its devices last."""
+        # With several cores, torch_xla gives each to a thread. Ranks can't be threads here, for two reasons. What
+        # Python has once in a process they would share: the names that a cell assigns, the model, random generators,
+        # variables, standard output, interrupts. And where it can be tried, on the CPU, it doesn't hold. Threads that
+        # end a step at the same time each compile it, and wait for each other's collectives in vain until PJRT ends
+        # the process (tests/xla/two_threads.py: always). A lock around that doesn't help, since the end of a step
+        # waits for the step before, which waits for the other thread. With ends of steps in turns, one run of fifty
+        # has still crashed, while both threads were in an all-reduce.
         return (1,) if self.cores > 1 or self.processes == 1 else (1, self.processes)
 
     def variables(self) -> dict[str, str]:
