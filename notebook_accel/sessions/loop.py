@@ -184,7 +184,9 @@ class _Rank:
         return {"lines": look(self._namespace, order.text)}
 
     def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
-        return {"standing": _regrouping().standing()}
+        regrouping = _regrouping()
+        regrouping.abandon_passes()
+        return {"standing": regrouping.standing()}
 
     def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
         return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}

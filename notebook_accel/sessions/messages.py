@@ -122,7 +122,7 @@ class Look(_Asked, frozen=True, kw_only=True):
 
 
 class Standing(_Asked, frozen=True, kw_only=True):
-    """Where the rank stands in its process groups."""
+    """Where the rank stands in its process groups, after a cell that did not end well."""
 
 
 class Renew(_Asked, frozen=True, kw_only=True):
