@@ -89,6 +89,12 @@ class Cell:
 
     def answer(self, text: str, timeout_s: float = 60.0) -> str:
         """Waits until the cell asks for input and gives it; returns the question."""
+        question = self.wait_for_question(timeout_s)
+        self._client.input(text)
+        return question
+
+    def wait_for_question(self, timeout_s: float = 60.0) -> str:
+        """Waits until the cell asks for input; returns the question."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -96,7 +102,6 @@ class Cell:
             except queue.Empty:
                 self._check("a question", deadline)
                 continue
-            self._client.input(text)
             return str(request["content"]["prompt"])
 
     def stream(self, name: str) -> str:
