@@ -148,7 +148,7 @@ class BackgroundCell:
         except KeyboardInterrupt:
             self._error, self.status = RunStoppedError(f"{self.name} was interrupted."), "stopped"
         except BaseException as error:  # noqa: BLE001 - results() raises it
-            self._error, self.status = error, "failed"
+            self._error, self.status = error, "stopped" if isinstance(error, RunStoppedError) else "failed"
         self._say_end(shown)
         self._ended.set()
         self._is_under_way.set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching import following, launcher
 from notebook_accel.launching.job import Job
 from notebook_accel.sessions import failing, loop, messages
@@ -51,6 +51,7 @@ class Crew:
     def __init__(self, config: LaunchConfig) -> None:
         self._numbers = itertools.count(1)
         self._turns = Turns()
+        self._is_closed = False
         self._failed_rank: int | None = None  # where the last error was
         self._meeting = Meeting()
         self._courier = Courier()
@@ -181,6 +182,7 @@ class Crew:
     def close(self) -> None:
         """Ends the ranks, and waits for that. Those that are idle end by themselves."""
         atexit.unregister(self.close)
+        self._is_closed = True
         is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._turns.queue
         self._courier.close()
         if self._job is not None:
@@ -281,6 +283,8 @@ class Crew:
                     self.ledger.refused(parcel, rank)
         self._finish_output(question.answers)
         if question.lost or any(reply.failed is not None for reply in replies.values()):
+            if self._is_closed:
+                raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
             self._healing.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             self._raise(question, asking, replies)
         if asking.interrupt is not None:  # all had just ended

@@ -55,7 +55,7 @@ class _Lines(io.StringIO):
         super().__init__()
         self._ask = ask
 
-    def readline(self, _size: int | None = -1, /) -> str:
+    def readline(self, _size: int | None = -1, /) -> str:  # type: ignore[override]  # of bytes, as typeshed has it
         return self._ask()
 
 
