@@ -170,6 +170,7 @@ class PanelView:
 
     def _on_interrupt(self) -> None:
         if self._job.on_death == "keep":  # a session: what its ranks do now ends, and they stay
+            self._has_changed = True
             self._job.interrupt(escalate=False)
         elif not self._clicked:
             self._clicked, self._has_changed = "interrupt", True

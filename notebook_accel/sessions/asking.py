@@ -31,7 +31,7 @@ class Asking:
     Attributes:
         interrupted: Ranks that were interrupted, because of the kernel's interrupt or of another rank.
         killed: Ranks that went on all the same, and were killed.
-        interrupt: The kernel's interrupt, if it has come.
+        interrupt: The kernel's interrupt, if it has come, or what else has ended the waiting.
     """
 
     def __init__(self, courier: Courier, output: Output | None, grace_s: float, console: Console | None = None) -> None:
@@ -43,10 +43,13 @@ class Asking:
         self._said = False
         self.interrupted: list[int] = []
         self.killed: list[int] = []
-        self.interrupt: KeyboardInterrupt | None = None
+        self.interrupt: BaseException | None = None
 
     def ask(self, question: Question) -> None:
-        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised."""
+        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised.
+
+        So is what else is raised here: the ranks would be left to themselves.
+        """
         is_over = False
         while not is_over:
             try:
@@ -54,14 +57,14 @@ class Asking:
                     self._courier.ask(question)
                 self._wait(question)
                 is_over = True
-            except KeyboardInterrupt as interrupt:
+            except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
                 self.interrupt_by(interrupt, question)
 
-    def interrupt_by(self, interrupt: KeyboardInterrupt, question: Question) -> None:
+    def interrupt_by(self, interrupt: BaseException, question: Question) -> None:
         """Interrupts the ranks; the second time, kills those that go on. Any thread may call it."""
         if self.interrupt is None:
             self.interrupt = interrupt
-        else:
+        elif isinstance(interrupt, KeyboardInterrupt):
             self._kill(question)
         question.notify()
 

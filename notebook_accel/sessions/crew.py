@@ -297,7 +297,7 @@ class Crew:
 
     def _finish_output(self, answers: Mapping[int, Answer]) -> None:
         if self._output is not None:
-            self._output.finish({rank: answer.reply.log_bytes for rank, answer in answers.items()})
+            self._output.finish({rank: answer.reply for rank, answer in answers.items()})
 
     def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
         if question.lost:

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from notebook_accel import events, memory_files, serialization
+from notebook_accel import events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import displays, failure, interruption, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
@@ -86,6 +86,7 @@ class _Rank:
                 unbound=unbound,
                 has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
+                steps=reporting.reporter().catch_up(),
                 **facts,
             )
             self._connection.send(messages.encode(reply), descriptors)

@@ -199,6 +199,7 @@ class Reply(_Message, frozen=True, kw_only=True):
         unbound: Names that it had of its own and has no longer.
         missing: A name that it doesn't have, for which it failed.
         log_bytes: How much it has written to its log so far.
+        steps: How many steps it has counted so far.
         standing: For ``Standing``: calls made in each process group; ``None`` without a group.
         lines: For ``Look``: the answer. For ``Renew``: what could not be kept. For ``Debug``: why not.
     """
@@ -213,6 +214,7 @@ class Reply(_Message, frozen=True, kw_only=True):
     unbound: list[str] = []
     missing: str = ""
     log_bytes: int = 0
+    steps: int = 0
     standing: list[int] | None = None
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What ranks print and display while a cell runs, in the cell.
+"""What ranks print, display and count while a cell runs, in the cell.
 
 What they print is read from their logs, rank by rank, line by line. What they display comes over their lines, with how
 long the log was then.
@@ -16,6 +16,8 @@ from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.kernel_display import KernelDisplay
 from notebook_accel.launching.view import line_prefix
+from notebook_accel.sessions.messages import Reply
+from notebook_accel.sessions.progress import CellProgress
 
 __all__ = ["Output"]
 
@@ -107,10 +109,12 @@ class Output:
         most = max(_MOST_LINES // job.world_size, 1)
         self._logs = [_Log(str(path), line_prefix(job, rank), most) for rank, path in enumerate(job.log_files)]
         self._display = KernelDisplay()
+        self._progress = CellProgress(job, self._display)
 
     def start(self) -> None:
         """A cell begins. What ranks have printed since the last one is shown in it, too."""
         self._display.begin_cell()
+        self._progress.begin()
         for log in self._logs:
             log.start()
 
@@ -118,6 +122,7 @@ class Output:
         """Prints whole lines that are there now."""
         for log in self._logs:
             log.read(None)
+        self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
         """Prints what a rank has written until then, so that what it says otherwise comes after it."""
@@ -131,11 +136,12 @@ class Output:
         if not self._display.show(event) and self._logs:
             self._logs[rank].add(str(event.data.get("text/plain", "")))
 
-    def finish(self, log_bytes: Mapping[int, int]) -> None:
-        """Prints all that these ranks have written by the end of the cell."""
+    def finish(self, replies: Mapping[int, Reply]) -> None:
+        """Shows all that these ranks have printed and counted by the end of the cell."""
         for rank, log in enumerate(self._logs):
-            log.read(log_bytes.get(rank))
+            log.read(replies[rank].log_bytes if rank in replies else None)
             log.finish()
+        self._progress.end({rank: reply.steps for rank, reply in replies.items()})
 
     def close(self) -> None:
         for log in self._logs:

@@ -75,3 +75,13 @@ def test_error_of_a_cell_in_the_background_is_shown_when_it_happens_and_raised_w
     assert shown(notebook, "failing.status") == "'failed'"
     notebook.run("import threading\nlock = threading.Lock()")
     assert "it is a lock" in error(notebook, "%%distributed --background\nlock")
+
+
+def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(notebook: kernels.Kernel) -> None:
+    body = "from tqdm.auto import tqdm\nfor number in tqdm(range(8)): time.sleep(0.2)"
+    outcome = notebook.run(f"%%distributed\n{body}")
+    assert outcome.status == "ok" and outcome.stdout == "", outcome
+    places = {content["transient"]["display_id"] for content in outcome.displays}
+    assert len(places) == 1 and outcome.displays[-1]["data"]["text/plain"].count("step 8/8") == 2
+    # What a cell has counted is not the next one's.
+    assert notebook.run("%%distributed\ntime.sleep(1.5)").displays == ()

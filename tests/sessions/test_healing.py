@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -168,6 +169,22 @@ def test_interrupts_between_cells_are_not_taken_for_one_of_a_later_cell_that_sle
             os.kill(info.pid, signal.SIGINT)
         prepared._crew._ask_quietly(messages.Standing, [0, 1])
     prepared.execute("time.sleep(1)")
+    assert goes_on(prepared)
+
+
+def test_whatever_ends_the_waiting_ends_the_cell(prepared: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    def handle(*_: object) -> None:
+        raise LookupError("a handler of the user's")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(LookupError, match="a handler of the user's"):
+            prepared.execute("if rank == 0: step()\ntime.sleep(100)")
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
     assert goes_on(prepared)
 
 
