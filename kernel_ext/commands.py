@@ -110,6 +110,8 @@ def _print_run(entry: registry.Entry) -> None:
         print(f"  {entry.ending.why}")
     if job is None or job.done:
         return
+    if job.doing():
+        print(f"  {job.doing()}")
     rows = [("rank", "state", "pid", "device", "step", "memory")]
     for info in job.ranks:
         used = "" if info.memory_used_bytes is None else sizes.in_words(info.memory_used_bytes)

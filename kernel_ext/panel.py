@@ -148,6 +148,8 @@ class PanelView:
             return _ENDED_BY[self._clicked] if job.status == "stopped" else ""
         if self._clicked == "stop":
             return "stopping …"
+        if job.on_death == "keep":
+            return job.doing()
         if self._clicked == "interrupt":
             return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s"
         return "" if self._is_clickable() else "interrupt the kernel to stop"
@@ -167,7 +169,10 @@ class PanelView:
         self._job.stop()
 
     def _on_interrupt(self) -> None:
-        if not self._clicked:
+        if self._job.on_death == "keep":  # a session: what its ranks do now ends, and they stay
+            self._has_changed = True
+            self._job.interrupt(escalate=False)
+        elif not self._clicked:
             self._clicked, self._has_changed = "interrupt", True
             self._job.interrupt()
 

@@ -1,4 +1,4 @@
-"""The magics of a session: ``%distributed start | stop | restart``, cells that run in it, ``%push`` and ``%pull``."""
+"""The magics of a session: ``%distributed start | stop | restart | debug``, its cells, ``%push`` and ``%pull``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from notebook_accel.launching.cell import Cell
 from notebook_accel.sessions.showing import Shown, ranks_in_words
 
 if TYPE_CHECKING:
+    from notebook_accel.sessions.background import BackgroundCell
     from notebook_accel.sessions.session import Session
 
 __all__ = ["COMMANDS", "SessionMagics"]
 
-COMMANDS = ("start", "stop", "restart")
+COMMANDS = ("start", "stop", "restart", "debug")
 """What may stand after ``%distributed`` and is for here."""
 
 HELP = """\
@@ -32,6 +33,7 @@ HELP = """\
 
     %distributed start -n 2        starts it, with the options of %%distributed
     %distributed restart [RANKS]   starts ranks that have died again, or these (0,2-3), or all
+    %distributed debug [RANK]      pdb at the last error, or at that of a rank
     %distributed stop              ends it
 """
 
@@ -59,7 +61,7 @@ class SessionMagics:
         """Each magic's kind, name and function."""
         return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
 
-    # %distributed start | stop | restart ------------------------------------------------------------------------------
+    # %distributed start | stop | restart | debug --------------------------------------------------------------------
 
     def handles(self, line: str) -> bool:
         """Whether a line after ``%distributed`` is for here: ``stop`` is only if it means the session."""
@@ -77,13 +79,18 @@ class SessionMagics:
         return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
 
     def run(self, line: str) -> None:
-        """``%distributed start | stop | restart``."""
+        """``%distributed start | stop | restart | debug``."""
         command, *_ = line.split()
         rest = line.strip().removeprefix(command)
         if command == "start":
             self._start(rest)
         elif command == "restart":
             self._restart(rest.split())
+        elif command == "debug":
+            ranks = parse_ranks(rest) if rest.strip() else [None]
+            if len(ranks) > 1:
+                raise UsageError("%distributed debug: one rank at a time.")
+            self._needed("%distributed debug").debug(ranks[0])
         else:
             self.close()
             print("The session has ended.")
@@ -131,9 +138,9 @@ class SessionMagics:
 
     # Cells ------------------------------------------------------------------------------------------------------------
 
-    def cell(self, given: argparse.Namespace, cell: str) -> Shown | None:
+    def cell(self, given: argparse.Namespace, cell: str) -> Shown | BackgroundCell | None:
         """A ``%%distributed`` cell, in the session."""
-        refused = [f"--{name}" for name in (*options.given(given), "args", "background") if getattr(given, name)]
+        refused = [f"--{name}" for name in (*options.given(given), "args") if getattr(given, name)]
         if refused:
             raise UsageError(
                 f"%%distributed: {', '.join(refused)} can't be said of a cell in a session. Options belong to "
@@ -144,14 +151,28 @@ class SessionMagics:
         if asked:
             print("\n".join(session.describe(asked)) or f"Rank 0 has no name {asked!r}.")
             return None
+        parsed = self._read(cell)
+        if given.background:
+            return self._start_cell(session, given, parsed)
         shown, values = session.run_cell(
-            self._read(cell), self._shell.user_ns, push=given.push, wants_values=given.out is not None
+            parsed, self._shell.user_ns, push=given.push, wants_values=given.out is not None
         )
         if given.pull:
             self._bind(session, given.pull, 0)
         if given.out is not None:
             self._shell.push({given.out: values})
         return shown or None
+
+    def _start_cell(self, session: Session, given: argparse.Namespace, parsed: Cell) -> BackgroundCell:
+        if given.pull:
+            raise UsageError(
+                f"%%distributed: --pull can't be said of a cell in the background. %pull {' '.join(given.pull)} in the "
+                "next cell waits until it has ended."
+            )
+        handle = session.start_cell(parsed, self._shell.user_ns, push=given.push)
+        if given.out is not None:
+            self._shell.push({given.out: handle})
+        return handle
 
     def rank(self, line: str, cell: str) -> Shown | None:
         """Runs a cell on some ranks of the session only.

@@ -73,6 +73,7 @@ class Reporter:
     def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._sampling = threading.Lock()
         self._shown: Counter | None = None
         self._steps_before = 0  # of this rank, by all counters, before the shown one's epoch
         self._outer: Counter | None = None
@@ -206,6 +207,11 @@ class Reporter:
         self.release_metrics()
         self._sample()
 
+    def catch_up(self) -> int:
+        """Says now what has not been said yet; how many steps that makes in all."""
+        self._sample()
+        return 0 if self._last_progress is None else self._last_progress.steps
+
     def _run(self) -> None:
         samples = 0
         # Nothing has happened yet when it starts, and the user's code is about to begin.
@@ -216,6 +222,10 @@ class Reporter:
             samples += 1
 
     def _sample(self) -> None:
+        with self._sampling:
+            self._sample_alone()
+
+    def _sample_alone(self) -> None:
         while self._posted:
             self.send(self._posted.popleft())
         for function in self._before_sample:

@@ -53,11 +53,13 @@ class Outcome:
 class Cell:
     """A cell that was sent to the kernel and may be running still."""
 
-    def __init__(self, client: BlockingKernelClient, code: str, *, allow_stdin: bool) -> None:
+    def __init__(self, client: BlockingKernelClient, cells: dict[str, Cell], code: str, *, allow_stdin: bool) -> None:
         self._client = client
+        self._cells = cells
         self.messages: list[dict[str, Any]] = []
         self._idle = False
         self._id = client.execute(code, allow_stdin=allow_stdin)
+        cells[self._id] = self
 
     def finish(self, timeout_s: float = 60.0) -> Outcome:
         """Waits until the cell is done."""
@@ -89,6 +91,12 @@ class Cell:
 
     def answer(self, text: str, timeout_s: float = 60.0) -> str:
         """Waits until the cell asks for input and gives it; returns the question."""
+        question = self.wait_for_question(timeout_s)
+        self._client.input(text)
+        return question
+
+    def wait_for_question(self, timeout_s: float = 60.0) -> str:
+        """Waits until the cell asks for input; returns the question."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -96,7 +104,6 @@ class Cell:
             except queue.Empty:
                 self._check("a question", deadline)
                 continue
-            self._client.input(text)
             return str(request["content"]["prompt"])
 
     def stream(self, name: str) -> str:
@@ -113,9 +120,13 @@ class Cell:
             except queue.Empty:
                 self._check(what, deadline)
                 continue
-            if message["parent_header"].get("msg_id") == self._id:
-                self.messages.append(message)
-                self._idle = self._idle or message["content"].get("execution_state") == "idle"
+            cell = self._cells.get(message["parent_header"].get("msg_id"))
+            if cell is not None:
+                cell._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self._idle = self._idle or message["content"].get("execution_state") == "idle"
 
     def _reply(self, deadline: float) -> dict[str, Any]:
         while True:
@@ -146,6 +157,7 @@ class Kernel:
     def __init__(self, folder: pathlib.Path, variables: Mapping[str, str] = {}) -> None:
         self._manager = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
         self._log = folder / "kernel.log"
+        self._cells: dict[str, Cell] = {}  # all of them: one may still show something while another one runs
         with self._log.open("wb") as log:
             self._manager.start_kernel(
                 extra_arguments=["--HistoryManager.enabled=False"],
@@ -181,7 +193,7 @@ class Kernel:
             code: The cell.
             allow_stdin: Whether somebody could answer ``input()``, as front ends with a user say.
         """
-        return Cell(self._client, code, allow_stdin=allow_stdin)
+        return Cell(self._client, self._cells, code, allow_stdin=allow_stdin)
 
     def run(self, code: str, timeout_s: float = 60.0, *, allow_stdin: bool = False) -> Outcome:
         """Runs a cell to its end."""

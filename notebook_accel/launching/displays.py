@@ -19,7 +19,7 @@ from notebook_accel import events, reporting
 from notebook_accel.launching import mime_bundles, streams
 from notebook_accel.launching.import_hooks import when_imported
 
-__all__ = ["DisplayHandle", "adopt", "at_end", "clear_output", "display", "end", "publish", "shown_figures"]
+__all__ = ["DisplayHandle", "adopt", "at_end", "clear_output", "display", "end", "lead_to", "publish", "shown_figures"]
 
 # What a kernel, or its user, has matplotlib draw with, and a rank can't: it has no kernel.
 _KERNEL_BACKENDS = ("inline", "ipympl", "nbagg", "notebook", "widget", "module://")
@@ -81,6 +81,7 @@ class _Screen:
 
 
 _screen: _Screen | None = None  # of rank 0
+_show: Callable[[events.Display], None] | None = None  # what takes the place of an event of the run
 _at_end: list[Callable[[], None]] = []
 
 
@@ -190,7 +191,15 @@ def _send(data: Mapping[str, Any], metadata: dict[str, Any], display_id: str, *,
         is_update=is_update,
         log_bytes=streams.log_bytes(),
     )
-    reporting.reporter().send(said)  # before this returns, and so before anything that is printed later
+    (_show or reporting.reporter().send)(said)  # before this returns, and so before anything that is printed later
+
+
+def lead_to(show: Callable[[events.Display], None] | None) -> None:
+    """From now on ``show`` takes what is displayed, on a new screen: that of a cell. ``None``: as it was before."""
+    global _screen, _show
+    _show = show
+    if _screen is not None:
+        _screen = _Screen()
 
 
 def adopt(rank: int) -> None:

@@ -13,7 +13,7 @@ from notebook_accel import environment, events, serialization
 from notebook_accel.errors import CollectiveError, NotebookAccelError
 from notebook_accel.launching.spec import JobSpec
 
-__all__ = ["describe", "look_up"]
+__all__ = ["describe", "look_up", "without_our_frames"]
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
@@ -35,7 +35,7 @@ def describe(
         shipped: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
-    text = traceback.TracebackException(type(error), error, _without_our_frames(error.__traceback__))
+    text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
     if isinstance(error, NotebookAccelError):
         _end_at_the_users_line(text)
     if not environment.is_debugging():
@@ -79,7 +79,7 @@ def look_up(namespace: dict[str, Any], name: str) -> Any:
         ) from None
 
 
-def _without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
     """Leaves out the frames of this package through which the user's code was called."""
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next

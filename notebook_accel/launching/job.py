@@ -59,6 +59,7 @@ class Job:
         ending: How it has ended, filled in then; it may be kept without the job.
         restarts: Why all ranks were started again, for each time: which rank failed first, and of what.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
+        doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
     Args:
@@ -93,6 +94,7 @@ class Job:
         self.ended_s: float | None = None
         self.ending = Ending()
         self.restarts: tuple[str, ...] = ()
+        self.doing: Callable[[], str] = str
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
         self.log_folder = log_folder
@@ -284,8 +286,12 @@ class Job:
 
         What it comes to is among the ``events``.
         """
-        if self.on_death == "stop" and self._watch.is_silence_due(now_s):  # else ranks may wait for what comes next
+        if self._watch.is_silence_due(now_s):
             self._tell(lambda control: control.inspect())
+
+    def expect_steps(self, ranks: Sequence[int]) -> None:
+        """Which ranks have something to do from now on; all if nobody says so. The others' silence means nothing."""
+        self._watch.expect_steps(ranks, time.monotonic())
 
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""

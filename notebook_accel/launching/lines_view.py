@@ -5,19 +5,17 @@ Where the output is no terminal, no line is ever written over, and none has a co
 
 from __future__ import annotations
 
-import builtins
 import collections
-import contextvars
 import os
 import string
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 from notebook_accel import durations, events
 from notebook_accel.launching import standings
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel_display import KernelDisplay
 from notebook_accel.launching.standings import Standing
 from notebook_accel.plain_text import plain_lines, plain_text
 
@@ -94,7 +92,7 @@ class LinesView:
         self._lines = [_Lines(out, line_prefix(job, rank), job, rank) for rank in range(job.world_size)]
         self._silent_steps: dict[int, int] = {}
         self._terminal = _StatusLine(out) if out.isatty() else None
-        self._displays = _Displays()
+        self._displays = KernelDisplay()
 
     def refresh(self) -> None:
         """Prints the new lines, and the progress when it is due."""
@@ -205,31 +203,3 @@ class _StatusLine:
             return os.get_terminal_size(self._out.fileno()).columns or _USUAL_COLUMNS
         except (OSError, ValueError):  # what calls itself a terminal, and has no size
             return _USUAL_COLUMNS
-
-
-class _Displays:
-    """Shows what rank 0 displays in a notebook that is executed without anybody who looks at it."""
-
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()  # of the running cell, should a thread show something later
-        self._shown: set[str] = set()
-
-    def show(self, event: events.Display) -> bool:
-        """Shows it, if it is more than text, and this is a kernel; returns whether it was shown."""
-        display = _display_of_kernel()
-        has_place = event.display_id in self._shown
-        if display is None or not (has_place or event.data.keys() - {"text/plain"}):
-            return False
-        if event.display_id:
-            self._shown.add(event.display_id)
-        options: dict[str, Any] = {"metadata": event.metadata, "display_id": event.display_id or None}
-        if event.is_update and has_place:
-            options["update"] = True
-        self._context.copy().run(display, event.data, raw=True, **options)
-        return True
-
-
-def _display_of_kernel() -> Callable[..., Any] | None:
-    """IPython's ``display``, which it makes known to every cell; ``None`` outside of kernels."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return getattr(builtins, "display", None) if hasattr(shell, "kernel") else None

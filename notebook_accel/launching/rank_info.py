@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel import events
@@ -20,6 +21,8 @@ class RankInfo:
         pid: Its process, ``None`` before it has started.
         device: What it computes on, such as ``cuda:0``; empty if that isn't known.
         step: Steps that it has done, over all epochs; ``None`` if it counts none.
+        progress: What it last counted, ``None`` before.
+        metrics: The latest value of each metric that it has reported.
         memory_used_bytes: Memory in use, of its device where it has one; ``None`` if that isn't known.
         memory_total_bytes: What the device, or the host, has.
         silent: What was found out when it had done no step for long, ``None`` after its next one.
@@ -30,6 +33,8 @@ class RankInfo:
     pid: int | None = None
     device: str = ""
     step: int | None = None
+    progress: events.Progress | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory_used_bytes: int | None = None
     memory_total_bytes: int = 0
     silent: events.Silent | None = None
@@ -40,7 +45,9 @@ class RankInfo:
             self.state, self.pid = "running", event.pid
         elif isinstance(event, events.Progress):
             self.silent = self.silent if event.steps == self.step else None
-            self.step, self.device = event.steps, event.device or self.device
+            self.step, self.progress, self.device = event.steps, event, event.device or self.device
+        elif isinstance(event, events.Metrics):
+            self.metrics = {**self.metrics, **event.values}
         elif isinstance(event, events.Memory):
             self.memory_used_bytes, self.memory_total_bytes = event.used_bytes, event.total_bytes
         elif isinstance(event, events.Silent):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Iterable
 
 from notebook_accel.events import Ended, Event, Failed, Finished, Progress, Silent
 from notebook_accel.launching.stacks import RankStack, Stacks
@@ -40,7 +41,7 @@ class _Rank:
 
     def is_silent(self, now_s: float, since_s: float, shortest_s: float) -> bool:
         usual_s = sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else 0.0
-        since_s = since_s if self.stepped_s is None else self.stepped_s
+        since_s = max(since_s, self.stepped_s or 0.0)
         return not self.has_ended and now_s - since_s > max(shortest_s, _USUAL_STEPS * usual_s)
 
 
@@ -62,6 +63,8 @@ class SilenceWatch:
         self._first_step_s: float | None = None
         self._period_s = shortest_s
         self._ask_s = 0.0
+        self._working = frozenset(range(world_size))  # the ranks that have something to do, and since when
+        self._begun_s = 0.0
         self._lock = threading.Lock()
 
     def add(self, rank: int, event: Event) -> None:
@@ -74,13 +77,19 @@ class SilenceWatch:
         elif isinstance(event, (Failed, Finished, Ended)):
             self._ranks[rank].has_ended = True
 
+    def expect_steps(self, ranks: Iterable[int], now_s: float) -> None:
+        """Which ranks have something to do from now on. Unless this is said, all have."""
+        self._working, self._begun_s = frozenset(ranks), now_s
+
     def silent(self, now_s: float) -> list[int]:
         """The ranks that have done no step for long. None as long as no rank has counted any."""
         if self._first_step_s is None or len(self._ranks) < 2:
             return []
-        since_s = self._first_step_s
+        since_s = max(self._first_step_s, self._begun_s)
         with self._lock:
-            return [rank for rank, state in enumerate(self._ranks) if state.is_silent(now_s, since_s, self._shortest_s)]
+            return [
+                rank for rank in sorted(self._working) if self._ranks[rank].is_silent(now_s, since_s, self._shortest_s)
+            ]
 
     def is_due(self, now_s: float) -> bool:
         """Whether to ask now: when silence begins, and then more and more rarely."""
@@ -96,11 +105,13 @@ class SilenceWatch:
     def judge(self, stacks: Stacks, now_s: float) -> list[tuple[int, Silent]]:
         """Who waits, and for whom, if that can be seen."""
         at = {rank: stacks[rank] for rank in self.silent(now_s) if rank < len(stacks)}
-        running = [rank for rank, state in enumerate(self._ranks) if not state.has_ended]
+        running = [rank for rank in self._working if not self._ranks[rank].has_ended]
         are_all_silent = len(at) == len(running)
+        does_wait_for_idle = len(self._working) < len(self._ranks) and any(stack.waits_in for stack in at.values())
         are_together = (
             are_all_silent
-            and len(running) == len(self._ranks)
+            and len(running) == len(self._working)
+            and not does_wait_for_idle
             and len({stack.user_line for stack in at.values()}) == 1
             and len({self._ranks[rank].steps for rank in at}) == 1
         )
@@ -111,6 +122,6 @@ class SilenceWatch:
         return [(rank, self._silent(rank, stack, now_s)) for rank, stack in at.items()]
 
     def _silent(self, rank: int, stack: RankStack, now_s: float) -> Silent:
-        since_s = self._ranks[rank].stepped_s or self._first_step_s or now_s
+        since_s = max(self._ranks[rank].stepped_s or self._first_step_s or now_s, self._begun_s)
         at = stack.user_line or _WITHOUT_STACK.get(stack.condition, "")
         return Silent(time_s=now_s, since_s=since_s, at=at, waits_in=stack.waits_in)

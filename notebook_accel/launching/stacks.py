@@ -100,6 +100,8 @@ class RankStack:
             return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
         where = f" is in {self.waits_in}" if self.waits_in else ""
         mine = [_user_text(frame) for frame in self.frames if frame.is_user]
+        if not mine and self.frames and self.frames[0].file.startswith(_OURS):
+            return f"{who} runs none of your code just now"
         below = self.frames[: next((n for n, frame in enumerate(self.frames) if frame.is_user), len(self.frames))]
         lines = [f"{who}{where}, innermost call first:", *mine]
         if below:

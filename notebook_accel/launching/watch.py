@@ -51,6 +51,12 @@ class Watch:
         """Whether a rank has been silent for so long that all should be asked where they stand."""
         return self._silence.is_due(now_s)
 
+    def expect_steps(self, ranks: Sequence[int], now_s: float) -> None:
+        """Which ranks have something to do from now on. The others wait for that, and are not silent."""
+        self._silence.expect_steps(ranks, now_s)
+        for info in self._infos:
+            info.silent = None
+
     def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
         """Has the ranks asked where they stand and waits for the answer; ``None`` if none comes in time."""
         before = self._stacks

@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 
+from notebook_accel.sessions import messages
+from notebook_accel.sessions.console import Console
 from notebook_accel.sessions.courier import Courier, Question
 from notebook_accel.sessions.output import Output
 from notebook_accel.sessions.showing import ranks_in_words
@@ -22,27 +24,32 @@ class Asking:
 
     Args:
         courier: Brings it to them.
-        output: Shows what they print meanwhile; ``None``: nothing.
+        output: Shows what they print and display meanwhile; ``None``: nothing.
         grace_s: How long a rank may take to come to an end that was interrupted, until something is said about it.
+        console: Who answers a rank's debugger.
 
     Attributes:
         interrupted: Ranks that were interrupted, because of the kernel's interrupt or of another rank.
         killed: Ranks that went on all the same, and were killed.
-        interrupt: The kernel's interrupt, if it has come.
+        interrupt: The kernel's interrupt, if it has come, or what else has ended the waiting.
     """
 
-    def __init__(self, courier: Courier, output: Output | None, grace_s: float) -> None:
+    def __init__(self, courier: Courier, output: Output | None, grace_s: float, console: Console | None = None) -> None:
         self._courier = courier
         self._output = output
         self._grace_s = grace_s
+        self._console = console
         self._interrupt_s: float | None = None
         self._said = False
         self.interrupted: list[int] = []
         self.killed: list[int] = []
-        self.interrupt: KeyboardInterrupt | None = None
+        self.interrupt: BaseException | None = None
 
     def ask(self, question: Question) -> None:
-        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised."""
+        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised.
+
+        So is what else is raised here: the ranks would be left to themselves.
+        """
         is_over = False
         while not is_over:
             try:
@@ -50,11 +57,16 @@ class Asking:
                     self._courier.ask(question)
                 self._wait(question)
                 is_over = True
-            except KeyboardInterrupt as interrupt:
-                if self.interrupt is None:
-                    self.interrupt = interrupt
-                else:
-                    self._kill(question)
+            except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
+                self.interrupt_by(interrupt, question)
+
+    def interrupt_by(self, interrupt: BaseException, question: Question) -> None:
+        """Interrupts the ranks; the second time, kills those that go on. Any thread may call it."""
+        if self.interrupt is None:
+            self.interrupt = interrupt
+        elif isinstance(interrupt, KeyboardInterrupt):
+            self._kill(question)
+        question.notify()
 
     def _wait(self, question: Question) -> None:
         failed_s: float | None = None
@@ -69,9 +81,23 @@ class Asking:
             if self._interrupt_s is not None:
                 self._urge(question, now_s - self._interrupt_s)
             question.wait(_TICK_S)
+            self._listen(question)
             if self._output is not None and time.monotonic() >= show_s:  # a short cell's in order of rank, at its end
                 self._output.show_new()
                 show_s = time.monotonic() + _TICK_S
+        self._listen(question)
+
+    def _listen(self, question: Question) -> None:
+        while question.said:
+            rank, said = question.said.popleft()
+            if isinstance(said, messages.Displayed):
+                if self._output is not None:
+                    self._output.display(rank, said.display)
+            elif self._console is not None:
+                if self._output is not None:
+                    self._output.show_until(rank, said.log_bytes)
+                line = self._console.answer(said.text) if self.interrupt is None else ""
+                self._courier.tell(rank, messages.Typed(number=question.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s

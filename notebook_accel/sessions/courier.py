@@ -47,6 +47,7 @@ class Question:
         number: Which their replies have.
         orders: What each of them is told, and the descriptors beside it, which this owns.
         answers: What has come, by rank.
+        said: What ranks have said before their answers, each with the rank, in order.
         lost: Ranks that have gone, or that couldn't be told.
         was_asked: Whether it was given to the courier.
         was_sent: Whether the ranks have been told, so that they will answer.
@@ -55,6 +56,9 @@ class Question:
     number: int
     orders: Mapping[int, tuple[bytes, Sequence[int]]]
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    said: collections.deque[tuple[int, messages.Displayed | messages.Prompt]] = dataclasses.field(
+        default_factory=collections.deque
+    )
     lost: set[int] = dataclasses.field(default_factory=set)
     was_asked: bool = False
     was_sent: bool = False
@@ -90,13 +94,19 @@ class Question:
         self.answers.clear()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    rank: int
+    body: bytes
+
+
 class Courier:
     """Brings questions to ranks and their answers back."""
 
     def __init__(self) -> None:
         self._lines: dict[int, Arrival] = {}
         self._closing = threading.Lock()  # no descriptor is closed while somebody uses its number
-        self._outbox: collections.deque[Question | Arrival | None] = collections.deque()
+        self._outbox: collections.deque[Question | Arrival | _Word | None] = collections.deque()
         self._questions: dict[int, Question] = {}
         self._wake_end, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)[::-1]
         self._thread = threading.Thread(target=self._run, name="notebook-accel-session", daemon=True)
@@ -111,6 +121,10 @@ class Courier:
         """Sends it, without waiting for answers. Asked again after an interrupt, it is sent once all the same."""
         self._put(question)
         question.was_asked = True
+
+    def tell(self, rank: int, word: messages.Typed) -> None:
+        """Tells a rank something about the question that it is busy with."""
+        self._put(_Word(rank, messages.encode(word)))
 
     def drop(self, question: Question) -> None:
         """Nobody waits for it any more: answers that still come are thrown away."""
@@ -145,7 +159,7 @@ class Courier:
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
 
-    def _put(self, thing: Question | Arrival | None) -> None:
+    def _put(self, thing: Question | Arrival | _Word | None) -> None:
         self._outbox.append(thing)
         with contextlib.suppress(BlockingIOError):  # it has been woken often enough
             os.write(self._wake_end, b"x")
@@ -175,6 +189,8 @@ class Courier:
                     self._lines[thing.rank] = thing
                     poll.register(thing.connection.fileno(), select.POLLIN)
                     thing.was_taken.set()
+                elif isinstance(thing, _Word):
+                    self._send_to(poll, thing.rank, thing.body)
                 elif not thing.was_sent:
                     self._send(poll, thing)
 
@@ -182,16 +198,19 @@ class Courier:
         self._questions[question.number] = question
         question.was_sent = True
         for rank, (body, descriptors) in question.orders.items():
-            line = self._lines.get(rank)
-            if line is None:
+            if rank not in self._lines:
                 question.lost.add(rank)
-                continue
+            self._send_to(poll, rank, body, descriptors)
+        question.close_orders()
+        question.notify()
+
+    def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        line = self._lines.get(rank)
+        if line is not None:
             try:
                 line.connection.send(body, descriptors)
             except (ClosedError, TimeoutError):
                 self._lose(poll, rank)
-        question.close_orders()
-        question.notify()
 
     def _read(self, poll: select.poll, rank: int) -> None:
         try:
@@ -201,14 +220,17 @@ class Courier:
             self._lose(poll, rank)
 
     def _heard(self, rank: int, message: Message) -> None:
-        reply = messages.decode_reply(message.body)
-        question = self._questions.get(reply.number)
+        said = messages.decode_from_rank(message.body)
+        question = self._questions.get(said.number)
         if question is None or rank not in question.orders:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
-        value, *_ = [*message.descriptors, -1]
-        question.answers[rank] = Answer(reply, value)
+        if isinstance(said, messages.Reply):
+            value, *_ = [*message.descriptors, -1]
+            question.answers[rank] = Answer(said, value)
+        else:
+            question.said.append((rank, said))
         question.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:

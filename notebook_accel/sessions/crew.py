@@ -6,24 +6,26 @@ import atexit
 import contextlib
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching import following, launcher
 from notebook_accel.launching.job import Job
 from notebook_accel.sessions import failing, loop, messages
 from notebook_accel.sessions.asking import Asking
+from notebook_accel.sessions.background import BackgroundCell
+from notebook_accel.sessions.console import Console
 from notebook_accel.sessions.courier import Answer, Courier, Question
 from notebook_accel.sessions.healing import Healing
 from notebook_accel.sessions.ledger import Ledger, Parcel, Request
 from notebook_accel.sessions.meeting import Meeting
 from notebook_accel.sessions.output import Output
 from notebook_accel.sessions.showing import ranks_in_words
+from notebook_accel.sessions.turns import Turns
 
 __all__ = ["Crew"]
 
@@ -48,7 +50,9 @@ class Crew:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._numbers = itertools.count(1)
-        self._busy = threading.Lock()
+        self._turns = Turns()
+        self._is_closed = False
+        self._failed_rank: int | None = None  # where the last error was
         self._meeting = Meeting()
         self._courier = Courier()
         self._output: Output | None = None
@@ -64,6 +68,8 @@ class Crew:
                 on_death="keep",
             )
             self.job: Job = self._job
+            self.job.expect_steps([])
+            self.job.doing = self._doing
             self._output = Output(self.job)
             self.ledger = Ledger(self.job.world_size)
             self._healing = Healing(self.job.world_size, self._ask_quietly)
@@ -83,14 +89,21 @@ class Crew:
         make: Callable[..., messages.ToRank],
         ranks: Sequence[int] | None = None,
         request: Request = Request(),  # noqa: B008 - it is frozen
+        *,
+        called: str,
+        background: BackgroundCell | None = None,
         **what: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         """Asks ranks something that runs the user's code, and waits for the end; replies and values by rank.
+
+        If the ranks are busy, it waits for its turn.
 
         Args:
             make: The kind of the message.
             ranks: Which of them. Default: all.
             request: What of the notebook they need for it.
+            called: What it is, in words.
+            background: The handle of it, if it is asked in the background.
             what: What else the message says.
 
         Raises:
@@ -99,21 +112,45 @@ class Crew:
             RunError: A rank isn't there.
             KeyboardInterrupt: The kernel was interrupted, and so were they.
         """
-        chosen = self._chosen(ranks)
-        if not self._busy.acquire(blocking=False):
-            raise RunError(f"The ranks of {self.job.name!r} are busy with another cell.")
-        try:
-            return self._ask(make, chosen, request, what)
-        finally:
-            self._busy.release()
+        self._chosen(ranks)  # what can't be is said before it waits
+        check = self._refuse_ended if background is None else background.check
+        with self._turns.turn(called, says=background is None, check=check):
+            return self._ask(make, self._chosen(ranks), request, what, background)
+
+    def debug(self, rank: int | None) -> None:
+        """Lets the user look around where the last error of a rank was raised; by default of the one that failed last.
+
+        Raises:
+            RunError: Nothing has failed there, or nobody can be asked.
+        """
+        if rank is None and self._failed_rank is None:
+            raise RunError("Nothing has failed in this session yet, so there is nothing to look at.")
+        [rank] = self._chosen([self._failed_rank or 0 if rank is None else rank])
+        console = Console()
+        with self._turns.turn("the debugger", check=self._refuse_ended):
+            self._chosen([rank])
+            question = self._question(messages.Debug, {}, [rank], [])
+            asking = Asking(self._courier, self._output, self.job.config.grace_s, console)
+            self._start_output()
+            asking.ask(question)
+            answers = dict(question.answers)
+            self._courier.drop(question)
+            self._finish_output(answers)
+            # What was typed may have called something that only all ranks can do together.
+            self._healing.after(self.alive, is_broken=bool(question.lost or asking.interrupted))
+        if question.lost:
+            raise failing.how_it_died(self.job, rank)
+        if console.refusal is not None:
+            raise console.refusal
+        for line in answers[rank].reply.lines:
+            raise RunError(line)
 
     def look(self, *, text: str, describes: bool) -> list[str]:
         """What rank 0 knows about a piece of code; nothing while it is busy or gone."""
-        if 0 not in self.alive or not self._busy.acquire(blocking=False):
-            return []
-        try:
-            make = messages.Look
-            question = self._question(make, {"text": text, "describes": describes}, [0], [])
+        with self._turns.if_free("completion") as is_free:
+            if 0 not in self.alive or not is_free:
+                return []
+            question = self._question(messages.Look, {"text": text, "describes": describes}, [0], [])
             self._courier.ask(question)
             deadline_s = time.monotonic() + _LOOK_DEADLINE_S
             while question.pending and (left_s := deadline_s - time.monotonic()) > 0:
@@ -121,11 +158,13 @@ class Crew:
             lines = [line for answer in question.answers.values() for line in answer.reply.lines]
             self._courier.drop(question)
             return lines
-        finally:
-            self._busy.release()
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Starts ranks again: those that have died, or these. Returns which."""
+        with self._turns.turn("the restart", check=self._refuse_ended):
+            return self._restart(ranks)
+
+    def _restart(self, ranks: Sequence[int] | None) -> list[int]:
         self._refuse_ended()
         dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
         chosen = dead if ranks is None else self._known(ranks)
@@ -143,7 +182,8 @@ class Crew:
     def close(self) -> None:
         """Ends the ranks, and waits for that. Those that are idle end by themselves."""
         atexit.unregister(self.close)
-        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._busy.locked()
+        self._is_closed = True
+        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._turns.queue
         self._courier.close()
         if self._job is not None:
             try:
@@ -208,18 +248,26 @@ class Crew:
         return Question(number, orders)
 
     def _ask(
-        self, make: Callable[..., messages.ToRank], ranks: list[int], request: Request, what: Mapping[str, Any]
+        self,
+        make: Callable[..., messages.ToRank],
+        ranks: list[int],
+        request: Request,
+        what: Mapping[str, Any],
+        background: BackgroundCell | None,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         parcels = self.ledger.pack(request, ranks)
         self._say_what_is_sent_again(parcels)
         question = self._question(make, what, ranks, parcels)
         asking = Asking(self._courier, self._output, self.job.config.grace_s)
-        if self._output is not None:
-            self._output.start()
-        asking.ask(question)
+        self._start_output()
+        self.job.expect_steps(ranks)
         try:
+            if background is not None:
+                background.begin(asking, question)
+            asking.ask(question)
             return self._concluded(question, asking, parcels)
         finally:
+            self.job.expect_steps([])
             self._courier.drop(question)
 
     def _concluded(
@@ -233,14 +281,23 @@ class Crew:
             for parcel in parcels:
                 if reply.lacks_delivery and rank in parcel.ranks:
                     self.ledger.refused(parcel, rank)
-        if self._output is not None:
-            self._output.finish({rank: reply.log_bytes for rank, reply in replies.items()})
+        self._finish_output(question.answers)
         if question.lost or any(reply.failed is not None for reply in replies.values()):
-            self._healing.after(replies, self.alive)
+            if self._is_closed:
+                raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
+            self._healing.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             self._raise(question, asking, replies)
         if asking.interrupt is not None:  # all had just ended
             raise asking.interrupt
         return {rank: (replies[rank], self._value(question.answers[rank])) for rank in replies}
+
+    def _start_output(self) -> None:
+        if self._output is not None:
+            self._output.start()
+
+    def _finish_output(self, answers: Mapping[int, Answer]) -> None:
+        if self._output is not None:
+            self._output.finish({rank: answer.reply for rank, answer in answers.items()})
 
     def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
         if question.lost:
@@ -250,6 +307,7 @@ class Crew:
             raise failing.interrupted(asking.interrupt, replies)
         failure = failing.first_failure(replies, asking.interrupted, self.job.world_size, self.ledger.origins)
         assert failure is not None
+        self._failed_rank = failure.rank
         raise failure
 
     def _value(self, answer: Answer) -> Any:
@@ -265,6 +323,11 @@ class Crew:
         answers = dict(question.answers)
         self._courier.drop(question)
         return answers
+
+    def _doing(self) -> str:
+        first, *others = self._turns.queue or [""]
+        waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
+        return f"busy with {first}{waiting}" if first else "idle"
 
     @staticmethod
     def _say_what_is_sent_again(parcels: Sequence[Parcel]) -> None:

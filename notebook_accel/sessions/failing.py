@@ -63,8 +63,10 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
     return f"the notebook has a {name!r} that {who} doesn't have: %push {name}, or session.push({name}={name})"
 
 
-def interrupted(interrupt: KeyboardInterrupt, replies: Mapping[int, Reply]) -> KeyboardInterrupt:
+def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
     """The kernel's interrupt, with where the ranks were in place of a traceback, which would be of our frames."""
+    if not isinstance(interrupt, KeyboardInterrupt):
+        return interrupt
     lines = [
         f"  rank {rank} was at {reply.failed.line}"
         for rank, reply in replies.items()

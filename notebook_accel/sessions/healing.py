@@ -35,13 +35,17 @@ class Healing:
         self._ask = ask
         self.renewals = 0
 
-    def after(self, replies: Mapping[int, messages.Reply], alive: Sequence[int]) -> None:
-        """Looks where the ranks stand, and makes a new group if that isn't together. Says what is lost by that."""
+    def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
+        """Looks where the ranks stand, and makes a new group if that isn't together. Says what is lost by that.
+
+        Args:
+            alive: The ranks that are there.
+            is_broken: Whether it is known already that the group can't be trusted, or one that was about to be made.
+        """
         if not alive:
             return
         answers = self._ask(messages.Standing, alive)
         standings = [answer.reply.standing for answer in answers.values()]
-        is_broken = any(reply.breaks_group for reply in replies.values())  # also one that was only about to be made
         if is_broken or len(alive) < self._world_size or any(standing != standings[0] for standing in standings):
             # Whether this package has made it comes first, and ranks that differ in that can't make one together.
             origins = {None if standing is None else standing[0] for standing in standings}

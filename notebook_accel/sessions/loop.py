@@ -10,10 +10,11 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from notebook_accel import memory_files, serialization
+from notebook_accel import events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import displays, failure, interruption, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
@@ -38,16 +39,18 @@ def serve(folder: str, secret: bytes) -> None:
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
         with contextlib.suppress(ClosedError):
-            _Rank(connection).serve()
+            _Rank(rank, connection).serve()
 
 
 class _Rank:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank = rank
         self._connection = connection
         self._namespace = sys.modules["__main__"].__dict__
         self._names = Names(self._namespace)
         self._pid = os.getpid()
         self._lacks_delivery = False
+        self._traceback: types.TracebackType | None = None  # of the last error in the user's code
         world_size = int(os.environ["WORLD_SIZE"])
         self._spec = JobSpec(
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
@@ -58,11 +61,9 @@ class _Rank:
             for message in self._connection.receive():
                 try:
                     order = messages.decode_for_rank(message.body)
-                    if isinstance(order, messages.Leave):
-                        return
                     if isinstance(order, messages.Welcome):
                         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
-                    else:
+                    elif not isinstance(order, messages.Typed):  # for a debugger that has just ended
                         self._answer(order, message)
                 finally:
                     for descriptor in message.descriptors:
@@ -85,6 +86,7 @@ class _Rank:
                 unbound=unbound,
                 has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
+                steps=reporting.reporter().catch_up(),
                 **facts,
             )
             self._connection.send(messages.encode(reply), descriptors)
@@ -106,7 +108,7 @@ class _Rank:
     def _failed(self, error: BaseException) -> dict[str, Any]:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {}
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        self._keep(error)
         said = failure.describe(error, self._spec, self._names.definitions)
         frames = traceback.walk_tb(error.__traceback__)
         breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
@@ -115,6 +117,13 @@ class _Rank:
             "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
             "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
         }
+
+    def _keep(self, error: BaseException) -> None:
+        """For a debugger, until the next error: also what the frames hold, as IPython does in the notebook."""
+        tb = failure.without_our_frames(error.__traceback__)
+        if tb is not None:
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
+            self._traceback = tb
 
     def _sealed(self, facts: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
         value, roots = facts.pop("value")
@@ -158,8 +167,8 @@ class _Rank:
     def _execute(self, order: messages.Execute, message: Message) -> dict[str, Any]:
         self._take(order, message)
         self._show_sources({order.label: (order.label, order.source)})
-        value = worker.run_cell(order.source, order.label, self._namespace)
-        displays.end()
+        with self._displaying(order.number):
+            value = worker.run_cell(order.source, order.label, self._namespace)
         facts: dict[str, Any] = {"shown": {} if value is None else showing.bundle(value)}
         if value is not None:
             self._namespace["_"] = value
@@ -169,8 +178,23 @@ class _Rank:
 
     def _call(self, order: messages.Call, message: Message) -> dict[str, Any]:
         function, args, kwargs = self._take(order, message)
-        value = function(*args, **kwargs)
+        with self._displaying(order.number):
+            value = function(*args, **kwargs)
         return {"value": (value, {"the result": value})}
+
+    @contextlib.contextmanager
+    def _displaying(self, number: int) -> Iterator[None]:
+        """What is displayed in the body, and figures that it leaves open, appear under its cell."""
+
+        def show(event: events.Display) -> None:
+            self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
+
+        displays.lead_to(show)
+        try:
+            yield
+            displays.end()
+        finally:
+            displays.lead_to(None)
 
     def _fetch(self, order: messages.Fetch, _: Message) -> dict[str, Any]:
         for name in order.names:
@@ -183,8 +207,28 @@ class _Rank:
         look = looking.description if order.describes else looking.completions
         return {"lines": look(self._namespace, order.text)}
 
+    def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
+        if self._traceback is None:
+            return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to look at."]}
+        debugging = importlib.import_module("notebook_accel.sessions.debugging")
+        debugging.post_mortem(self._traceback, self._rank, lambda text: self._typed(order.number, text))
+        return {}
+
+    def _typed(self, number: int, text: str) -> str:
+        """What the user types after this text."""
+        streams.flush()
+        prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
+        self._connection.send(messages.encode(prompt))
+        while True:
+            for message in self._connection.receive():
+                order = messages.decode_for_rank(message.body)
+                if isinstance(order, messages.Typed) and order.number == number:
+                    return order.line
+
     def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
-        return {"standing": _regrouping().standing()}
+        regrouping = _regrouping()
+        regrouping.abandon_passes()
+        return {"standing": regrouping.standing()}
 
     def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
         return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
@@ -196,11 +240,12 @@ _DOINGS: dict[type, Any] = {
     messages.Take: _Rank._just_take,
     messages.Fetch: _Rank._fetch,
     messages.Look: _Rank._look,
+    messages.Debug: _Rank._debug,
     messages.Standing: _Rank._stand,
     messages.Renew: _Rank._renew,
 }
 
-_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Renew}
+_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debug, messages.Renew}
 
 
 def _regrouping() -> Any:

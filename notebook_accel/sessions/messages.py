@@ -1,7 +1,7 @@
 """What a session's kernel and its ranks say to each other. Descriptors travel beside a message, as stated.
 
-kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Standing, Renew, Leave
-rank -> kernel       Hello, Reply
+kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, Standing, Renew
+rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Only what has been sealed by the other side is ever unpickled, and a rank opens nothing before the kernel has taken its
 ``Hello``, nor the kernel before it has checked it.
@@ -13,25 +13,29 @@ from typing import TypeAlias
 
 import msgspec
 
-from notebook_accel.events import Failed
+from notebook_accel.events import Display, Failed
 
 __all__ = [
     "Call",
+    "Debug",
     "Delivery",
+    "Displayed",
     "Execute",
     "Fetch",
+    "FromRank",
     "Hello",
-    "Leave",
     "Look",
+    "Prompt",
     "Renew",
     "Reply",
     "Standing",
     "Take",
     "ToRank",
+    "Typed",
     "Welcome",
     "decode_for_rank",
+    "decode_from_rank",
     "decode_hello",
-    "decode_reply",
     "encode",
 ]
 
@@ -121,8 +125,22 @@ class Look(_Asked, frozen=True, kw_only=True):
     describes: bool = False
 
 
+class Debug(_Asked, frozen=True, kw_only=True):
+    """Open a debugger at the last error. Until its ``Reply``, each ``Prompt`` of it is answered by a ``Typed``."""
+
+
+class Typed(_Message, frozen=True, kw_only=True):
+    """A line for the debugger, with its end; empty: there will be no more.
+
+    ``number`` is that of the ``Debug`` that it belongs to.
+    """
+
+    number: int
+    line: str
+
+
 class Standing(_Asked, frozen=True, kw_only=True):
-    """Where the rank stands in its process groups."""
+    """Where the rank stands in its process groups, after a cell that did not end well."""
 
 
 class Renew(_Asked, frozen=True, kw_only=True):
@@ -137,10 +155,6 @@ class Renew(_Asked, frozen=True, kw_only=True):
     rejoins: bool = True
 
 
-class Leave(_Message, frozen=True):
-    """The session is over."""
-
-
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's first word. ``secret`` is the session's, from the payload that only its ranks have."""
 
@@ -148,7 +162,28 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Displayed(_Message, frozen=True, kw_only=True):
+    """The code that was asked for under this number displays something."""
+
+    number: int
+    display: Display
+
+
+class Prompt(_Message, frozen=True, kw_only=True):
+    """The debugger waits for a line.
+
+    Attributes:
+        number: Of its ``Debug``.
+        text: What it has said since the last one, the prompt at its end.
+        log_bytes: How much the rank has written to its log so far.
+    """
+
+    number: int
+    text: str
+    log_bytes: int
+
+
+class Reply(_Message, frozen=True, kw_only=True):
     """The end of what was asked.
 
     Descriptors: the value, sealed, if ``has_value``.
@@ -164,8 +199,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         unbound: Names that it had of its own and has no longer.
         missing: A name that it doesn't have, for which it failed.
         log_bytes: How much it has written to its log so far.
+        steps: How many steps it has counted so far.
         standing: For ``Standing``: calls made in each process group; ``None`` without a group.
-        lines: For ``Look``: the answer. For ``Renew``: what could not be kept.
+        lines: For ``Look``: the answer. For ``Renew``: what could not be kept. For ``Debug``: why not.
     """
 
     number: int
@@ -178,16 +214,18 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     unbound: list[str] = []
     missing: str = ""
     log_bytes: int = 0
+    steps: int = 0
     standing: list[int] | None = None
     lines: list[str] = []
 
 
-ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Standing | Renew | Leave
+ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | Standing | Renew
+FromRank: TypeAlias = Displayed | Prompt | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _hello = msgspec.msgpack.Decoder(Hello)
-_reply = msgspec.msgpack.Decoder(Reply)
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -205,6 +243,6 @@ def decode_hello(body: bytes) -> Hello:
     return _hello.decode(body)
 
 
-def decode_reply(body: bytes) -> Reply:
-    """What a rank answered."""
-    return _reply.decode(body)
+def decode_from_rank(body: bytes) -> FromRank:
+    """What a rank says about a question."""
+    return _from_rank.decode(body)

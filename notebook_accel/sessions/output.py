@@ -1,4 +1,8 @@
-"""What ranks print while a cell runs, in the cell: read from their logs, rank by rank, line by line."""
+"""What ranks print, display and count while a cell runs, in the cell.
+
+What they print is read from their logs, rank by rank, line by line. What they display comes over their lines, with how
+long the log was then.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,12 @@ import os
 import sys
 from collections.abc import Mapping
 
+from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel_display import KernelDisplay
 from notebook_accel.launching.view import line_prefix
+from notebook_accel.sessions.messages import Reply
+from notebook_accel.sessions.progress import CellProgress
 
 __all__ = ["Output"]
 
@@ -53,16 +61,25 @@ class _Log:
             for line in lines:
                 self._print(line)
 
-    def finish(self) -> None:
-        """The cell has ended: prints what is left."""
+    def end_line(self) -> None:
+        """What comes next begins a line of its own."""
         if self._begun:
             self._print(self._begun)
             self._begun = b""
+
+    def finish(self) -> None:
+        """The cell has ended: prints what is left."""
+        self.end_line()
         left_out = self._left_out - len(self._last)
         if left_out > 0:
             sys.stdout.write(f"{self._prefix}[{left_out:,} lines left out here; the whole output is in {self._path}]\n")
         for line in self._last:
             self._write(line)
+
+    def add(self, text: str) -> None:
+        """Prints lines that are not in the log."""
+        for line in text.splitlines():
+            self._print(line.encode())
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -91,9 +108,13 @@ class Output:
     def __init__(self, job: Job) -> None:
         most = max(_MOST_LINES // job.world_size, 1)
         self._logs = [_Log(str(path), line_prefix(job, rank), most) for rank, path in enumerate(job.log_files)]
+        self._display = KernelDisplay()
+        self._progress = CellProgress(job, self._display)
 
     def start(self) -> None:
         """A cell begins. What ranks have printed since the last one is shown in it, too."""
+        self._display.begin_cell()
+        self._progress.begin()
         for log in self._logs:
             log.start()
 
@@ -101,12 +122,26 @@ class Output:
         """Prints whole lines that are there now."""
         for log in self._logs:
             log.read(None)
+        self._progress.show()
 
-    def finish(self, log_bytes: Mapping[int, int]) -> None:
-        """Prints all that these ranks have written by the end of the cell."""
+    def show_until(self, rank: int, log_bytes: int) -> None:
+        """Prints what a rank has written until then, so that what it says otherwise comes after it."""
+        if self._logs:
+            self._logs[rank].read(log_bytes)
+            self._logs[rank].end_line()
+
+    def display(self, rank: int, event: Display) -> None:
+        """Shows what a rank has displayed; what is only text, as a line of it."""
+        self.show_until(rank, event.log_bytes)
+        if not self._display.show(event) and self._logs:
+            self._logs[rank].add(str(event.data.get("text/plain", "")))
+
+    def finish(self, replies: Mapping[int, Reply]) -> None:
+        """Shows all that these ranks have printed and counted by the end of the cell."""
         for rank, log in enumerate(self._logs):
-            log.read(log_bytes.get(rank))
+            log.read(replies[rank].log_bytes if rank in replies else None)
             log.finish()
+        self._progress.end({rank: reply.steps for rank, reply in replies.items()})
 
     def close(self) -> None:
         for log in self._logs:

@@ -17,6 +17,7 @@ from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.stacks import Stacks
 from notebook_accel.sessions import messages, reached
+from notebook_accel.sessions.background import BackgroundCell
 from notebook_accel.sessions.crew import Crew
 from notebook_accel.sessions.ledger import Request
 from notebook_accel.sessions.showing import Shown
@@ -67,7 +68,7 @@ class Session:
         """Runs Python code in the ranks' ``__main__``.
 
         What it prints is printed here. Names of this process's ``__main__`` that it uses and that no cell has assigned
-        are sent before, once, and again when they have changed.
+        are sent before, once, and again when they have changed. If the ranks are busy, it waits for its turn.
 
         Args:
             source: The code.
@@ -81,8 +82,11 @@ class Session:
             RankFailedError: A rank has raised something, or died. The others were interrupted and keep what they have.
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks; all keep what they have.
         """
-        cell = cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
-        return self.run_cell(cell, sys.modules["__main__"].__dict__, ranks=ranks)[0]
+        return self.run_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)[0]
+
+    def start(self, source: str, *, ranks: Sequence[int] | None = None) -> BackgroundCell:
+        """The same without waiting for the end: ``session.start("train()").results(timeout_s=60)``."""
+        return self.start_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)
 
     def run_cell(
         self,
@@ -105,15 +109,37 @@ class Session:
         Returns:
             How the values are shown, and the values if they were wanted.
         """
+        shown, values = self._run_cell(cell, _request(cell, namespace, push), ranks, wants_values=wants_values)
+        return shown, values if wants_values else None
+
+    def start_cell(
+        self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
+    ) -> BackgroundCell:
+        """Runs a cell in the background, with the notebook's names as they are bound now.
+
+        Raises:
+            PayloadError: Something that it needs can't be sent.
+        """
+        request = _request(cell, namespace, push)
+        handle = BackgroundCell(cell.label, self.stacks)
+        handle.start(lambda: self._run_cell(cell, request, ranks, wants_values=True, background=handle))
+        return handle
+
+    def _run_cell(
+        self,
+        cell: Cell,
+        request: Request,
+        ranks: Sequence[int] | None,
+        *,
+        wants_values: bool,
+        background: BackgroundCell | None = None,
+    ) -> tuple[Shown, Results]:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
-        captured = cell.captured(namespace, push)
-        names = {name: namespace[name] for name in reached.with_what_they_use(captured, namespace)}
-        request = Request(names, push, cell.may_stay(names, push), cell.submodules(names))
         what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._crew.ask(messages.Execute, ranks, request, **what)
+        answers = self._crew.ask(messages.Execute, ranks, request, called=cell.label, background=background, **what)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
-        return shown, Results([value for _, value in answers.values()]) if wants_values else None
+        return shown, Results([value for _, value in answers.values()])
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Results:
         """Calls a function on all ranks; what each returned.
@@ -126,7 +152,8 @@ class Session:
         names = {name: namespace[name] for name in reached.used_by(function, namespace)}
         request = Request({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
-        return Results([value for _, value in self._crew.ask(messages.Call, None, request).values()])
+        called = getattr(function, "__name__", "a function")
+        return Results([value for _, value in self._crew.ask(messages.Call, None, request, called=called).values()])
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
         """Binds names in the ranks, by value, whatever they have under them: ``session.push(x=3)``.
@@ -139,7 +166,7 @@ class Session:
             PayloadError: Something can't be sent.
         """
         if names:
-            self._crew.ask(messages.Take, ranks, Request(names, tuple(names)))
+            self._crew.ask(messages.Take, ranks, Request(names, tuple(names)), called=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """A rank's value of a name; a tuple for several. Tensors come on the CPU. Nothing is bound here.
@@ -152,7 +179,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """The ranks' values of some names: a dictionary for each rank."""
-        answers = self._crew.ask(messages.Fetch, ranks, names=list(names))
+        answers = self._crew.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
@@ -169,6 +196,19 @@ class Session:
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Where every rank stands, also one that hangs in a collective."""
         return self.job.stacks(timeout_s)
+
+    def debug(self, rank: int | None = None) -> None:
+        """Opens pdb where the last error of a rank was raised; commands are typed here, the other ranks have no part.
+
+        A rank keeps what the frames of its last error hold until its next error, or its end.
+
+        Args:
+            rank: Which. Default: the one that failed last.
+
+        Raises:
+            RunError: Nothing has failed there, or nobody can be asked for commands.
+        """
+        self._crew.debug(rank)
 
     def complete(self, text: str) -> list[str]:
         """What could stand at the end of some code, as rank 0 has it; nothing while it is busy."""
@@ -197,6 +237,17 @@ class Session:
         job = self.job
         state = "ended" if job.done else f"{len(self._crew.alive)} of {job.world_size} ranks are there"
         return f"<Session {job.name!r}: {state}, on {job.devices}>"
+
+
+def _parsed(source: str) -> Cell:
+    return cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
+
+
+def _request(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Request:
+    """What a cell needs of the notebook's names."""
+    captured = cell.captured(namespace, push)
+    names = {name: namespace[name] for name in reached.with_what_they_use(captured, namespace)}
+    return Request(names, push, cell.may_stay(names, push), cell.submodules(names))
 
 
 def _crew(config: LaunchConfig) -> Crew:

@@ -6,21 +6,22 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
+from notebook_accel.launching import mime_bundles
+
 __all__ = ["Shown", "bundle", "ranks_in_words"]
 
 _MOST_CHARACTERS = 20_000
+_TEXT, _HTML = "text/plain", "text/html"
+_IMAGES = ("image/png", "image/jpeg")
 
 
 def bundle(value: Any) -> dict[str, str]:
     """How a value is shown, by mime type. Runs in a rank."""
-    text = repr(value)
+    data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
+    text = data[_TEXT]
     if len(text) > _MOST_CHARACTERS:
-        text = f"{text[:_MOST_CHARACTERS]} … and {len(text) - _MOST_CHARACTERS:,} more characters"
-    data = {"text/plain": text}
-    markup = getattr(type(value), "_repr_html_", lambda _: None)(value)
-    if isinstance(markup, str):
-        data["text/html"] = markup
-    return data
+        data[_TEXT] = f"{text[:_MOST_CHARACTERS]} … and {len(text) - _MOST_CHARACTERS:,} more characters"
+    return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}
 
 
 class Shown:
@@ -38,24 +39,27 @@ class Shown:
 
     def __getitem__(self, rank: int) -> str:
         """The text of one rank's value."""
-        return self._bundles[rank]["text/plain"]
+        return self._bundles[rank][_TEXT]
 
     def __repr__(self) -> str:
         parts = []
         for ranks, data in self._groups():
-            text = data["text/plain"]
+            text = data[_TEXT]
             parts.append(f"{ranks_in_words(ranks)}:{chr(10) if chr(10) in text else ' '}{text}")
         return "\n".join(parts)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         del include, exclude
-        shown = {"text/plain": repr(self)}
-        if any("text/html" in data for data in self._bundles.values()):
-            shown["text/html"] = "".join(
-                f"<div>{ranks_in_words(ranks)}:</div>"
-                + data.get("text/html", f"<pre>{html.escape(data['text/plain'])}</pre>")
-                for ranks, data in self._groups()
+        shown = {_TEXT: repr(self)}
+        markups = [(ranks, _markup(data)) for ranks, data in self._groups()]
+        if any(markup for _, markup in markups):
+            texts = [f"<pre>{html.escape(data[_TEXT])}</pre>" for _, data in self._groups()]
+            shown[_HTML] = "".join(
+                f"<div>{ranks_in_words(ranks)}:</div>{markup or text}"
+                for (ranks, markup), text in zip(markups, texts, strict=True)
             )
+        elif len(markups) == 1:  # Markdown, for example, which can only be shown by itself
+            shown = {**self._groups()[0][1], **shown}
         return shown
 
     def _groups(self) -> list[tuple[list[int], dict[str, str]]]:
@@ -69,6 +73,16 @@ class Shown:
             else:
                 groups.append(([rank], data))
         return groups
+
+
+def _markup(data: Mapping[str, str]) -> str:
+    """A value as HTML, in which values of several ranks can stand below each other; empty if it has no such form."""
+    if _HTML in data:
+        return data[_HTML]
+    for kind in _IMAGES:
+        if kind in data:
+            return f'<img src="data:{kind};base64,{data[kind].strip()}">'
+    return data.get("image/svg+xml", "")
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training import same_state
 from notebook_accel.training.passes import PASSES, LoaderPass
 from notebook_accel.training.sharding import Tail
 
@@ -114,12 +115,21 @@ class GradientState:
         PASSES.clear()
         self.reset()
         GradientState._latest = self
+        if plugin is not None:  # of an Accelerator, which all ranks make
+            same_state.remember(self)
 
     def reset(self) -> None:
         """Forgets a window that has begun."""
         self.sync_gradients = True
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
+
+    abandon_step = reset  # after an interrupt
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether gradients have been summed that have not synced yet."""
+        return not self.sync_gradients
 
     def change_steps(self, steps: int) -> None:
         """Changes the number of micro-batches in a window. One that has begun ends when it has as many.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import collectives, process_group, random_state
+from notebook_accel.training import collectives, process_group, random_state, same_state
 from notebook_accel.training.dataset_views import EpochStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.epochs import EpochClock
@@ -152,6 +152,9 @@ def share_out(
     options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
     if rng_types:
         options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
+    clock = options.setdefault("clock", EpochClock())
+    if place in (None, runtime.place):
+        same_state.remember(clock)
     if sharing.dispatches:
         return DataLoaderDispatcher(loader, feed=feed, runtime=runtime, **options)
     return DataLoaderShard(loader, feed=feed, **options)

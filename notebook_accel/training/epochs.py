@@ -34,6 +34,14 @@ class EpochClock:
         """Makes ``epoch`` the one that begins next."""
         self._following = epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Which epoch begins next."""
+        return {"following": self._following}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begins with that one."""
+        self._following = state["following"]
+
     def begin(self) -> int:
         """Begins an epoch and returns its number."""
         self._running.value = epoch = self._following

@@ -18,7 +18,7 @@ from notebook_accel import environment
 from notebook_accel.training import process_group, random_state
 from notebook_accel.training.dataset_views import MarkedBatch
 from notebook_accel.training.epochs import EpochClock
-from notebook_accel.training.passes import LoaderPass
+from notebook_accel.training.passes import PASSES, LoaderPass
 from notebook_accel.training.sharding import Tail
 
 __all__ = ["Position", "Resumption"]
@@ -63,10 +63,15 @@ class Position:
     def __init__(self, clock: EpochClock) -> None:
         self.ahead: Any = _NOTHING
         self._clock = clock
-        self._running: LoaderPass | None = None
+        self._latest: LoaderPass | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
         self._resumption: Resumption | None = None
+
+    @property
+    def _running(self) -> LoaderPass | None:
+        """The pass that is running. One that an exception has left may be kept by its traceback."""
+        return self._latest if self._latest in PASSES.running else None
 
     @property
     def epoch(self) -> int:
@@ -154,12 +159,12 @@ class Position:
     @contextlib.contextmanager
     def running(self, current: LoaderPass) -> Iterator[None]:
         """Around a pass. One that was abandoned may end when the next one is running."""
-        self._running = current
+        self._latest = current
         try:
             yield
         finally:
-            if self._running is current:
-                self._running = None
+            if self._latest is current:
+                self._latest = None
                 self.ahead = _NOTHING
 
 

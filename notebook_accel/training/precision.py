@@ -14,6 +14,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
+from notebook_accel.training import same_state
 from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
 __all__ = ["LossScaler", "Precision", "PrecisionType"]
@@ -114,6 +115,7 @@ class LossScaler:
         self._scaler = torch.amp.GradScaler(device.type, **dataclasses.asdict(options or GradScalerKwargs()))
         self._unscaled: set[int] = set()
         self._has_stepped = False
+        same_state.remember(self)
 
     @property
     def factor(self) -> float:
@@ -136,6 +138,12 @@ class LossScaler:
         self._has_stepped = False
         self._unscaled.clear()
         self._scaler.load_state_dict(state)
+
+    def abandon_step(self) -> None:
+        """Forgets which gradients have been unscaled, after an interrupt: the next ones are others."""
+        self._has_stepped = False
+        self._unscaled.clear()
+        self._scaler._per_optimizer_states.clear()
 
     def _update(self) -> None:
         if self._has_stepped:

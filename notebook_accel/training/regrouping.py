@@ -13,10 +13,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training import same_state
+from notebook_accel.training.passes import PASSES
 from notebook_accel.training.runtimes import reconnecting, torch_group
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["renew", "standing"]
+__all__ = ["abandon_passes", "renew", "standing"]
+
+
+def abandon_passes() -> None:
+    """Forgets the passes over loaders that a cell has left by an error, and that its traceback keeps as if they ran.
+
+    A pass that the user's code holds itself is there again with its next batch.
+    """
+    PASSES.clear()
 
 
 def standing() -> list[int] | None:
@@ -77,5 +86,7 @@ def _rejoin(members: Sequence[TorchDistributed], backend: str) -> list[str]:
     for runtime in members:
         runtime.rejoin()
     left = reconnecting.reconnect_all(members[0].all_gather_object)
-    same_state.follow_first_rank(members[0])
-    return [f"a prepared {name}, which not all ranks have: prepare it again" for name in left]
+    lost = [f"a prepared {name}, which not all ranks have: prepare it again" for name in left]
+    if same_state.follow_first_rank(members[0]):
+        lost.append("gradients of an accumulation window that had begun")
+    return lost

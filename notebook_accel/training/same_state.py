@@ -1,12 +1,13 @@
-"""Optimizers and schedulers, which have to be in the same state on all ranks, as their weights have to be equal.
+"""What has to be in the same state on all ranks: optimizers, schedulers, windows, loaders' epochs, the loss scale.
 
-An interrupt can come between one rank's step and another's. Afterwards rank 0's state is made that of all.
+An interrupt can come between one rank's step and another's. Afterwards rank 0's state is made that of all, and the step
+that was interrupted begins anew.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,13 +15,24 @@ from notebook_accel.training.runtimes.roster import Roster
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import map_leaves
 
-__all__ = ["follow_first_rank", "forget", "remember"]
+__all__ = ["Stepping", "follow_first_rank", "forget", "remember"]
+
+
+class Stepping(Protocol):
+    """What moves on with training. It may have a method ``abandon_step``, which forgets a step that was begun."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Goes on from there."""
+
 
 _stepping: Roster[Any, None] = Roster()
 
 
-def remember(stepping: Any) -> None:
-    """Takes note of a prepared optimizer or scheduler, by its ``state_dict`` and ``load_state_dict``."""
+def remember(stepping: Stepping) -> None:
+    """Takes note of something prepared. All ranks do so in the same order."""
     _stepping.add(stepping, type(stepping).__name__, None)
 
 
@@ -29,15 +41,31 @@ def forget() -> None:
     _stepping.clear()
 
 
-def follow_first_rank(runtime: Runtime) -> None:
-    """Where ranks have come apart, all get the state that rank 0 has. All ranks call it."""
-    common, _ = _stepping.match(runtime.all_gather_object)
-    digests = [_digest(stepping.state_dict()) for stepping, _ in common]
-    by_rank: list[list[int]] = runtime.all_gather_object(digests)
-    for (stepping, _), of_ranks in zip(common, zip(*by_rank, strict=True), strict=True):
-        if len(set(of_ranks)) > 1:
+def follow_first_rank(runtime: Runtime) -> bool:
+    """Where ranks have come apart, all get the state that rank 0 has. All ranks call it.
+
+    The step that was interrupted begins anew: where ranks are apart, or in a window, gradients are cleared.
+
+    Returns:
+        Whether a window had begun.
+    """
+    entries, _ = _stepping.match(runtime.all_gather_object)
+    common = [stepping for stepping, _ in entries]
+    digests = [_digest(stepping.state_dict()) for stepping in common]
+    is_in_window = any(getattr(stepping, "is_in_window", False) for stepping in common)
+    by_rank: list[tuple[bool, list[int]]] = runtime.all_gather_object((is_in_window, digests))
+    are_apart = [len(set(of_ranks)) > 1 for of_ranks in zip(*(found for _, found in by_rank), strict=True)]
+    for stepping, is_apart in zip(common, are_apart, strict=True):
+        if is_apart:
             own = map_leaves(_on_cpu, stepping.state_dict()) if runtime.place.rank == 0 else None
             stepping.load_state_dict(runtime.broadcast_object(own, 0))
+    is_in_window = any(found for found, _ in by_rank)
+    for stepping in common:
+        if hasattr(stepping, "abandon_step"):
+            stepping.abandon_step()
+        elif isinstance(stepping, torch.optim.Optimizer) and (is_in_window or any(are_apart)):
+            stepping.zero_grad()
+    return is_in_window
 
 
 def _on_cpu(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ class Control:
     def stop(self):
         self._note("stop")
     def interrupt(self, *, escalate):
-        self._note("interrupt")
+        self._note("interrupt" if escalate else "interrupt and keep")
     def inspect(self):
         self._note("inspect")
     def _note(self, call):

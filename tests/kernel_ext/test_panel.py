@@ -245,6 +245,19 @@ def test_a_click_interrupts_once(kernel: kernels.Kernel) -> None:
     assert kernel.value("Control.calls") == "['interrupt']"
 
 
+def test_a_click_interrupts_what_a_session_does_and_no_more(kernel: kernels.Kernel) -> None:
+    _messages(kernel, f"{_OPEN}; job.on_death = 'keep'; job.doing = lambda: 'busy with In[3]'")
+    button = _comm(kernel, "_interrupt")
+    for _ in range(2):
+        kernel.value("Control.called.clear()")
+        kernel.click(button)
+        assert kernel.value("Control.called.wait(60)") == "True"
+    assert "busy with In[3]" in _see(kernel, "header")
+    assert kernel.value("view._widgets._interrupt.disabled") == "False"
+    assert kernel.value("Control.calls") == "['interrupt and keep', 'interrupt and keep']"
+    _messages(kernel, "finish(job); view.close()")
+
+
 def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
     deliver = "job.deliver(0, events.Output(text='Apple\\npear')); job.deliver(1, events.Output(text='apple pie'))"

@@ -55,6 +55,51 @@ def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel
 
 
 @pytest.mark.front_end
+def test_displays_and_figures_appear_under_the_cell_that_runs(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("""%%distributed
+from IPython.display import HTML, clear_output
+for number in range(2):
+    print("before", number)
+    display(HTML(str(number)))
+handle = display(HTML("here"), display_id=True)
+print("after")""")
+    outcome = cell.finish()
+    assert outcome.status == "ok", outcome
+    order = []
+    for message in cell.messages:
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            order += [line[4:] for line in content["text"].splitlines() if line.startswith("0 │ ")]
+        elif message["msg_type"] == "display_data":
+            order.append(content["data"]["text/html"])
+    assert order == ["before 0", "0", "before 1", "1", "here", "after"]
+    assert "1 │ <IPython.core.display.HTML object>" in outcome.stdout
+    # A later cell changes what it has a handle of, and clears only what is its own.
+    later = notebook.run("%%distributed\nclear_output()\nhandle.update(HTML('changed')) if rank == 0 else None")
+    assert [content["data"]["text/html"] for content in later.displays] == ["changed"]
+    draw = "%%distributed\nimport matplotlib.pyplot as plt\n"
+    drawn = notebook.run(draw + "_ = plt.plot([1, 2]); plt.show()\nfigure, axes = plt.subplots()")
+    assert [list(content["data"]) for content in drawn.displays] == [["text/plain", "image/png"]] * 2
+
+
+@pytest.mark.front_end
+def test_values_are_shown_in_the_richest_form_that_ranks_share(notebook: kernels.Kernel) -> None:
+    def data(body: str) -> dict[str, str]:
+        cell = notebook.start(f"%%distributed\nfrom IPython.display import HTML, Markdown\n{body}")
+        assert cell.finish().status == "ok"
+        return dict(next(m["content"]["data"] for m in cell.messages if m["msg_type"] == "execute_result"))
+
+    assert data("HTML(f'<b>{rank}</b>')")["text/html"] == "<div>rank 0:</div><b>0</b><div>rank 1:</div><b>1</b>"
+    mixed = data("HTML('<b>x</b>') if rank == 0 else '<y>'")
+    assert mixed["text/html"] == "<div>rank 0:</div><b>x</b><div>rank 1:</div><pre>&#x27;&lt;y&gt;&#x27;</pre>"
+    assert data("import matplotlib.pyplot as plt\nfigure = plt.figure()\nplt.close()\nfigure")["text/html"].startswith(
+        '<div>ranks 0-1:</div><img src="data:image/png;base64,iVBOR'
+    )
+    assert data("Markdown('*m*')")["text/markdown"] == "*m*"
+    assert data("rank") == {"text/plain": "rank 0: 0\nrank 1: 1"}
+
+
+@pytest.mark.front_end
 def test_names_of_the_notebook_are_there_without_a_word(notebook: kernels.Kernel) -> None:
     notebook.run("rate, words = 0.5, ['a']\ndef halved(x): return x * rate")
     assert shown(notebook, "%%distributed\nhalved(4), words") == "ranks 0-1: (2.0, ['a'])"
@@ -182,7 +227,9 @@ def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
     ("code", "said"),
     [
         ("%%distributed -n 3\n1", "--num_processes can't be said of a cell in a session"),
-        ("%%distributed --background\n1", "--background can't be said of a cell in a session"),
+        ("%%distributed --background --pull rank\n1", "--pull can't be said of a cell in the background"),
+        ("%distributed debug 0-1", "%distributed debug: one rank at a time"),
+        ("%distributed debug 2", "The session has no rank 2"),
         ("%%rank 2\n1", "The session has no rank 2: it has ranks 0 to 1"),
         ("%%rank\n1", "%%rank: which?"),
         ("%%rank one\n1", "'one' names no ranks"),

@@ -185,3 +185,24 @@ dist.barrier()""")
     [line] = [line for line in outcome.stdout.splitlines() if "done no step" in line]
     assert line.startswith("[rank 1 has done no step for ")
     assert line.endswith(", line 6 in evaluate]") and ": In[" in line
+
+
+def test_rank_without_anything_to_do_is_left_in_peace() -> None:
+    made = watch(2)
+    made.expect_steps([], 11.0)
+    assert made.silent(60.0) == [] and not made.is_due(60.0)
+    made.expect_steps([0, 1], 55.0)
+    assert made.silent(60.0) == []  # its last step was long ago, and this began just now
+    assert made.silent(66.0) == [0, 1]
+    assert judged(made, stack(0, 12), in_barrier(1), now_s=66.0) == {
+        0: ("In[7], line 12 in train", ""),
+        1: ("In[7], line 20 in train", "barrier"),
+    }
+    assert [event.since_s for _, event in made.judge(Stacks([stack(0, 12), in_barrier(1)]), 66.0)] == [55.0, 55.0]
+
+
+def test_rank_that_waits_for_one_without_anything_to_do_is_said() -> None:
+    made = watch(2)
+    made.expect_steps([1], 11.0)
+    assert judged(made, stack(0, 12), in_barrier(1)) == {1: ("In[7], line 20 in train", "barrier")}
+    assert judged(made, in_barrier(0), stack(1, 12)) == {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -69,6 +71,21 @@ def test_living_ranks_can_be_started_again_too(whole: Session) -> None:
     assert repr(whole.execute("'kept' in globals()")) == "rank 0: False\nrank 1: True"
     assert whole.restart([0, 1]) == [0, 1]
     assert repr(whole.execute("'kept' in globals()")) == "ranks 0-1: False"
+
+
+def test_rank_that_dies_in_its_debugger(
+    whole: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailedError, match="ZeroDivisionError"):
+        whole.execute("rank / (1 - rank)")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p kept\nos._exit(3)\n"))
+    with pytest.raises(RankFailedError, match="rank 1 of 2 exited with status 3"):
+        whole.debug()
+    assert "rank 1 (Pdb) [1]\n" in capsys.readouterr().out
+    assert repr(whole.execute("kept", ranks=[0])) == "rank 0: [0]"
+    assert whole.restart() == [1]
+    with pytest.raises(RunError, match="Nothing has failed on rank 1 yet"):
+        whole.debug(1)
 
 
 def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
 from notebook_accel.errors import RankFailedError
+from notebook_accel.launching.silence import SilenceWatch
+from notebook_accel.launching.stacks import RankStack
 from notebook_accel.sessions import messages
 from notebook_accel.sessions.session import Session
+from tests import processes
 from tests.sessions.conftest import interrupted, runs, waits
 
 _PREPARE = """
@@ -39,6 +43,26 @@ alone = torch.nn.Linear(4, 2)
 alone.load_state_dict(net.state_dict())
 ((loss_of(alone, 0) + loss_of(alone, 1)) / 2).backward()
 same_model is model and torch.allclose(net.weight.grad, alone.weight.grad)
+"""
+_DIGITS = """
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
+data = TensorDataset(x.float() / 16, y)
+torch.manual_seed(0)
+digits = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+digits_model, adam, batches = accelerator.prepare(
+    digits, torch.optim.Adam(digits.parameters(), lr=0.003), DataLoader(data, batch_size=32, shuffle=True)
+)
+def learn(epochs):
+    for _ in range(epochs):
+        for images, labels in batches:
+            accelerator.backward(torch.nn.functional.cross_entropy(digits_model(images), labels))
+            adam.step()
+            adam.zero_grad()
+def accuracy():
+    with torch.no_grad():
+        return float((digits(x.float() / 16).argmax(1) == y).float().mean())
 """
 _STATE = """
 weights = accelerator.gather(net.weight.detach().sum().reshape(1))
@@ -148,8 +172,90 @@ def test_interrupts_between_cells_are_not_taken_for_one_of_a_later_cell_that_sle
     assert goes_on(prepared)
 
 
+def test_whatever_ends_the_waiting_ends_the_cell(prepared: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    def handle(*_: object) -> None:
+        raise LookupError("a handler of the user's")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(LookupError, match="a handler of the user's"):
+            prepared.execute("if rank == 0: step()\ntime.sleep(100)")
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert goes_on(prepared)
+
+
 def test_rank_that_catches_the_interrupt_has_ended_its_cell(prepared: Session) -> None:
     with interrupted(prepared, runs):
         prepared.execute("try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    caught = True")
     assert repr(prepared.execute("caught")) == "ranks 0-1: True"
+    assert goes_on(prepared)
+
+
+_WINDOWS = """
+windowed = Accelerator(gradient_accumulation_steps=3)
+small = torch.nn.Linear(4, 2)
+summing, sgd = windowed.prepare(small, torch.optim.SGD(small.parameters(), lr=0.1))
+def micro_step():
+    with windowed.accumulate(summing):
+        windowed.backward(loss_of(summing, rank))
+"""
+
+
+def test_ranks_that_were_in_the_middle_of_different_windows_begin_one_together(
+    prepared: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared.execute(_WINDOWS)
+    with interrupted(prepared, sleeps):
+        prepared.execute("for _ in range(1 + rank): micro_step()\ntime.sleep(100)")
+    assert "gradients of an accumulation window that had begun" in capsys.readouterr().err
+    ends = "ends = []\nfor _ in range(3):\n    micro_step()\n    ends.append(windowed.sync_gradients)\nends"
+    assert repr(prepared.execute(ends)) == "ranks 0-1: [False, False, True]"
+    prepared.execute("del windowed, summing, small, sgd")
+    assert goes_on(prepared)
+
+
+def test_ranks_that_were_in_different_epochs_are_in_the_same_one(prepared: Session) -> None:
+    prepared.execute("loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.), batch_size=2))")
+    with interrupted(prepared, sleeps):
+        prepared.execute("loader.set_epoch(7 - rank)\nfor _ in loader: time.sleep(100)")
+    # What its traceback holds is not taken for a pass that goes on.
+    state = "loader.epoch, accelerator.gradient_state.in_dataloader"
+    assert repr(prepared.execute(state)) == "ranks 0-1: (8, False)"
+    assert goes_on(prepared)
+
+
+def sleeps(stack: RankStack) -> bool:
+    return "time.sleep" in next((frame.source for frame in stack.frames if frame.is_user), "")
+
+
+def test_training_that_was_interrupted_goes_on_to_the_same_accuracy(prepared: Session) -> None:
+    prepared.execute(_DIGITS)
+    with interrupted(prepared, runs):
+        prepared.execute("learn(1000)")
+    prepared.execute("learn(6)")
+    shown = prepared.execute("accuracy()")
+    assert shown[0] == shown[1] and float(shown[0]) > 0.93
+    assert goes_on(prepared)
+
+
+def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) -> None:
+    prepared.job._watch._silence = SilenceWatch(2, shortest_s=0.3)
+    background = prepared.start(
+        "for _ in loader: pass\nif rank == 0:\n    accelerator.wait_for_everyone()\ntime.sleep(100)"
+    )
+
+    def are_marked() -> bool:
+        waiting, awaited = (info.silent for info in prepared.job.ranks)
+        does_wait = waiting is not None and waiting.waits_in and ", line 3 in" in waiting.at
+        return bool(does_wait and awaited is not None and not awaited.waits_in and ", line 4 in" in awaited.at)
+
+    processes.wait_until(are_marked, "both are marked")
+    background.interrupt()
+    assert background.wait(60)
+    assert [info.silent for info in prepared.job.ranks] == [None, None]
+    prepared.job._watch._silence = SilenceWatch(2)
     assert goes_on(prepared)
