@@ -91,7 +91,7 @@ def install(namespace: dict[str, Any], rank: int) -> None:
 
 
 def _input(_prompt: object = "", /) -> str:
-    raise EOFError("a rank has no keyboard: ask in another cell, and use the answer here")
+    raise EOFError("a rank has no keyboard: ask before the launch, and use the answer here")
 
 
 def _breakpoint(*_: Any, **__: Any) -> None:
