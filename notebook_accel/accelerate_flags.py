@@ -83,9 +83,7 @@ _FLAGS = (
     _Flag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
     _Flag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
     _Flag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
-    # On one machine these are how nothing is restarted and nobody is looked for.
-    _Flag("max_restarts", "restarts are not done here yet", ("0",)),
-    _Flag("monitor_interval", harmless=None),
+    # On one machine nobody is looked for.
     _Flag("rdzv_backend", _MACHINES, ("static",)),
     _Flag("rdzv_conf", _MACHINES, ("",)),
     _Flag("dynamo_backend", _COMPILE, ("no",)),

@@ -57,7 +57,7 @@ def _time(shell: RankShell, line: str) -> Any:
 
 
 def _env(_: RankShell, line: str) -> Any:
-    name, has_value, value = line.strip().replace(" ", "=", 1).partition("=")
+    name, has_value, value = line.strip().partition("=" if "=" in line else " ")
     if not name:
         return dict(os.environ)
     if not has_value:
