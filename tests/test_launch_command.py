@@ -31,8 +31,6 @@ def main():
     accelerator = Accelerator()
     rank = accelerator.process_index
     how, *rest = sys.argv[1:]
-    if how == "sleep":
-        pathlib.Path(rest[0]).touch()
     if how == "raise" and rank == 1:
         raise ValueError("rank 1 gives up")
     if how == "exit" and rank == 1:
@@ -41,6 +39,8 @@ def main():
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "train":
         try:
+            if how == "sleep":
+                pathlib.Path(rest[0]).touch()
             time.sleep(60)
         finally:
             print("cleaned up", flush=True)

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 from notebook_accel import unpicklable
+from notebook_accel.errors import CellError
 
 __all__ = ["Written", "is_only_weights", "write"]
 
@@ -47,6 +48,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
         name_of: The name under which the script defines a function or a class of the notebook; empty if it doesn't.
 
     Raises:
+        CellError: What a class of it uses can't be exported.
         PayloadError: Something can't be pickled; the message leads to it.
     """
     torch: Any = importlib.import_module("torch")
@@ -55,6 +57,8 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
     pickling.Pickler = _pickler(name_of, written)  # type: ignore[attr-defined]
     try:
         torch.save(dict(values), path, pickle_module=pickling)
+    except CellError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         roots = {f'global "{name}"': value for name, value in values.items()}
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, name_of), _ADVICE) from None

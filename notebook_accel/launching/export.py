@@ -79,7 +79,7 @@ def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequ
     source, modules = plain_python.plain(cell.source, cell.label)
     cell = dataclasses.replace(cell, source=source, assigns=cell.assigns and cell.assigns | modules)
     body = Body(source, cell.calls, order.args)
-    contents = export_contents.collect(cell, body.arguments, namespace, history, order.push)
+    contents = export_contents.collect(cell, body, namespace, history, order.push)
     contents.imports.update({f"import {module}": None for module in sorted(modules)})
     draft = order.data_path.with_name(f"{order.data_path.name}.{os.getpid()}.tmp")
     try:

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import CellError
@@ -19,6 +19,7 @@ from notebook_accel.launching import cell as cells
 from notebook_accel.launching import plain_python
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.notebook_sources import Definition, NotebookSources
+from notebook_accel.launching.script_body import Body
 
 __all__ = ["Contents", "collect"]
 
@@ -33,6 +34,7 @@ class Contents:
         cell: The cell, in plain Python.
         namespace: The notebook's.
         sources: What its cells say.
+        own: What the script defines for the cell before anything is run, so that the notebook's is not needed.
 
     Attributes:
         imports: Import statements.
@@ -42,12 +44,14 @@ class Contents:
         data: Values that have no source.
     """
 
-    def __init__(self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources) -> None:
+    def __init__(
+        self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources, own: Collection[str] = ()
+    ) -> None:
         self._cell = cell
+        self._own = own
         self._namespace = namespace
         self._sources = sources
         self._done: set[str] = set()
-        self._in_order: dict[str, Definition] = {}
         self.imports: dict[str, None] = {}
         self.literals: dict[str, str] = {}
         self.definitions: dict[str, Definition] = {}
@@ -128,7 +132,7 @@ class Contents:
         known_here = self._cell.assigns or frozenset()
         for name in names:
             own = self._namespace.get(name, _NOTHING)
-            if name in _MODULE_NAMES:
+            if name in _MODULE_NAMES or name in self._own:
                 continue
             if own is not _NOTHING and not _is_of_python(name, own) and name not in cells.OF_IPYTHON:
                 self.need(name)
@@ -151,12 +155,16 @@ class Contents:
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
-        """The name under which the script defines a function or class of the notebook's; empty if it can't."""
-        try:
-            self.need(obj.__name__)
-        except CellError:
+        """The name under which the script defines a function or class of the notebook's, empty if that has no source.
+
+        Raises:
+            CellError: What it uses can't be exported.
+        """
+        name: str = obj.__name__
+        if name not in self._done and self._definition(name, obj) is None:
             return ""
-        return obj.__name__ if obj.__name__ in self.definitions else ""
+        self.need(name)
+        return name if name in self.definitions else ""
 
     def in_order(self) -> tuple[list[str], list[str]]:
         """The texts of definitions, each after those that it needs when it is run, with its other names.
@@ -196,7 +204,7 @@ _DEFINE = "run the cell that makes it, or take it out; %pull it first if only a 
 
 def collect(
     cell: Cell,
-    arguments: Sequence[ast.stmt],
+    body: Body,
     namespace: Mapping[str, Any],
     history: Sequence[str],
     push: Sequence[str] = (),
@@ -205,7 +213,7 @@ def collect(
 
     Args:
         cell: The cell, in plain Python.
-        arguments: What the function that it ends by defining is called with.
+        body: The same, as it is in the script.
         namespace: The notebook's.
         history: The cells that were run, in order, from number 0, IPython's syntax translated.
         push: Further names that the script needs.
@@ -213,12 +221,13 @@ def collect(
     Raises:
         CellError: Something can't be exported.
     """
-    contents = Contents(cell, namespace, NotebookSources(history))
-    body = ast.parse(cell.source).body
-    contents.need_all(cells.reads(body), cell.label, 0, body)
-    contents.need_all(cells.reads(arguments), "--args", 0, arguments)
+    contents = Contents(cell, namespace, NotebookSources(history), body.defines)
+    statements = ast.parse(cell.source).body
+    contents.need_all(cells.reads(statements), cell.label, 0, statements)
+    contents.need_all(cells.reads(body.arguments), "--args", 0, body.arguments)
     for name in cell.captured(namespace, push):
-        contents.need(name)
+        if name not in body.defines:
+            contents.need(name)
     return contents
 
 

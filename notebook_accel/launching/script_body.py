@@ -27,6 +27,7 @@ class Body:
     Attributes:
         imports: Statements with which it begins, or would.
         definitions: Text of functions and classes that can stand before all else.
+        defines: Their names.
         guarded: The text of the main program, not indented.
         arguments: What the function that the cell ends by defining is called with.
 
@@ -37,6 +38,7 @@ class Body:
     def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:
         self.imports: list[str] = []
         self.definitions: list[str] = []
+        self.defines: set[str] = set()
         self.arguments = [ast.copy_location(ast.Expr(node), node) for node in _arguments(args)]
         statements = plain_python.statements(source)
         kept = self._part(statements)
@@ -54,6 +56,7 @@ class Body:
         bound = collections.Counter(name for statement in statements for name in _binds(statement))
         kept: list[Statement] = []
         assigned: set[str] = set()
+        read: set[str] = set()
         for statement in statements:
             node = statement.nodes[0]
             is_once = all(bound[name] == 1 for name in _binds(statement))
@@ -61,17 +64,23 @@ class Body:
                 (is_once and not kept) or getattr(node, "module", "") == "__future__"
             ):
                 self.imports += [ast.unparse(part) for part in statement.nodes]
-            elif is_once and len(statement.nodes) == 1 and _can_stand_first(node, assigned, is_first=not kept):
+            elif is_once and len(statement.nodes) == 1 and _can_stand_first(node, assigned, read, is_first=not kept):
                 self.definitions.append(statement.text)
+                self.defines |= _binds(statement)
             else:
                 kept.append(statement)
                 assigned |= _binds(statement)
+            read.update(name for part in statement.nodes for name in plain_python.reads_at_once(part))
         return kept
 
 
-def _can_stand_first(node: ast.stmt, assigned: set[str], *, is_first: bool) -> bool:
-    """Whether a definition needs nothing of the statements before it, nor can see what they do."""
-    if not isinstance(node, _DEFINITIONS) or assigned.intersection(plain_python.reads_at_once(node)):
+def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
+    """Whether it is a definition that needs nothing of the statements before it, nor they what it replaces."""
+    if (
+        not isinstance(node, _DEFINITIONS)
+        or node.name in read
+        or assigned.intersection(plain_python.reads_at_once(node))
+    ):
         return False
     return is_first or not any(isinstance(part, ast.Call) for part in plain_python.run_at_once(node))
 

@@ -103,7 +103,6 @@ def outcomes(notebook: kernels.Kernel) -> list[str]:
     return found
 
 
-@pytest.mark.front_end
 @pytest.mark.parametrize(
     "command",
     [["torch.distributed.run", "--nproc_per_node", "2"], ["notebook_accel", "launch", "--num_processes", "2"]],
@@ -120,6 +119,7 @@ def test_script_comes_to_what_the_cell_comes_to(
     assert sorted(re.findall(r"Outcome\(.*\)", run(folder, *command))) == outcomes
 
 
+@pytest.mark.front_end
 def test_script_reads_as_somebody_would_have_written_it(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
     assert export(notebook, _CELL, "-n 2 --mixed_precision bf16").status == "ok"
     head, script = (folder / "train.py").read_text().split("python train.py\n")
@@ -246,6 +246,9 @@ class Local(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return index + LIMIT
 
+def make(k):
+    raise ValueError("the notebook's is another one")
+
 def train(v, given):
     loader = DataLoader(mapped, num_workers=1, multiprocessing_context="spawn")
     print([int(value) for value in loader], fib(10), evaluate(), older(), bound())
@@ -263,6 +266,7 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
     script = (folder / "train.py").read_text()
     by_value = re.search(r"# By value, for Python 3\.\d+ \(cloudpickle\), .*: (.*)\.\n", script)
     assert by_value is not None and set(by_value[1].split(", ")) == {"evaluate", "<lambda>", "make.<locals>.times"}
+    assert script.count("def make(") == 1
     assert "@torch.no_grad()\ndef older():\n" in script
     assert script.index("class Base:") < script.index("Parent = Base") < script.index("class Child(Parent):")
     assert script.index("_data = ") < script.index("class Child(Parent):")
@@ -282,6 +286,7 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
         ("def ask():\n    return input()", "ask()", "line 2: 'input' asks at a keyboard"),
         ("def helper(): return 1\ndef uses(): return helper()\ndel helper", "uses()", "'helper' isn't there in the"),
         ("", "nowhere + 1", "line 2: 'nowhere' isn't there in the notebook"),
+        ("class Uses:\n    def f(self): return lost()\nuses = Uses()", "uses", "line 2: 'lost' isn't there in the"),
         ("exec('def ghost(): return 1')", "ghost()", "The function 'ghost' can't be exported: the cell that has defin"),
         ("exec('class Ghost:\\n    def f(self): pass')", "Ghost()", "The class 'Ghost' can't be exported"),
         ("chosen = [lambda: 2][0]", "chosen()", "The lambda 'chosen' can't be exported"),

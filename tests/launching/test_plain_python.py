@@ -51,6 +51,7 @@ def test_statements_have_their_comments() -> None:
     ("x = 1\ndef f(y=x): pass", [], "x = 1\ndef f(y=x): pass"),
     ("start()\nclass C:\n    x = draw()", [], "start()\nclass C:\n    x = draw()"),
     ("def f(): pass\nf()\ndef f(): return 1", [], "def f(): pass\nf()\ndef f(): return 1"),
+    ("f()\ndef f(): return 1", [], "f()\ndef f(): return 1"),
     ("x = 1\nx + 1", [], "x = 1\nprint(x + 1)"),
     ("a, b", [], "print((a, b))"),
     ("print(1)\n# the end", [], "print(1)\n# the end"),
