@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import linecache
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.launching import cell as cells
-from notebook_accel.launching import following, launcher, local
+from notebook_accel.launching import export, following, launcher, local
 
 __all__ = ["register", "unregister"]
 
@@ -37,6 +39,7 @@ examples:
   %%distributed --mixed_precision bf16 --out results  results[1] is rank 1's value
   %%distributed --args (5,)                           the cell ends with a function: it is called with 5
   %%distributed --background --name long              goes on while other cells run
+  %%distributed --export train.py                     runs nothing: the cell becomes a script
 
 Where there is a session (%distributed start), the cell runs in its ranks, and what it assigns stays there.
 """
@@ -59,6 +62,12 @@ def _make_parser() -> arguments.Parser:
     parser.add_argument("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
     fresh = "Launches the cell in ranks of its own, also where there is a session."
     parser.add_argument("--fresh", action="store_true", help=fresh)
+    script = (
+        "Runs nothing: writes a script that does the same without the notebook, by torchrun or notebook-accel launch."
+    )
+    parser.add_argument("--export", metavar="FILE", type=pathlib.Path, help=script)
+    overwrite = "With --export, replaces a file that an export hasn't written, or that was changed since."
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
     return parser
 
 
@@ -82,6 +91,10 @@ class Magics:
 
     def distributed(self, line: str, cell: str) -> Any:
         given = self._parser.parse(arguments.split(line, f"%%{_NAME}"))
+        if given.export is not None:
+            return self._export(given, cell)
+        if given.overwrite:
+            self._parser.error("--overwrite goes with --export")
         if self.sessions.session is not None and not given.fresh:
             return self.sessions.cell(given, cell)
         config = configuration.resolve(options.given(given), file=configuration.default_path())
@@ -107,6 +120,22 @@ class Magics:
             self._define_here(parsed)
         self._bind(given.out, results)
         return results if any(value is not None for value in results) else None
+
+    def _export(self, given: argparse.Namespace, cell: str) -> None:
+        chosen = options.given(given)
+        order = export.Order(
+            path=given.export.expanduser(),
+            options=configuration.resolve(chosen, file=configuration.default_path()),
+            given=chosen,
+            args=given.args,
+            push=given.push,
+            overwrite=given.overwrite,
+        )
+        cells_run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
+        print(export.export(self._read(cell), order, self._shell.user_ns, cells_run))
+        for_notebook = [f"--{name}" for name in ("pull", "out", "background") if getattr(given, name)]
+        if for_notebook:
+            print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")
 
     def _read(self, cell: str) -> cells.Cell:
         try:

@@ -11,10 +11,12 @@ import argparse
 import importlib.metadata
 import pathlib
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from notebook_accel import __version__, config, launch_command, options, questions
+from notebook_accel import __version__, config, end_signals, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError, PreflightError
 from notebook_accel.launching import configuring, launcher, preflight
 from notebook_accel.launching.devices import Devices
@@ -22,6 +24,9 @@ from notebook_accel.launching.machine import Machine
 
 __all__ = ["main"]
 
+_OF_ACCELERATE = (
+    "Other flags of `accelerate launch` are understood; those for what isn't done here are refused by name."
+)
 _REPORTED = (
     *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
     *("nvidia-ml-py", "numpy", "accelerate"),
@@ -40,14 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
-        return run(parsed)
+        status = run(parsed)
+        sys.stdout.flush()
     except NotebookAccelError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted.\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # as of `notebook-accel env | head -1`
+        end_signals.silence_closed()
+        return 128 + signal.SIGPIPE
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes flags with dashes inside too, ``--num-processes`` as ``--num_processes``, as Accelerate does."""
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        action = super().add_argument(*names, **how)
+        dashed = [name.replace("_", "-") for name in names if name.startswith("--") and "_" in name]
+        if dashed:
+            super().add_argument(*dashed, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
+        return action
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
     )
     parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
@@ -66,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
     asking.set_defaults(run=_config)
-    launch = commands.add_parser("launch", help="run a script on every device of this machine", allow_abbrev=False)
+    launch = commands.add_parser(
+        "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_OF_ACCELERATE
+    )
     launch_command.add_arguments(launch)
     launch.set_defaults(run=launch_command.run)
     return parser

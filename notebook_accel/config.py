@@ -46,6 +46,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["no", "fp16", "bf16"],
         _help("Precision of the forward pass inside the ranks' Accelerator."),
     ] = "no"
+    gradient_accumulation_steps: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        _help("Micro-batches that make one optimizer step, for Accelerators that aren't told themselves."),
+    ] = None
     use_cpu: Annotated[
         bool,
         _help("Train on the CPU, with gloo, also where there are GPUs."),

@@ -11,16 +11,17 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["reduce"]
+__all__ = ["can_be_imported", "reduce"]
 
 
 def reduce(obj: Any) -> Any:
     """What pickle's ``reducer_override`` returns for such an object, ``NotImplemented`` for any other."""
     reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None or _can_be_imported(obj) else reducer(obj)
+    return NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
 
 
-def _can_be_imported(obj: Any) -> bool:
+def can_be_imported(obj: Any) -> bool:
+    """Whether a module has it under the name that it calls itself, so that its name is enough."""
     module = getattr(obj, "__module__", None)
     if module in (None, "__main__"):
         return False

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from notebook_accel import config, options
+from notebook_accel import accelerate_flags, config, end_signals, environment, options
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching import following, launcher
@@ -22,7 +22,7 @@ from notebook_accel.launching.script import Script
 
 __all__ = ["add_arguments", "run"]
 
-_INTERRUPTED = 128 + signal.SIGINT  # what shells make of it
+_INTERRUPT = "KeyboardInterrupt"
 _NOT_THERE = "Several machines come in a later version; this one runs on one machine."
 
 
@@ -32,14 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
     parser.add_argument("--cpu", action="store_true", help="The same as --use_cpu.")
     parser.add_argument("--multi_gpu", action="store_true", help="Refuse to run where there is no GPU.")
-    parser.add_argument("--tpu", action="store_true", help="TPUs are not there yet: refused.")
+    parser.add_argument("--tpu", action="store_true", help="Refuse to run where there is no TPU.")
+    parser.add_argument(
+        "--gpu_ids", metavar="INT,...", help="The GPUs that ranks may use. Default: all that are visible."
+    )
     parser.add_argument("--num_machines", type=int, metavar="INT", help="Several machines are not there yet: 1.")
     parser.add_argument("--machine_rank", type=int, metavar="INT", help="Several machines are not there yet: 0.")
     parser.add_argument("--main_process_ip", metavar="STR", help="Several machines are not there yet: this one.")
     parser.add_argument(
         "--num_cpu_threads_per_process", type=int, metavar="INT", help="Threads that a rank computes with on the CPU."
     )
+    parser.add_argument("--debug", action="store_true", help="Debug mode: a trial run, and collectives are compared.")
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
+    accelerate_flags.add_arguments(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What it finds in sys.argv.")
 
@@ -47,29 +52,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Runs the script on every rank.
 
+    SIGTERM, a terminal that closes and a closed pipe end it as Ctrl-C does.
+
     Returns:
-        0 if all ranks have ended well; else the status of the rank that failed first, as a shell gives it.
+        0 if all ranks have ended well; the status of the rank that failed first, as a shell gives it; or that of the
+        signal that has ended it.
 
     Raises:
         NotebookAccelError: It could not be launched.
     """
+    accelerate_flags.refuse(parsed)
     _refuse_what_is_not_there(parsed)
     script = Script(parsed.script, tuple(parsed.arguments), parsed.module)
     script.check()
+    _set_variables(parsed)
     chosen = _options(parsed)
+    with end_signals.as_interrupts() as received:
+        try:
+            name = chosen.name or script.name[:80]
+            following.follow(launcher.launch_function(script.run, (), {}, chosen.replace(name=name)))
+        except RankFailedError as error:
+            sys.stderr.write(f"{error}\n")
+            return _status(error)
+        except KeyboardInterrupt as interrupt:
+            said = getattr(interrupt, "_render_traceback_", lambda: [f"{_INTERRUPT}: nothing was launched."])()
+            text = "\n".join(said)
+            if received.number != signal.SIGINT:
+                text = text.replace(_INTERRUPT, received.number.name, 1)
+            sys.stderr.write(f"\n{text}\n")
+            return 128 + received.number  # what shells make of it
+    return 0
+
+
+def _set_variables(parsed: argparse.Namespace) -> None:
+    """What ranks are told by way of the environment."""
     if parsed.num_cpu_threads_per_process is not None:
         os.environ["OMP_NUM_THREADS"] = str(parsed.num_cpu_threads_per_process)
-    job = launcher.launch_function(script.run, (), {}, chosen.replace(name=chosen.name or script.name[:80]))
-    try:
-        following.follow(job)
-    except RankFailedError as error:
-        sys.stderr.write(f"{error}\n")
-        return _status(error)
-    except KeyboardInterrupt as interrupt:
-        said = getattr(interrupt, "_render_traceback_", lambda: ["KeyboardInterrupt"])()
-        sys.stderr.write("\n".join(["", *said, ""]))
-        return _INTERRUPTED
-    return 0
+    if parsed.gpu_ids not in (None, "all"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = parsed.gpu_ids
+    if parsed.debug:
+        os.environ[environment.DEBUG[0]] = "1"
 
 
 def _options(parsed: argparse.Namespace) -> LaunchConfig:
@@ -80,24 +102,29 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
     chosen = config.resolve(given, file=file)
-    if parsed.multi_gpu and Devices.find(chosen).kind != "GPU":
-        raise ConfigError(
-            "--multi_gpu was asked for, and there is no GPU that ranks could use.", fix="leave it out, or --cpu"
-        )
+    devices = Devices.find(chosen)
+    for flag, is_asked, is_there, kind in (
+        ("--multi_gpu", parsed.multi_gpu, devices.kind == "GPU", "GPU"),
+        ("--gpu_ids", parsed.gpu_ids is not None, devices.kind == "GPU", "GPU"),
+        ("--tpu", parsed.tpu, devices.platform is not None, "TPU"),
+    ):
+        if is_asked and not is_there:
+            raise ConfigError(
+                f"{flag} was asked for, and there is no {kind} that ranks could use.", fix=f"leave out {flag}"
+            )
     return chosen
 
 
 def _refuse_what_is_not_there(parsed: argparse.Namespace) -> None:
     for flag, is_fine in (
-        ("tpu", not parsed.tpu),
         ("num_machines", parsed.num_machines in (None, 1)),
         ("machine_rank", parsed.machine_rank in (None, 0)),
         ("main_process_ip", parsed.main_process_ip in (None, "127.0.0.1", "localhost")),
     ):
         if not is_fine:
-            value = getattr(parsed, flag)
-            shown = f"--{flag}" if value is True else f"--{flag} {value}"
-            raise ConfigError(f"{shown} is not there yet.", why=_NOT_THERE, fix=f"leave out --{flag}")
+            raise ConfigError(
+                f"--{flag} {getattr(parsed, flag)} is not there yet.", why=_NOT_THERE, fix=f"leave out --{flag}"
+            )
 
 
 def _status(error: RankFailedError) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -73,6 +75,22 @@ def test_installed_program(program: list[str]) -> None:
     assert run.stdout == f"notebook-accel {notebook_accel.__version__}\n"
 
 
+def test_closed_pipe_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "notebook_accel", "env"]
+        run = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_flags_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--mixed-precision", "fp16", "--num-processes=2", "--no-use-cpu"]) == 1
+    assert "refused: mixed_precision='fp16'" in capsys.readouterr().out
+
+
 def _answer(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
 
@@ -128,6 +146,15 @@ def test_config_without_questions_replaces_nothing_unless_told_to(
     assert "There is a configuration file already" in capsys.readouterr().err
     assert cli.main([*line, "--mixed_precision", "no", "--overwrite"]) == 0
     assert config.load(file)["mixed_precision"] == "no"
+
+
+def test_config_is_left_by_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["config"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+    assert not (tmp_path / "config.yaml").exists()
 
 
 def test_config_where_nobody_answers_writes_nothing(

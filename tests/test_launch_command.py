@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 from notebook_accel import cli, config
 from tests.launching.conftest import template  # noqa: F401 - ranks start at once where it is ready
@@ -29,8 +31,6 @@ def main():
     accelerator = Accelerator()
     rank = accelerator.process_index
     how, *rest = sys.argv[1:]
-    if how == "sleep":
-        pathlib.Path(rest[0]).touch()
     if how == "raise" and rank == 1:
         raise ValueError("rank 1 gives up")
     if how == "exit" and rank == 1:
@@ -38,10 +38,16 @@ def main():
     if how == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "train":
-        time.sleep(60)
+        try:
+            if how == "sleep":
+                pathlib.Path(rest[0]).touch()
+            time.sleep(60)
+        finally:
+            print("cleaned up", flush=True)
     loader = accelerator.prepare(DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
     squares = accelerator.gather(torch.cat(list(loader))).tolist()
-    accelerator.print(json.dumps([sorted(squares), sys.argv[0], rest, "get_ipython" in globals()]))
+    steps = accelerator.gradient_accumulation_steps
+    accelerator.print(json.dumps([sorted(squares), sys.argv[0], rest, "get_ipython" in globals(), steps]))
 
 if __name__ == "__main__":
     main()
@@ -52,6 +58,7 @@ if __name__ == "__main__":
 def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A training script in a folder that is the current one, with no configuration of the user's."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "train_squares.py"
@@ -68,11 +75,12 @@ def launch(*arguments: object) -> int:
 def test_script_is_the_main_program_of_every_rank(
     script: pathlib.Path, target: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(*target, "train", "--epochs", "3") == 0
+    harmless = ["--quiet", "--dynamo_backend=no", "--same-network", "--rdzv_backend", "static", "-t", "3"]
+    assert launch("--gradient-accumulation-steps", 3, *harmless, *target, "train", "--epochs", "3") == 0
     shown = capsys.readouterr().out
     assert "Launching training on 2 CPUs." in shown
     squares = [index * index for index in range(8)]
-    assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false]\n' in shown
+    assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false, 3]\n' in shown
 
 
 @pytest.mark.usefixtures("template")
@@ -90,24 +98,44 @@ def test_status_is_that_of_the_rank_that_failed_first(
 
 
 @pytest.mark.usefixtures("template")
-def test_interrupt_ends_it(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERM")])
+def test_signal_ends_it_and_ranks_clean_up(
+    script: pathlib.Path, number: signal.Signals, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     is_up = script.with_name("up")
 
     def interrupt() -> None:
         while not is_up.exists():
             if ended.wait(0.01):
                 return
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     ended = threading.Event()
     watcher = threading.Thread(target=interrupt)
     watcher.start()
     try:
-        assert launch(script, "sleep", is_up) == 130
+        assert launch(script, "sleep", is_up) == 128 + number
     finally:
         ended.set()
         watcher.join()
-    assert "'train_squares.py' was interrupted, and every rank has ended." in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert f"{said}: 'train_squares.py' was interrupted, and every rank has ended." in captured.err
+    assert captured.out.count("cleaned up") >= 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text("import time\nwhile True:\n    print('on and on', flush=True)\n    time.sleep(0.01)\n")
+    command = [sys.executable, "-m", "notebook_accel", "launch", "--num_processes", "1", str(endless)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launched:
+        assert launched.stdout is not None and launched.stderr is not None
+        while "on and on" not in launched.stdout.readline():
+            assert launched.poll() is None
+        launched.stdout.close()  # what `| head -2` does
+        said = launched.stderr.read()
+    assert launched.returncode == 128 + signal.SIGPIPE
+    assert said == "\nSIGPIPE: 'endless.py' was interrupted, and every rank has ended.\n"
 
 
 @pytest.mark.parametrize(
@@ -115,9 +143,10 @@ def test_interrupt_ends_it(script: pathlib.Path, capsys: pytest.CaptureFixture[s
     [
         (["nothing.py"], "There is no file 'nothing.py' to launch."),
         (["-m", "nothing.at_all"], "There is no module 'nothing.at_all' to launch."),
-        (["--tpu", "train_squares.py"], "--tpu is not there yet."),
+        (["--tpu", "train_squares.py"], "--tpu was asked for, and there is no TPU"),
         (["--num_machines", "2", "train_squares.py"], "--num_machines 2 is not there yet."),
         (["--main_process_ip", "10.0.0.1", "train_squares.py"], "--main_process_ip 10.0.0.1 is not there yet."),
+        (["--gpu_ids", "0,1", "train_squares.py"], "--gpu_ids was asked for, and there is no GPU"),
         (["--multi_gpu", "train_squares.py"], "--multi_gpu was asked for, and there is no GPU"),
         (["--config_file", "none.yaml", "train_squares.py"], "There is no configuration file none.yaml."),
     ],
@@ -129,14 +158,35 @@ def test_what_is_not_there_is_refused(
     assert capsys.readouterr().err.startswith(said)
 
 
-@pytest.mark.parametrize("flag", [["--use_fsdp"], ["--zero_stage", "2"], ["--num_proc", "2"]])
-def test_flag_that_is_not_known_is_named(
-    script: pathlib.Path, flag: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("flag", ["--num_proc", "--use_fsdb"])
+def test_flag_that_nobody_knows_is_named(script: pathlib.Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        launch(*flag, script, "train")
+        launch(flag, script, "train")
     assert stopped.value.code == 2
-    assert f"unrecognized arguments: {flag[0]}" in capsys.readouterr().err
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_flags_for_what_is_not_done_here_are_named_all_at_once(
+    script: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "--use_fsdp --fsdp-offload-params true --dynamo_backend inductor --dynamo_mode default --vm a --vm b"
+    assert launch(*line.split(), script, "train") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--fsdp_offload_params true, --use_fsdp: each rank has the whole model" in captured.err
+    assert "--dynamo_backend inductor: a compiled model is made in the script" in captured.err
+    assert "--vm a, --vm b: a TPU pod" in captured.err
+    assert "dynamo_mode" not in captured.err
+
+
+def test_every_flag_of_accelerates_is_understood() -> None:
+    ours = cli._parser()
+    for action in launch_command_parser()._actions:
+        value = ["7"] if action.nargs is None else []
+        for flag in action.option_strings:
+            if flag not in ("-h", "--help"):
+                parsed, rest = ours.parse_known_args(["launch", flag, *value, "train.py"])
+                assert (parsed.script, rest) == ("train.py", []), flag
 
 
 def test_options_come_from_the_configuration_file(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 from notebook_accel.errors import CellError
 from notebook_accel.launching.stand_ins import LINE_MAGICS
 
-__all__ = ["Cell", "definitions", "parse"]
+__all__ = ["OF_IPYTHON", "Cell", "definitions", "parse", "reads"]
 
 # IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
-_OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
+OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 _OF_THE_MODULE = {
     "__name__",
@@ -149,7 +149,7 @@ def definitions(source: str, label: str) -> list[types.CodeType]:
 
 
 def _may_come_from_notebook(name: str) -> bool:
-    return name not in _OF_IPYTHON and name not in _OF_THE_MODULE
+    return name not in OF_IPYTHON and name not in _OF_THE_MODULE
 
 
 def _is_builtin(name: str, value: Any) -> bool:
@@ -196,6 +196,11 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
 # yesterday.
 
 _Scan = tuple[list[str], frozenset[str]]
+
+
+def reads(statements: Sequence[ast.stmt]) -> list[str]:
+    """The names that statements read before they have assigned them, those of builtins too."""
+    return list(dict.fromkeys(_scan(statements, frozenset())[0]))
 
 
 def _scan(statements: Sequence[ast.stmt], assigned: frozenset[str]) -> _Scan:

@@ -78,10 +78,13 @@ def _draw_in_thread(job: Job, view: View) -> None:
 
 
 def _open(job: Job) -> View:
-    precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
-    print(f"Launching training on {job.devices}{precision}.")
+    def announced() -> View:
+        precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
+        print(f"Launching training on {job.devices}{precision}.")
+        return open_view(job)
+
     none: View = NoView(job)
-    return _guarded(job, lambda: open_view(job), none)
+    return _guarded(job, announced, none)
 
 
 def _draw_until_done(job: Job, view: View) -> None:

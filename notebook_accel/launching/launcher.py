@@ -45,6 +45,7 @@ def notebook_launcher(
     start_method: str = "auto",
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
+    gradient_accumulation_steps: int | None = None,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
@@ -84,6 +85,8 @@ def notebook_launcher(
             function runs here, as the one rank, where a debugger works.
         preload: Names of modules that ranks find imported already.
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
+        gradient_accumulation_steps: Micro-batches that make one optimizer step, for Accelerators that aren't told
+            themselves.
         use_cpu: Train on the CPU also where there are GPUs.
         allow_initialized_cuda: Go on although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
@@ -124,6 +127,7 @@ def notebook_launcher(
             "start_method": start_method,
             "preload": preload,
             "idle_timeout_s": idle_timeout_s,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
             "use_cpu": use_cpu,
             "allow_initialized_cuda": allow_initialized_cuda,
             "oversubscribe": oversubscribe,
@@ -357,6 +361,8 @@ def _working_directory() -> str:
 
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+    if config.gradient_accumulation_steps is not None:
+        variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
         variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}

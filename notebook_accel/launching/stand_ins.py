@@ -57,7 +57,7 @@ def _time(shell: RankShell, line: str) -> Any:
 
 
 def _env(_: RankShell, line: str) -> Any:
-    name, has_value, value = line.strip().replace(" ", "=", 1).partition("=")
+    name, has_value, value = line.strip().partition("=" if "=" in line else " ")
     if not name:
         return dict(os.environ)
     if not has_value:
@@ -91,7 +91,7 @@ def install(namespace: dict[str, Any], rank: int) -> None:
 
 
 def _input(_prompt: object = "", /) -> str:
-    raise EOFError("a rank has no keyboard: ask in another cell, and use the answer here")
+    raise EOFError("a rank has no keyboard: ask before the launch, and use the answer here")
 
 
 def _breakpoint(*_: Any, **__: Any) -> None:

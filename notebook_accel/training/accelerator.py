@@ -58,7 +58,8 @@ class Accelerator(GroupCalls, Project, Settings):
         device_placement: Put models and batches on this rank's device.
         split_batches: The loaders' batch size is that of all ranks together. The same as in ``dataloader_config``.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. By default what the launcher was told, else ``"no"``.
-        gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``.
+        gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: what the
+            launch was told, or 1.
         gradient_accumulation_plugin: More about accumulation.
         dataloader_config: How loaders are prepared.
         cpu: Compute on the CPU, also where there are GPUs.
@@ -87,7 +88,7 @@ class Accelerator(GroupCalls, Project, Settings):
         device_placement: bool = True,
         split_batches: bool | None = None,
         mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,15 +60,26 @@ class GradientAccumulationPlugin:
 
 
 def resolve(
-    steps: int, plugin: GradientAccumulationPlugin | None, environ: Mapping[str, str] = os.environ
+    steps: int | None, plugin: GradientAccumulationPlugin | None, environ: Mapping[str, str] = os.environ
 ) -> GradientAccumulationPlugin:
-    """The plugin that says what ``gradient_accumulation_steps`` and the given plugin say together.
+    """The plugin that says what ``gradient_accumulation_steps``, the given plugin and the launch say together.
+
+    What the launch was told, which is in the environment, is for programs that don't say it themselves.
 
     Raises:
-        ConfigError: They say different numbers, or one that can't be.
+        ConfigError: The first two say different numbers, or one that can't be.
     """
-    _check_steps("gradient_accumulation_steps", steps)
     plugin = plugin or GradientAccumulationPlugin()
+    told = _steps_of_launch(environ)
+    said = plugin.num_steps if steps is None else steps
+    if told is not None and said not in (None, told):
+        warnings.warn(
+            f"The launch was told gradient_accumulation_steps={told}, and the Accelerator {said}, which counts.",
+            stacklevel=3,
+        )
+    if steps is None:
+        steps = 1 if said is not None else told or 1
+    _check_steps("gradient_accumulation_steps", steps)
     if plugin.num_steps not in (None, steps) and steps != 1:
         raise ConfigError(
             f"gradient_accumulation_steps is {steps}, and the plugin's num_steps is {plugin.num_steps}.",
@@ -83,6 +95,16 @@ def resolve(
 def _check_steps(name: str, steps: object) -> None:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ConfigError(f"{name} is {steps!r}.", why="It is a number of micro-batches.", fix="a whole number from 1")
+
+
+def _steps_of_launch(environ: Mapping[str, str]) -> int | None:
+    name = environment.GRADIENT_ACCUMULATION_STEPS
+    text = environ.get(name, "")
+    if text and not (text.isdecimal() and int(text) > 0):
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}, which is no number of steps.", fix=f"unset {name}"
+        )
+    return int(text) if text else None
 
 
 class GradientState:

@@ -38,6 +38,25 @@ def windows(state: GradientState, batches: int, *, total: int | None, epochs: in
     return seen
 
 
+@pytest.mark.parametrize(("told", "steps", "num_steps", "counts"), [
+    ("4", None, None, 4), ("", None, None, 1), ("1", None, None, 1), ("3", 3, None, 3), ("3", None, 3, 3),
+])  # fmt: skip
+def test_steps_are_those_of_the_launch_unless_said(
+    told: str, steps: int | None, num_steps: int | None, counts: int
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=num_steps)
+    assert resolve(steps, plugin, {environment.GRADIENT_ACCUMULATION_STEPS: told}).num_steps == counts
+
+
+def test_what_is_said_counts_and_a_launch_that_was_told_otherwise_is_mentioned() -> None:
+    told = {environment.GRADIENT_ACCUMULATION_STEPS: "4"}
+    for steps, plugin in ((1, None), (None, GradientAccumulationPlugin(num_steps=1))):
+        with pytest.warns(UserWarning, match="was told gradient_accumulation_steps=4, and the Accelerator 1"):
+            assert resolve(steps, plugin, told).num_steps == 1
+    with pytest.raises(ConfigError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'auto'"):
+        resolve(None, None, {environment.GRADIENT_ACCUMULATION_STEPS: "auto"})
+
+
 @pytest.mark.parametrize("total", [6, None, 5, 7])
 def test_every_window_is_a_mean_whatever_the_loader_knows(total: int | None) -> None:
     seen = windows(state(4), 6, total=total, epochs=2)
