@@ -117,6 +117,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, msgspec.Meta(pattern=_PREFIX)],
         _help("What stands before a rank's lines in the notebook: text, ${role_name}, ${rank}, ${local_rank}."),
     ] = ""
+    engine: Annotated[
+        Literal["local", "ray"],
+        _help("Where ranks run. local: on this machine. ray: on a Ray cluster."),
+    ] = "local"
+    engine_options: Annotated[
+        tuple[str, ...],
+        _help("What the engine is told besides, such as address=auto, strategy=SPREAD, gpus_per_rank=1, wait_s=60."),
+    ] = ()
     view: Annotated[
         Literal["auto", "panel", "lines", "none"],
         _help("What shows the run. auto: the panel where somebody looks at the notebook, plain lines elsewhere."),

@@ -6,6 +6,7 @@ What no view of a buffer looks at is not written: it is a hole in the file, whic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -13,10 +14,10 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Buffer", "Contents", "make_unwritable", "memory_file", "read", "read_head", "write"]
+__all__ = ["Buffer", "Contents", "fill", "make_unwritable", "memory_file", "read", "read_head", "whole", "write"]
 
 _PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, number of buffers
 _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
@@ -70,18 +71,29 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
         spans.append((position, buffer.size_bytes))
         position += buffer.size_bytes
     start = _PREFIX.pack(len(head), len(pickle), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans) + head
-    try:
+    with _without_room_as_memory_error():
         os.ftruncate(descriptor, position)
         _write_at(descriptor, memoryview(start), 0)
         _write_at(descriptor, pickle, len(start))
         for buffer, (offset, _) in zip(buffers, spans, strict=True):
             for place, piece in buffer.pieces():
                 _write_at(descriptor, piece, offset + place)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise MemoryError(os.strerror(error.errno)) from error
-        raise
     return position
+
+
+def fill(descriptor: int, data: memoryview) -> None:
+    """Writes into an empty memory file what another one holds, from ``whole``.
+
+    Raises:
+        MemoryError: The system has no room for it.
+    """
+    with _without_room_as_memory_error():
+        _write_at(descriptor, data, 0)
+
+
+def whole(descriptor: int) -> memoryview:
+    """All that a file holds, mapped privately."""
+    return _map_privately(descriptor) if os.fstat(descriptor).st_size else memoryview(b"")
 
 
 def read_head(descriptor: int) -> bytes:
@@ -128,3 +140,13 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while rest:
         written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
         rest, offset = rest[written:], offset + written
+
+
+@contextlib.contextmanager
+def _without_room_as_memory_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise MemoryError(os.strerror(error.errno)) from error
+        raise

@@ -124,6 +124,9 @@ class Agent:
                 self._end(told)
             elif isinstance(told, messages.Inspect):
                 self._inspect(told)
+            elif isinstance(told, messages.Release):
+                if told.job_id in self._runs:
+                    self._runs[told.job_id].release()
             else:
                 self._quit()
 
@@ -218,7 +221,9 @@ class Agent:
             self._start(run, template)
 
     def _start(self, run: Run, template: TemplateProcess) -> None:
-        if run.launch.elastic is None and not self._open_store(run):
+        if run.launch.places:
+            run.become_part()
+        elif run.launch.elastic is None and not self._open_store(run):
             return
         run.started()
         template.runs.append(run)
@@ -355,7 +360,7 @@ class Agent:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
             rank.said_finished = True
-            if not run.is_held and all(other.said_finished for other in run.ranks):
+            if not (run.is_held or run.launch.places) and all(other.said_finished for other in run.ranks):
                 run.release()
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer

@@ -9,22 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from notebook_accel import environment, events, memory_files
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching import messages, undisturbed
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.control import Fed
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.sealing import Sealed
 
-__all__ = ["AgentProcess", "TemplateLine"]
+__all__ = ["AgentProcess", "Part", "TemplateLine"]
 
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
@@ -47,6 +49,24 @@ class TemplateLine:
         os.close(self.pidfd)
 
 
+class Part(NamedTuple):
+    """The part of a run that is on this node.
+
+    Attributes:
+        job: What it feeds.
+        payload: Descriptor of the run's payload.
+        result_files: One empty memory file for each rank of this node.
+        places: Where they stand among all, and what their environment has besides.
+        listening: Where the ranks' store is to be, if it is to be here.
+    """
+
+    job: Fed
+    payload: int
+    result_files: list[int]
+    places: list[messages.Place]
+    listening: socket.socket | None
+
+
 class AgentProcess:
     """The agent's process and the thread that started it and reads what it says."""
 
@@ -54,7 +74,7 @@ class AgentProcess:
         self.is_lost = False
         self._is_idle = is_idle
         self._is_closing = False
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Fed] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
         self._connection, self._theirs = Connection.pair()
@@ -93,11 +113,11 @@ class AgentProcess:
         """Whether a run is on its way or runs."""
         return bool(self._jobs)
 
-    def expect(self, job: Job) -> None:
+    def expect(self, job: Fed) -> None:
         """A job will be launched here."""
         self._jobs[job.id] = job
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: Fed) -> None:
         """It won't."""
         self._jobs.pop(job.id, None)
 
@@ -107,7 +127,17 @@ class AgentProcess:
         return self._errors
 
     def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: messages.Elastic | None = None) -> None:
-        job = sealed.job
+        """Starts a run, from a template of its own if there is a line to one."""
+        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
+        files = [sealed.payload, *sealed.result_files, *own_template]
+        self._launch(sealed.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
+
+    def launch_part(self, part: Part) -> None:
+        """Starts the part of a run that is on this node."""
+        listening = [] if part.listening is None else [part.listening.fileno()]
+        self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
+
+    def _launch(self, job: Fed, files: Sequence[int], **how: Any) -> None:
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
             job_id=job.id,
@@ -118,12 +148,10 @@ class AgentProcess:
             log_folder="" if job.log_folder is None else str(job.log_folder),
             on_death=job.on_death,
             idle_timeout_s=job.config.idle_timeout_s,
-            template_pid=0 if line is None else line.pid,
-            elastic=elastic,
+            **how,
         )
-        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         try:
-            self._send(launch, [sealed.payload, *sealed.result_files, *own_template])
+            self._send(launch, files)
         except LaunchError:
             self.forget(job)
             raise
@@ -290,3 +318,6 @@ class _LocalControl:
 
     def inspect(self) -> None:
         self._agent.tell(messages.Inspect(job_id=self._job_id))
+
+    def release(self) -> None:
+        self._agent.tell(messages.Release(job_id=self._job_id))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Control"]
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.events import Event
+from notebook_accel.launching.messages import OnDeath, RankDump, Reason
+
+__all__ = ["Control", "Fed"]
 
 
 class Control(Protocol):
@@ -22,5 +29,47 @@ class Control(Protocol):
     def inspect(self) -> None:
         """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
 
+    def release(self) -> None:
+        """Lets go the ranks of a part of a run: every rank of it has finished, on all nodes."""
+
     def respawn(self, rank: int) -> None:
         """Starts a rank that is gone once more."""
+
+
+class Fed(Protocol):
+    """What an engine feeds: a run's handle, or what passes it on to one that is elsewhere."""
+
+    @property
+    def id(self) -> str:
+        """Unique among the kernel's runs."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that feed it."""
+
+    @property
+    def config(self) -> LaunchConfig:
+        """Its options."""
+
+    @property
+    def on_death(self) -> OnDeath:
+        """What becomes of the other ranks when one has died."""
+
+    @property
+    def log_folder(self) -> pathlib.Path | None:
+        """Where the ranks' logs are to be."""
+
+    def attach(self, control: Control) -> None:
+        """Takes the engine's handle."""
+
+    def deliver(self, rank: int, event: Event) -> None:
+        """Takes one event of a rank."""
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        """Takes where the ranks stand."""
+
+    def start_over(self, number: int) -> None:
+        """All ranks are started again, for so many times now."""
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
+        """It is over: every rank is gone."""

@@ -30,6 +30,7 @@ class Request:
         spec: What a rank must know, but for the sources of the functions that are sent.
         config: The options.
         devices: What the ranks run on, such as ``2 CPUs``.
+        variables: Those of the ranks' environment variables that are the launch's own.
         may_stay: Those of the target's names that are sent if they can be, and stay behind if not.
         is_background: Whether nobody will wait for it in the cell.
         bind: Takes the pulled names and their values.
@@ -41,6 +42,7 @@ class Request:
     spec: JobSpec
     config: LaunchConfig
     devices: str
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_stay: Sequence[str] = ()
     is_background: bool = False
     bind: Callable[[dict[str, Any]], object] | None = None

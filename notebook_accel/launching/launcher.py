@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.engine import Engine, Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
+from notebook_accel.launching.ray.engine import RayEngine
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
@@ -54,6 +56,8 @@ def notebook_launcher(
     log_dir: str = "",
     name: str = "",
     view: str = "auto",
+    engine: str = "local",
+    engine_options: Mapping[str, Any] | None = None,
 ) -> Results | Job:
     """Runs a function in several processes, each a rank with a device of its own, and returns what they return.
 
@@ -95,6 +99,8 @@ def notebook_launcher(
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
         view: What shows the run: ``auto``, ``panel``, ``lines`` or ``none``.
+        engine: Where ranks run: ``local``, on this machine, or ``ray``, on a Ray cluster.
+        engine_options: What the engine is told besides; see ``RayOptions``.
 
     Returns:
         ``Results``, one value a rank; or, with ``background=True``, the ``Job``.
@@ -137,6 +143,8 @@ def notebook_launcher(
             "log_line_prefix_template": log_line_prefix_template,
             "name": name,
             "view": view,
+            "engine": engine,
+            "engine_options": tuple(f"{name}={json.dumps(value)}" for name, value in (engine_options or {}).items()),
         },
         environ={},
     )
@@ -270,14 +278,15 @@ def _launch(
     show: Callable[[Job], None] = following.draw_in_background,
     **how: Any,
 ) -> Job:
-    devices = Devices.find(config)
-    findings = preflight.check(config, devices, roots)
+    cluster = _cluster(config)
+    devices = Devices.find(config) if cluster is None else cluster.devices(config)
+    findings = preflight.check(config, devices, roots) if cluster is None else ()
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(target, roots, config, devices, is_background=background, **how)
+    job = _start(target, roots, config, devices, cluster, is_background=background, **how)
     if background:
         show(job)
     return job
@@ -289,8 +298,14 @@ def try_out(config: LaunchConfig) -> float:
     Raises:
         PreflightError: It has failed.
     """
-    devices = Devices.find(config)
-    return trial.run(lambda target, options: _start(target, {}, options, devices, name=options.name), config)
+    cluster = _cluster(config)
+    devices = Devices.find(config) if cluster is None else cluster.devices(config)
+    return trial.run(lambda target, options: _start(target, {}, options, devices, cluster, name=options.name), config)
+
+
+def _cluster(config: LaunchConfig) -> RayEngine | None:
+    """Where ranks run, if not on this machine."""
+    return RayEngine.connected(config) if config.engine == "ray" else None
 
 
 def _start(
@@ -298,6 +313,7 @@ def _start(
     roots: Mapping[str, Any],
     config: LaunchConfig,
     devices: Devices,
+    cluster: RayEngine | None,
     *,
     name: str,
     is_background: bool = False,
@@ -307,17 +323,19 @@ def _start(
     **of_cell: Any,
 ) -> Job:
     world_size = config.num_processes or devices.available
-    local.check_size(world_size)
+    if cluster is None:
+        local.check_size(world_size)
     if on_death == "keep" and elastic.is_wanted(config):
         raise ConfigError(
             f"max_restarts={config.max_restarts} can't be used with ranks that stay.",
             why="They have what cells have left in them, and a restart would lose it.",
             fix="max_restarts=0, and %distributed restart for a rank that has died",
         )
+    variables = _variables(config, devices)
     spec = JobSpec(
         name=name,
         world_size=world_size,
-        environment={**environment.sendable(), **_variables(config, devices)},
+        environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
         **of_cell,
@@ -328,12 +346,13 @@ def _start(
         spec,
         config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
+        variables=variables,
         is_background=is_background,
         may_stay=may_stay,
         bind=bind,
         on_death=on_death,
     )
-    job = _engine(request.config).launch(request)
+    job = (cluster or _engine(request.config)).launch(request)
     registry.add(job)
     return job
 

@@ -13,7 +13,7 @@ from notebook_accel import config, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import messages, outgoing, processes, sealing, undisturbed
-from notebook_accel.launching.agent_process import AgentProcess, TemplateLine
+from notebook_accel.launching.agent_process import AgentProcess, Part, TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.sealing import Sealed
@@ -81,6 +81,14 @@ class LocalEngine:
                 agent.prepare(request.config)
             agent.launch(sealed, elastic=elastic)
         return sealed.job
+
+    def launch_part(self, part: Part) -> None:
+        """Starts the part of a run that is on this node; the rest of it is on others."""
+        with self._lock:
+            agent = self._running_agent()
+            agent.expect(part.job)
+            agent.prepare(part.job.config)
+        agent.launch_part(part)
 
     def launch_forked(self, sealed: Sealed, fork: Callable[[int], TemplateLine]) -> None:
         """Starts ranks that are forked from a template of their own.

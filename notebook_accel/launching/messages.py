@@ -1,6 +1,6 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
-kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Inspect, Quit
+kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Quit
 agent -> kernel      Said, Inspected, Restarting, RunEnded, Broken, Idle
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
@@ -32,10 +32,12 @@ __all__ = [
     "Interrupt",
     "Launch",
     "NotForked",
+    "Place",
     "Prepare",
     "Quit",
     "RankDump",
     "Ready",
+    "Release",
     "Respawn",
     "Restarting",
     "RunEnded",
@@ -53,6 +55,9 @@ __all__ = [
 How = Literal["interrupt", "stop", "kill"]
 OnDeath = Literal["stop", "keep"]
 Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost", "elastic lost"]
+
+Place: TypeAlias = tuple[RankPlace, dict[str, str]]
+"""A rank's place among all, and what its environment has besides."""
 
 ELASTIC = -1  # what stands in the place of a rank's number for the elastic process of a run
 
@@ -88,10 +93,13 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
 class Launch(_Message, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` takes the place of what was said before.
 
-    A run with ``elastic`` has an elastic process, which says when its ranks are to be started, and when once more.
+    A run with ``elastic`` has an elastic process, which says when its ranks are to be started, and when once more. One
+    with ``places`` is the part of a larger run that is on this node: its ranks stand there, with these variables
+    besides, and are not let go before ``Release``.
 
     Descriptors: the payload, then one result file a rank; with a ``template_pid``, which is that of a template for this
-    run alone, also a line to it, and its pidfd.
+    run alone, also a line to it, and its pidfd; with ``places`` one of which is rank 0's, the listening socket for the
+    ranks' store.
     """
 
     job_id: str
@@ -104,6 +112,7 @@ class Launch(_Message, frozen=True, kw_only=True):
     on_death: OnDeath = "stop"
     template_pid: int = 0
     elastic: Elastic | None = None
+    places: list[Place] = []
 
 
 class Interrupt(_Message, frozen=True, kw_only=True):
@@ -124,6 +133,12 @@ class End(_Message, frozen=True, kw_only=True):
 
     job_id: str
     how: How
+
+
+class Release(_Message, frozen=True):
+    """Every rank of the run has finished, on all nodes: let those here go."""
+
+    job_id: str
 
 
 class Inspect(_Message, frozen=True):
@@ -274,7 +289,7 @@ class Exited(_Message, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Inspect | Quit
+ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Quit
 ToKernel: TypeAlias = Said | Inspected | Restarting | RunEnded | Broken | Idle
 ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited

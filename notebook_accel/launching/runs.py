@@ -162,7 +162,7 @@ class Run:
     @property
     def may_start_again(self) -> bool:
         """Whether it can be, once, without anybody's notice: no rank has come to the user's code."""
-        if self.reason or self.is_held or self._was_taken_back:
+        if self.reason or self.is_held or self.launch.places or self._was_taken_back:
             return False
         return not any(rank.said_started for rank in self.ranks)
 
@@ -203,6 +203,13 @@ class Run:
                 rank.connection.shutdown()  # it waits for nothing but to be let go
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
+
+    def become_part(self) -> None:
+        """Its ranks have the places that came with it, and so has rank 0's store, if that is to be here."""
+        of_all = 1 + self.launch.world_size
+        listening = [socket.socket(fileno=descriptor) for descriptor in self.descriptors[of_all:]]
+        del self.descriptors[of_all:]
+        self.begin_at(self.launch.places, listening.pop() if listening else None)
 
     def begin_at(self, places: Sequence[tuple[RankPlace, dict[str, str]]], store: socket.socket | None) -> None:
         """All ranks are about to be started, at these places."""

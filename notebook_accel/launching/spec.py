@@ -21,7 +21,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: The run's name.
         world_size: Number of ranks.
         environment: The kernel's environment variables at the launch, with the run's own.
-        working_directory: The kernel's at the launch.
+        working_directory: The kernel's at the launch; empty for ranks on other machines, which have their own.
         sys_path: The kernel's at the launch.
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source, for a target that is a cell; ``None`` for a function.

@@ -184,8 +184,9 @@ def _reset_process() -> None:
 def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
     own = {**place.variables(), **store.VARIABLES, **variables}
     environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
-    sys.path[:] = spec.sys_path
-    os.chdir(spec.working_directory)
+    if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
+        sys.path[:] = spec.sys_path
+        os.chdir(spec.working_directory)
     if "OMP_NUM_THREADS" not in os.environ:
         # torch read the variable when the template imported it, so tell it the other way.
         torch = importlib.import_module("torch")

@@ -1,0 +1,263 @@
+"""The cluster: how it is reached, what it has to reserve for the ranks, and where they then are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from notebook_accel.errors import ConfigError, LaunchError, ProcessStartError
+from notebook_accel.launching.ray import host
+from notebook_accel.launching.ray.options import RayOptions
+
+__all__ = ["Cluster", "Node", "Placement", "connect"]
+
+_LOOK_PERIOD_S = 0.25
+_FIRST_NOTICE_S = 1.0
+_NOTICE_PERIOD_S = 5.0
+_SEAT_DEADLINE_S = 60.0
+
+_hosts: dict[tuple[str, str], Any] = {}  # the notebook's actors, by node and runtime environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node that ranks were placed on.
+
+    Attributes:
+        id: Ray's name for it.
+        address: Where other nodes reach it.
+        bundles: The reservations there, one a rank, by their numbers in the placement group.
+    """
+
+    id: str
+    address: str
+    bundles: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What the cluster has reserved.
+
+    Attributes:
+        group: Ray's placement group, one bundle a rank.
+        nodes: The nodes in the order of the ranks.
+    """
+
+    group: Any
+    nodes: tuple[Node, ...]
+
+
+def connect(options: RayOptions) -> Cluster:
+    """The cluster that the notebook is connected to, or becomes connected to here; it then stays so.
+
+    Raises:
+        ConfigError: Ray isn't installed, or there is no such cluster.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError(
+            "engine='ray' needs Ray, which isn't installed here.", fix="pip install 'notebook-accel[ray]'"
+        ) from None
+    if not ray.is_initialized():
+        _connect(ray, options)
+    return Cluster(ray, options)
+
+
+def _connect(ray: Any, options: RayOptions) -> None:
+    # Ray has breakpoint() open a debugger of its own, in the notebook too.
+    breakpoints = os.environ.get("PYTHONBREAKPOINT")
+    try:
+        ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(
+            f"No Ray cluster was found at {options.address!r}.",
+            why=str(error).splitlines()[0],
+            fix="ray start --head on a machine of yours, or engine_options={'address': 'host:port'}",
+        ) from None
+    finally:
+        if breakpoints is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = breakpoints
+
+
+class Cluster:
+    """A cluster that this process is connected to.
+
+    Args:
+        ray: The library.
+        options: Of the launch.
+    """
+
+    def __init__(self, ray: Any, options: RayOptions) -> None:
+        self.ray = ray
+        self._options = options
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs it has in all."""
+        return int(self.ray.cluster_resources().get("GPU", 0))
+
+    def resources_of_a_rank(self, *, use_cpu: bool) -> dict[str, float]:
+        """What is reserved for each rank, by Ray's names."""
+        wanted = self._options
+        gpus = (1.0 if self.gpus and not use_cpu else 0.0) if wanted.gpus_per_rank is None else wanted.gpus_per_rank
+        cpus = (0.0 if gpus else 1.0) if wanted.cpus_per_rank is None else wanted.cpus_per_rank
+        amounts = {"CPU": cpus, "GPU": gpus, **wanted.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    def reserve(
+        self,
+        world_size: int,
+        resources: Mapping[str, float],
+        *,
+        notice: Callable[[str], None],
+        is_wanted: Callable[[], bool],
+    ) -> Placement:
+        """Waits until the cluster has reserved what the ranks need.
+
+        Args:
+            world_size: Number of ranks.
+            resources: What each needs.
+            notice: Is told, now and then, what is missing.
+            is_wanted: Whether anybody still waits for it.
+
+        Raises:
+            LaunchError: It can't have that, or not in time.
+        """
+        group = self._group(world_size, resources)
+        try:
+            self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
+            placement = Placement(group, self._nodes(group))
+            self._refuse_other_nodes(len(placement.nodes))
+        except BaseException:
+            self.release(group)
+            raise
+        return placement
+
+    def _wait_for(
+        self,
+        group: Any,
+        world_size: int,
+        missing: Callable[[], str],
+        notice: Callable[[str], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        wait_s = self._options.wait_s
+        deadline_s = time.monotonic() + wait_s
+        next_notice_s = time.monotonic() + _FIRST_NOTICE_S
+        while not group.wait(_LOOK_PERIOD_S):
+            now_s = time.monotonic()
+            if not is_wanted() or now_s > deadline_s:
+                raise ProcessStartError(
+                    f"The cluster could not reserve what {world_size} ranks need within {wait_s:g} s.",
+                    why=missing(),
+                    fix="fewer ranks, or other engine_options: strategy, cpus_per_rank, gpus_per_rank, wait_s",
+                )
+            if now_s > next_notice_s:
+                next_notice_s = now_s + _NOTICE_PERIOD_S
+                notice(f"waiting for the cluster: {missing()}")
+
+    def _refuse_other_nodes(self, count: int) -> None:
+        wanted = self._options.nodes
+        if wanted is not None and count != wanted:
+            raise LaunchError(
+                f"The ranks would be on {count} nodes, and nodes={wanted} was asked for.",
+                why=f"Ray has placed them so with strategy={self._options.strategy!r}.",
+                fix="strategy='SPREAD' for more nodes, 'PACK' for fewer, or another number of ranks",
+            )
+
+    def release(self, group: Any) -> None:
+        """Gives back what was reserved."""
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            self._placement_groups().remove_placement_group(group)
+
+    def host(self, node: Node) -> Any:
+        """The notebook's actor on a node, which may still have to start. It stays there for the next run.
+
+        What the ranks need is reserved by the placement group; the actor itself needs next to nothing.
+        """
+        key = (node.id, json.dumps(self._options.runtime_env, sort_keys=True, default=str))
+        if key not in _hosts:
+            scheduling = importlib.import_module("ray.util.scheduling_strategies")
+            options: dict[str, Any] = {
+                "num_cpus": 0,
+                "scheduling_strategy": scheduling.NodeAffinitySchedulingStrategy(node.id, soft=False),
+                "max_concurrency": 16,
+                "max_restarts": 0,
+            }
+            if self._options.runtime_env:
+                options["runtime_env"] = self._options.runtime_env
+            _hosts[key] = self.ray.remote(host.NodeHost).options(**options).remote(node.address)
+        return _hosts[key]
+
+    def drop(self, actor: Any) -> None:
+        """Ends a host; the next run starts another one."""
+        for key in [key for key, known in _hosts.items() if known is actor]:
+            del _hosts[key]
+        with contextlib.suppress(Exception):  # it is gone already
+            self.ray.kill(actor)
+
+    def gpus_of(self, placement: Placement, node: Node, gpus: float) -> list[str]:
+        """The GPUs that Ray has reserved for the ranks on a node. Only an actor in a reservation is told."""
+        scheduling = importlib.import_module("ray.util.scheduling_strategies")
+        seat = self.ray.remote(_Seat)
+        seats = [
+            seat.options(
+                num_cpus=0,
+                num_gpus=gpus,
+                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(placement.group, bundle),
+            ).remote()
+            for bundle in node.bundles
+        ]
+        try:
+            found: list[list[str]] = self.ray.get([seat.gpus.remote() for seat in seats], timeout=_SEAT_DEADLINE_S)
+        finally:
+            for seat in seats:
+                self.ray.kill(seat)
+        return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
+
+    def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:
+        possible = self.ray.cluster_resources()
+        for name, amount in resources.items():
+            if amount * world_size > possible.get(name, 0):
+                raise LaunchError(
+                    f"{world_size} ranks need {amount * world_size:g} {name}, and the cluster has "
+                    f"{possible.get(name, 0):g}.",
+                    fix="fewer ranks, fewer resources for each in engine_options, or more nodes",
+                )
+        bundles = [dict(resources) for _ in range(world_size)]
+        return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
+
+    def _nodes(self, group: Any) -> tuple[Node, ...]:
+        of_bundles: dict[int, str] = self._placement_groups().placement_group_table(group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        by_node: dict[str, list[int]] = {}
+        for bundle, node_id in sorted(of_bundles.items()):
+            by_node.setdefault(node_id, []).append(bundle)
+        return tuple(Node(node_id, addresses[node_id], tuple(bundles)) for node_id, bundles in by_node.items())
+
+    def _missing(self, world_size: int, resources: Mapping[str, float]) -> str:
+        free = self.ray.available_resources()
+        return ", ".join(
+            f"{amount * world_size:g} {name} needed, {free.get(name, 0):g} free" for name, amount in resources.items()
+        )
+
+    def _placement_groups(self) -> Any:
+        return importlib.import_module("ray.util.placement_group")
+
+
+class _Seat:
+    """An actor in a rank's reservation, as long as it takes to ask which GPUs are reserved there."""
+
+    def gpus(self) -> list[str]:
+        """Their ids, as ``CUDA_VISIBLE_DEVICES`` has them."""
+        ids: dict[str, list[str]] = importlib.import_module("ray").get_runtime_context().get_accelerator_ids()
+        return ids.get("GPU", [])

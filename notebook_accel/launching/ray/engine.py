@@ -1,0 +1,72 @@
+"""The engine for clusters: ranks where Ray has room for them, and otherwise as on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
+from notebook_accel.launching import outgoing, sealing, undisturbed
+from notebook_accel.launching.devices import Devices
+from notebook_accel.launching.engine import Request
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.ray import cluster, options
+from notebook_accel.launching.ray.run import ClusterRun
+
+__all__ = ["RayEngine"]
+
+
+class RayEngine:
+    """Runs ranks on a cluster.
+
+    Args:
+        reached: The cluster.
+    """
+
+    def __init__(self, reached: cluster.Cluster) -> None:
+        self._cluster = reached
+
+    @classmethod
+    def connected(cls, config: LaunchConfig) -> RayEngine:
+        """The engine for a launch with these options.
+
+        Raises:
+            ConfigError: Some of them have no meaning on a cluster, Ray isn't installed, or there is no cluster.
+        """
+        wanted = options.read(config.engine_options)
+        if config.start_method not in ("auto", "spawn"):
+            raise ConfigError(
+                f"start_method={config.start_method!r} can't be used with engine='ray'.",
+                why="It has ranks in this kernel, or as forks of it.",
+                fix="leave out start_method, or engine",
+            )
+        return cls(undisturbed.call(lambda: cluster.connect(wanted)))
+
+    def devices(self, config: LaunchConfig) -> Devices:
+        """What ranks run on: the cluster's GPUs if it has any."""
+        gpus = 0 if config.use_cpu else self._cluster.gpus
+        return Devices("GPU", gpus) if gpus else Devices("CPU", 1)
+
+    def launch(self, request: Request) -> Job:
+        """Starts the run, which first waits for what the cluster has to reserve. See ``Engine``."""
+        if request.on_death == "keep":
+            raise ConfigError(
+                "A session's ranks stay on this machine.", fix="leave out engine, or --fresh for the cell"
+            )
+        # The nodes have an environment, folders and an import path of their own.
+        there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
+        pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
+
+        def start() -> Job:
+            with sealing.sealed(dataclasses.replace(request, spec=there), pickled, left_out) as sealed:
+                run = ClusterRun(
+                    sealed.job, self._cluster, sealed.payload, sealed.result_files, resources, request.variables
+                )
+                sealed.job.attach(run)
+                run.start()
+            return sealed.job
+
+        return undisturbed.call(start, Job.kill)
