@@ -9,7 +9,7 @@ from typing import Protocol
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.events import Event
-from notebook_accel.launching.messages import OnDeath, RankDump, Reason
+from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
 
 __all__ = ["Control", "Fed"]
 
@@ -68,8 +68,8 @@ class Fed(Protocol):
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes where the ranks stand."""
 
-    def start_over(self, number: int) -> None:
-        """All ranks are started again, for so many times now."""
+    def start(self, starting: Starting) -> None:
+        """The ranks are started, or started again."""
 
-    def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
-        """It is over: every rank is gone."""
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        """It is over: every rank is gone. ``elsewhere`` is what has ended it, if that was on another node."""

@@ -26,7 +26,7 @@ from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import interfaces, local, logs
 from notebook_accel.launching.agent_process import Part
 from notebook_accel.launching.control import Control
-from notebook_accel.launching.messages import OnDeath, RankDump, Reason
+from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.launching.ray import parts
 
 __all__ = ["NodeHost", "versions"]
@@ -184,10 +184,11 @@ class _NodeRun:
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         self.outbox.put(parts.Dumped(list(dumps)))
 
-    def start_over(self, number: int) -> None:
-        raise NotImplementedError(f"restart {number}: the kernel restarts a run of several nodes")
+    def start(self, starting: Starting) -> None:
+        raise NotImplementedError(f"{starting}: only elastic processes say this, and no part has one")
 
-    def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        assert elsewhere is None, "only elastic processes know of other nodes"
         if error is None:
             self.outbox.put(parts.Ended(reason=reason))
         else:

@@ -21,7 +21,7 @@ from notebook_accel import events, memory_files
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import RankDump, Reason
+from notebook_accel.launching.messages import RankDump, Reason, Starting
 from notebook_accel.launching.ray import host, parts
 from notebook_accel.launching.ray.cluster import Cluster, Node, Placement
 
@@ -139,7 +139,6 @@ class ClusterRun:
             if not has_failed or self._wanted or restarts >= self._job.config.max_restarts or self._is_hopeless():
                 break
             restarts += 1
-            self._job.start_over(restarts)
         self._job.end(self._reason, self._error)
 
     def _is_hopeless(self) -> bool:
@@ -149,6 +148,9 @@ class ClusterRun:
         self._reason, self._error = "", None
         self._finished.clear()
         placement: Placement | None = None
+        self._job.start(
+            Starting(job_id=self._job.id, restarts=restarts, first_rank=0, world_size=self._job.world_size)
+        )
         try:
             placement = self._cluster.reserve(
                 self._job.world_size, self._resources, notice=self._notice, is_wanted=lambda: self._wanted is None
