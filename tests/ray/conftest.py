@@ -29,7 +29,7 @@ def cluster() -> Iterator[Any]:
     ray = importlib.import_module("ray")
     utils = importlib.import_module("ray.cluster_utils")
     # Its default, 30 s, is too short where something else keeps the processors busy.
-    os.environ["RAY_raylet_start_wait_time_s"] = "120"
+    os.environ.update(RAY_raylet_start_wait_time_s="120")
     made = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     made.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = made.address

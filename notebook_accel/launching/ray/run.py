@@ -21,7 +21,7 @@ from notebook_accel import events, memory_files
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import RankDump, Reason, Starting
+from notebook_accel.launching.messages import Failure, RankDump, Reason, Starting
 from notebook_accel.launching.ray import host, parts
 from notebook_accel.launching.ray.cluster import Cluster, Node, Placement
 
@@ -145,11 +145,18 @@ class ClusterRun:
         return isinstance(self._error, LaunchError) and not isinstance(self._error, SupervisorLostError)
 
     def _attempt(self, restarts: int) -> None:
-        self._reason, self._error = "", None
+        before, self._reason, self._error = self._error, "", None
         self._finished.clear()
         placement: Placement | None = None
+        lost = None if before is None else Failure(what=before.what.rstrip("."))
         self._job.start(
-            Starting(job_id=self._job.id, restarts=restarts, first_rank=0, world_size=self._job.world_size)
+            Starting(
+                job_id=self._job.id,
+                restarts=restarts,
+                first_rank=0,
+                world_size=self._job.world_size,
+                cause=lost,
+            )
         )
         try:
             placement = self._cluster.reserve(
@@ -332,7 +339,9 @@ class _Logs:
     def keep(self, rank: int, output: events.Output, address: str) -> None:
         """Adds what a rank has written. A disk that is full is no reason to stop."""
         if self._files:
-            gap = f"[{output.left_out:,} lines left out, which are in its log on {address}]\n" if output.left_out else ""
+            gap = (
+                f"[{output.left_out:,} lines left out, which are in its log on {address}]\n" if output.left_out else ""
+            )
             with contextlib.suppress(OSError), self._files[rank].open("a", encoding="utf-8") as file:
                 file.write(f"{gap}{output.text}\n")
 

@@ -1,0 +1,88 @@
+"""What of the engine for clusters needs no cluster. ``tests/ray`` has the rest."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from notebook_accel import events, notebook_launcher
+from notebook_accel.config import LaunchConfig
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError
+from notebook_accel.launching.ray import host, options, parts
+from tests.launching import ranks
+
+
+def test_options_are_read_from_texts() -> None:
+    read = options.read(("strategy=SPREAD", "gpus_per_rank=0.5", "resources={fast: 1}", "nodes=2", "address=a:1"))
+    assert read == options.RayOptions(
+        strategy="SPREAD", gpus_per_rank=0.5, resources={"fast": 1.0}, nodes=2, address="a:1"
+    )
+
+
+@pytest.mark.parametrize(("pair", "said"), [
+    ("speed=high", "The engine option 'speed=high' is not known"),
+    ("strategy", "The engine option 'strategy' is not known"),
+    ("strategy=FAST", "The engine option strategy='FAST' can't be used"),
+    ("nodes=0", "The engine option nodes=0 can't be used"),
+    ("wait_s=soon", "The engine option wait_s='soon' can't be used"),
+    ("runtime_env=[", "The engine option runtime_env='\\[' can't be used"),
+])  # fmt: skip
+def test_option_that_cannot_be_is_named(pair: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        options.read((pair,))
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs Ray, which isn't installed here") as caught:
+        notebook_launcher(ranks.rank, num_processes=2, engine="ray")
+    assert "notebook-accel[ray]" in caught.value.fix
+
+
+def node_run() -> host._NodeRun:
+    part = parts.Part(
+        job_id="1", name="run", options=b"", places=[RankPlace(4, 8, 0, 2), RankPlace(5, 8, 1, 2)], environment={}
+    )
+    return host._NodeRun(part, LaunchConfig())
+
+
+def test_host_tells_everything_in_order_and_of_samples_the_newest() -> None:
+    run = node_run()
+    for step in range(100):
+        for rank in (0, 1):
+            run.deliver(rank, events.Progress(step=step, steps=step, total=100))
+    run.deliver(1, events.Output(text="first"))
+    run.deliver(0, events.Progress(step=100, steps=100, total=100))
+    run.deliver(1, events.Output(text="second"))
+    run.end("failed")
+    told = parts.decode(parts.encode(run.outbox.take(1.0)))
+    assert parts.encode(run.outbox.take(0.01)) == parts.encode([])
+    run.close()
+    said = [(told.rank, events.decode(bytes(told.event))) for told in told[:-1] if isinstance(told, parts.Said)]
+    assert [(rank, type(event).__name__, getattr(event, "step", "")) for rank, event in said] == [
+        (1, "Progress", 99),
+        (1, "Output", ""),
+        (0, "Progress", 100),
+        (1, "Output", ""),
+    ]
+    assert told[-1] == parts.Ended(reason="failed")
+
+
+def test_host_waits_for_news_no_longer_than_it_is_asked_to() -> None:
+    run = node_run()
+    thread = threading.Timer(0.05, lambda: run.deliver(0, events.Started(pid=1)))
+    thread.start()
+    [told] = run.outbox.take(30.0)
+    thread.join()
+    run.close()
+    assert isinstance(told, parts.Said) and isinstance(events.decode(bytes(told.event)), events.Started)
+
+
+def test_versions_are_what_has_to_be_the_same() -> None:
+    found = host.versions()
+    assert set(found) == {"Python", "torch", "notebook-accel"} and all(found.values())
+    facts = parts.Facts(versions=found, address="127.0.0.1", host="here", pid=1)
+    assert msgspec.msgpack.decode(parts.encode(facts), type=parts.Facts) == facts
