@@ -9,6 +9,7 @@ import re
 import signal
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 
@@ -128,6 +129,20 @@ def test_node_that_goes_takes_the_run_with_it_and_the_next_one_works(cluster: An
     assert launch(work.fails_once, str(tmp_path), max_restarts=1).results(_DEADLINE_S) == [1, 1]
 
 
+def test_ranks_see_the_gpus_that_ray_has_reserved_for_them(cluster: Any) -> None:
+    """The GPUs are Ray's word for it: no such device is there, and no rank uses one."""
+    node = cluster.add_node(num_cpus=0, num_gpus=3)
+    processes.wait_until(
+        lambda: importlib.import_module("ray").cluster_resources().get("GPU") == 3, "the node is there", timeout_s=60
+    )
+    job = launch(work.visible_gpus, engine_options={})
+    assert job.devices == "2 GPUs"
+    [(visible, first), (also_visible, second)] = job.results(_DEADLINE_S)
+    cluster.remove_node(node)
+    assert visible == also_visible and len(set(visible.split(",")) & {"0", "1", "2"}) == 2
+    assert (first, second) == ("0", "1")
+
+
 def test_what_the_cluster_does_not_have_is_said(cluster: Any) -> None:
     with pytest.raises(LaunchError, match="64 ranks need 64 CPU, and the cluster has 2"):
         launch(work.rank_1_raises, num_processes=64).results(_DEADLINE_S)
@@ -170,4 +185,18 @@ def test_kernel_that_is_killed_leaves_nothing_on_the_nodes(cluster: Any, tmp_pat
         pids = have_begun(tmp_path)
         kernel.kill()
     processes.wait_until(lambda: are_gone(pids), "the ranks are gone", timeout_s=60)
+    all_is_free()
+
+
+def test_seventh_notebook_trains_on_two_nodes(cluster: Any, tmp_path: pathlib.Path) -> None:
+    path = pathlib.Path(__file__).parents[2] / "example_notebooks" / "07_many_machines.ipynb"
+    with kernels.running(tmp_path) as kernel:
+        outcomes = []
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "code":
+                outcomes.append(kernel.run(cell.source, _DEADLINE_S))
+                assert outcomes[-1].status == "ok", outcomes[-1].traceback
+    assert "trained by 2 ranks, of which 1 here" in outcomes[-2].stdout
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", outcomes[-1].stdout)
+    assert accuracy is not None and float(accuracy[1]) >= 95, outcomes[-1].stdout
     all_is_free()

@@ -53,3 +53,8 @@ def fails_once(folder: str) -> int:
     torch.distributed.init_process_group()
     torch.distributed.barrier()
     return attempt
+
+
+def visible_gpus() -> tuple[str | None, str | None]:
+    """What this rank may use, and which of it is its own."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_RANK")
