@@ -55,14 +55,16 @@ class Curves:
     Args:
         world_size: Number of ranks.
         unit: What its steps are: ``steps``, or ``reports`` where nothing counts steps.
+        latest: The value of each rank that has reported it before.
 
     Attributes:
         mean: The mean of the ranks' latest values.
         ranks: Each rank's own values, of those that have reported it.
     """
 
-    def __init__(self, world_size: int, unit: Literal["steps", "reports"]) -> None:
+    def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
         self.unit = unit
+        self._latest = dict(latest)
         self.mean = Series()
         self.ranks: dict[int, Series] = {}
         self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
@@ -70,7 +72,7 @@ class Curves:
         self._reports: dict[int, int] = {}
         self._reported: set[int] = set()
 
-    def add(self, rank: int, step: int, latest: Mapping[int, float]) -> None:
+    def add(self, rank: int, step: int, value: float) -> None:
         """Takes in what a rank has reported.
 
         The mean gets a point as soon as each rank that has the metric has reported it again: one by one, it would jump.
@@ -78,15 +80,16 @@ class Curves:
         Args:
             rank: The rank.
             step: Its step.
-            latest: The latest value of each rank that has the metric.
+            value: What it has reported.
         """
+        self._latest[rank] = value
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1
         series = self.ranks.setdefault(rank, Series(self._rank_points))
-        series.add(step if self.unit == "steps" else reports, latest[rank])
+        series.add(step if self.unit == "steps" else reports, value)
         is_again = rank in self._reported  # before another one has: that one may have stopped reporting
         self._reported.add(rank)
-        if is_again or len(self._reported) == len(latest):
+        if is_again or len(self._reported) == len(self._latest):
             self._means += 1
-            mean = sum(latest.values()) / len(latest)
+            mean = sum(self._latest.values()) / len(self._latest)
             self.mean.add(step if self.unit == "steps" else self._means, mean)
             self._reported.clear()

@@ -307,5 +307,6 @@ class RunState:
             return
         # A curve over reports that came before the first step can't go on over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
-            curves = self.history[name] = Curves(len(self.ranks), unit)
-        curves.add(rank, step, {other.rank: other.metrics[name] for other in self.ranks if name in other.metrics})
+            latest = {number: other.metrics[name] for number, other in enumerate(self.ranks) if name in other.metrics}
+            curves = self.history[name] = Curves(len(self.ranks), unit, latest)
+        curves.add(rank, step, self.ranks[rank].metrics[name])

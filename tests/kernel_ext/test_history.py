@@ -40,10 +40,8 @@ def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, f
 
 def test_each_rank_has_a_curve_of_its_own() -> None:
     curves = Curves(world_size=2, unit="steps")
-    latest: dict[int, float] = {}
     for rank, step, value in [(0, 1, 4.0), (1, 1, 2.0), (0, 2, 3.0)]:
-        latest[rank] = value
-        curves.add(rank, step, latest)
+        curves.add(rank, step, value)
     assert curves.ranks[0].points == [(1, 4.0), (2, 3.0)]
     assert curves.ranks[1].points == [(1, 2.0)]
 
@@ -53,7 +51,7 @@ def test_curves_of_many_ranks_are_as_small_together_as_those_of_few() -> None:
         curves = Curves(world_size, unit="steps")
         for step in range(2000):
             for rank in range(world_size):
-                curves.add(rank, step, {rank: 1.0})
+                curves.add(rank, step, 1.0)
         return sum(len(series.points) for series in curves.ranks.values())
 
     assert kept(64) <= 2 * kept(16) <= 10_000

@@ -1,0 +1,151 @@
+"""What a launch on a warm Ray cluster costs beside plain Ray actors: two nodes on this machine, one rank on each.
+
+    python -m benchmarks.ray_launch --rounds 7
+
+A plain actor imports torch and joins the group by itself, as code that uses Ray Core alone has it. For the payload, the
+floor is what Ray needs to bring the bytes to both nodes: one ``ray.put`` and two ``ray.get``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from notebook_accel import events, notebook_launcher
+from notebook_accel.launching.ray import parts
+
+_OPTIONS = {"strategy": "SPREAD"}
+_MODEL_BYTES = 100_000_000
+_RANKS_IN_A_BATCH = 1024
+
+
+def main() -> int:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    ray: Any = importlib.import_module("ray")
+    os.environ.update(RAY_raylet_start_wait_time_s="120")
+    cluster = importlib.import_module("ray.cluster_utils").Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        _measure(ray, rounds)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    _measure_batches(rounds)
+    return 0
+
+
+def _measure(ray: Any, rounds: int) -> None:
+    model = torch.ones(_MODEL_BYTES // 4)
+    ways: dict[str, Callable[[], object]] = {
+        "ours": lambda: notebook_launcher(_nothing, (), 2, engine="ray", engine_options=_OPTIONS, view="none"),
+        "plain Ray actors": lambda: _plain_actors(ray),
+        "ours, 100 MB": lambda: notebook_launcher(
+            _look, (model,), 2, engine="ray", engine_options=_OPTIONS, view="none"
+        ),
+        "one put, two gets": lambda: _put_and_get(ray, model),
+    }
+    ways["ours"]()  # the nodes' hosts are there from then on, as they are in a notebook after its first run
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        names = list(ways)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            while ray.available_resources().get("CPU", 0) < 2:  # what the one before had is given back by and by
+                time.sleep(0.05)
+            began_s = time.perf_counter()
+            ways[name]()
+            times[name].append(1e3 * (time.perf_counter() - began_s))
+    print(f"\nwarm cluster, 2 nodes, 2 ranks, medians of {rounds}")
+    for name, measured in times.items():
+        print(f"{name:20} {statistics.median(measured):9.1f} ms")
+
+
+def _nothing() -> int:
+    return int(os.environ["RANK"])
+
+
+def _look(model: torch.Tensor) -> float:
+    return float(model.sum())
+
+
+def _plain_actors(ray: Any) -> None:
+    scheduling = importlib.import_module("ray.util.scheduling_strategies")
+    groups = importlib.import_module("ray.util.placement_group")
+    group = groups.placement_group([{"CPU": 1}] * 2, strategy="SPREAD")
+    actor = ray.remote(_Actor)
+    strategies = [scheduling.PlacementGroupSchedulingStrategy(group, bundle) for bundle in (0, 1)]
+    actors = [actor.options(num_cpus=1, scheduling_strategy=strategy).remote() for strategy in strategies]
+    ray.get([actor.run.remote() for actor in actors])
+    for actor in actors:
+        ray.kill(actor)
+    groups.remove_placement_group(group)
+
+
+class _Actor:
+    def run(self) -> int:
+        importlib.import_module("torch.distributed")
+        return 1
+
+
+def _put_and_get(ray: Any, model: torch.Tensor) -> None:
+    reference = ray.put(model.numpy())
+    reader = ray.remote(_Reader)
+    affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+    global _readers
+    if not _readers:
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        _readers = [reader.options(num_cpus=0, scheduling_strategy=affinity(node, False)).remote() for node in nodes]
+        ray.get([actor.read.remote(reference) for actor in _readers])
+        reference = ray.put(model.numpy())
+    ray.get([actor.read.remote(reference) for actor in _readers])
+
+
+_readers: list[Any] = []
+
+
+class _Reader:
+    def read(self, data: Any) -> float:
+        return float(data.sum())
+
+
+def _measure_batches(rounds: int) -> None:
+    """What the kernel does with a message that has a sample of each of many ranks, as five times a second."""
+    said = [
+        parts.Said(rank, importlib.import_module("msgspec").Raw(events.encode(event)))
+        for rank in range(_RANKS_IN_A_BATCH)
+        for event in (
+            events.Progress(step=rank, steps=rank, total=1000, epoch=1, epochs=3),
+            events.Metrics(step=rank, values={"loss": 0.5, "accuracy": 0.9}),
+        )
+    ]
+    state = importlib.import_module("kernel_ext.run_state").RunState(_RANKS_IN_A_BATCH)
+    batch = parts.encode(said)
+    measured = []
+    for _ in range(rounds):
+        began_s = time.process_time()
+        for one in parts.decode(batch):
+            assert isinstance(one, parts.Said)
+            state.apply(one.rank, events.decode(bytes(one.event)))
+        measured.append(1e3 * (time.process_time() - began_s))
+    taken = statistics.median(measured)
+    print(
+        f"\n{len(said):,} samples of {_RANKS_IN_A_BATCH:,} ranks: {len(batch) >> 10} KiB, {taken:.1f} ms in the kernel"
+    )
+    print(f"five such a second: {taken * 5 / 10:.1f} % of a core")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
