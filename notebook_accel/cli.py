@@ -18,7 +18,7 @@ from typing import Any
 
 from notebook_accel import __version__, config, end_signals, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError, PreflightError
-from notebook_accel.launching import configuring, launcher, preflight
+from notebook_accel.launching import configuring, launcher
 from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.machine import Machine
 
@@ -133,7 +133,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(options.given(parsed), file=config.default_path())
-    findings = preflight.check(asked)
+    findings = launcher.check(asked)
     took_s = None
     if parsed.trial and not any(finding.refuses for finding in findings):
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError, PreflightError
+from notebook_accel.errors import ConfigError, Finding, LaunchError, PreflightError
 from notebook_accel.launching import elastic, following, fork, inline, local, preflight, registry, trial
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.devices import Devices
@@ -22,7 +22,7 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.launching.worker import Target
 
-__all__ = ["debug_launcher", "launch_cell", "launch_function", "notebook_launcher", "try_out"]
+__all__ = ["check", "debug_launcher", "launch_cell", "launch_function", "notebook_launcher", "try_out"]
 
 
 def notebook_launcher(
@@ -270,7 +270,7 @@ def _launch(
     if cluster is None:
         elastic.options(config)  # raises what speaks against it
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
-    findings = preflight.check(config, devices, roots) if cluster is None else ()
+    findings = preflight.check(config, devices, roots) if cluster is None else cluster.check(config)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
@@ -291,6 +291,16 @@ def try_out(config: LaunchConfig) -> float:
     cluster = _cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
     return trial.run(lambda target, options: _start(target, {}, options, devices, cluster, name=options.name), config)
+
+
+def check(config: LaunchConfig) -> tuple[Finding, ...]:
+    """What speaks against a launch with these options, here or on the cluster that they name.
+
+    Raises:
+        ConfigError: There is no such cluster.
+    """
+    cluster = _cluster(config)
+    return preflight.check(config) if cluster is None else cluster.check(config)
 
 
 def _cluster(config: LaunchConfig) -> RayEngine | None:

@@ -7,6 +7,8 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import nbformat
@@ -18,6 +20,7 @@ from notebook_accel.errors import (
     ConfigError,
     LaunchError,
     PayloadError,
+    PreflightError,
     RankFailedError,
     RunStoppedError,
     SupervisorLostError,
@@ -144,8 +147,12 @@ def test_ranks_see_the_gpus_that_ray_has_reserved_for_them(cluster: Any) -> None
 
 
 def test_what_the_cluster_does_not_have_is_said(cluster: Any) -> None:
-    with pytest.raises(LaunchError, match="64 ranks need 64 CPU, and the cluster has 2"):
-        launch(work.rank_1_raises, num_processes=64).results(_DEADLINE_S)
+    with pytest.raises(PreflightError, match="64 ranks need 64 CPU, and the cluster has 2"):
+        launch(work.rank_1_raises, num_processes=64)
+    asked = [sys.executable, "-m", "notebook_accel", "doctor", "--engine", "ray", "-n"]
+    for ranks, said in (("64", "refused: 64 ranks need 64 CPU"), ("2", "Nothing speaks against a launch.")):
+        shown = subprocess.run([*asked, ranks], capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+        assert said in shown.stdout and shown.returncode == int(ranks == "64"), shown
     ray = importlib.import_module("ray")
 
     @ray.remote(num_cpus=1)

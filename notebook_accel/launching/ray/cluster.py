@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from notebook_accel.errors import ConfigError, LaunchError, ProcessStartError
+from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
 from notebook_accel.launching.ray import host
 from notebook_accel.launching.ray.options import RayOptions
 
@@ -112,6 +112,19 @@ class Cluster:
         cpus = (0.0 if gpus else 1.0) if wanted.cpus_per_rank is None else wanted.cpus_per_rank
         amounts = {"CPU": cpus, "GPU": gpus, **wanted.resources}
         return {name: amount for name, amount in amounts.items() if amount}
+
+    def check(self, world_size: int, resources: Mapping[str, float]) -> tuple[Finding, ...]:
+        """What it could not reserve, whoever else uses it."""
+        has = self.ray.cluster_resources()
+        return tuple(
+            Finding(
+                f"{world_size} ranks need {amount * world_size:g} {name}, and the cluster has {has.get(name, 0):g}.",
+                "engine='ray' reserves it for each rank.",
+                "fewer ranks, fewer of it for each in engine_options, or more nodes",
+            )
+            for name, amount in resources.items()
+            if amount * world_size > has.get(name, 0)
+        )
 
     def reserve(
         self,
@@ -225,14 +238,6 @@ class Cluster:
         return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
 
     def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:
-        possible = self.ray.cluster_resources()
-        for name, amount in resources.items():
-            if amount * world_size > possible.get(name, 0):
-                raise LaunchError(
-                    f"{world_size} ranks need {amount * world_size:g} {name}, and the cluster has "
-                    f"{possible.get(name, 0):g}.",
-                    fix="fewer ranks, fewer resources for each in engine_options, or more nodes",
-                )
         bundles = [dict(resources) for _ in range(world_size)]
         return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
 

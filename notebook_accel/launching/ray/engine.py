@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching import outgoing, sealing, undisturbed
 from notebook_accel.launching.devices import Devices
 from notebook_accel.launching.engine import Request
@@ -48,6 +48,11 @@ class RayEngine:
         """What ranks run on: the cluster's GPUs if it has any."""
         gpus = 0 if config.use_cpu else self._cluster.gpus
         return Devices("GPU", gpus) if gpus else Devices("CPU", 1)
+
+    def check(self, config: LaunchConfig) -> tuple[Finding, ...]:
+        """What speaks against a launch: the cluster hasn't got what the ranks would need."""
+        world_size = config.num_processes or self.devices(config).available
+        return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
     def launch(self, request: Request) -> Job:
         """Starts the run, which first waits for what the cluster has to reserve. See ``Engine``."""
