@@ -215,7 +215,8 @@ def _under_magic(source: str) -> str:
     call = ast.parse(source).body[0]
     assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
     body = call.value.args[-1]
-    return f"{_MAGIC_LINE}{body.value}" if isinstance(body, ast.Constant) else source
+    is_text = isinstance(body, ast.Constant) and isinstance(body.value, str)
+    return f"{_MAGIC_LINE}{ast.literal_eval(body)}" if is_text else source
 
 
 def _is_same(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
