@@ -334,6 +334,8 @@ def test_definitions_under_other_magics_are_found(notebook: kernels.Kernel, fold
     [
         ("--export train", "1", "a script's name ends with .py"),
         ("--export no/train.py", "1", "There is no folder no."),
+        (f"--export {'x' * 300}.py", "model", "can't be written: File name too long."),
+        (f"--export {'x' * 300}.py", "1", "can't be written: File name too long."),
         ("--overwrite", "1", "--overwrite goes with --export"),
         ("--export refused.py --args f(1)", "def g(x): pass", "only known when it is computed"),
         ("--export refused.py --push nowhere", "1", "the notebook has no name 'nowhere'"),
