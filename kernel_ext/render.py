@@ -77,7 +77,7 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     return (
         f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
         f"{faint(' · '.join(_about(facts, state)))} "
-        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>{_restarts_html(state)}'
+        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>{_lines_html(state)}'
     )
 
 
@@ -103,7 +103,7 @@ def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
 def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
     """The same facts in plain text, for where HTML isn't shown."""
     first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
-    lines = [first, *state.restarts_why, *table_lines(state, now_s), *notes(state, now_s)]
+    lines = [first, *state.restarts_why, *state.nodes, *table_lines(state, now_s), *notes(state, now_s)]
     return "\n".join([*lines, *output_lines(state, facts.log_folder)])
 
 
@@ -124,9 +124,9 @@ def _about(facts: RunFacts, state: RunState) -> list[str]:
     return about
 
 
-def _restarts_html(state: RunState) -> str:
-    """Why ranks were started again, the last few times."""
-    return "".join(f'<p class="nba-said">{html.escape(why)}</p>' for why in state.restarts_why)
+def _lines_html(state: RunState) -> str:
+    """Why ranks were started again, the last few times, and how the other nodes stand."""
+    return "".join(f'<p class="nba-said">{html.escape(line)}</p>' for line in (*state.restarts_why, *state.nodes))
 
 
 def _every_rank_html(state: RunState, now_s: float) -> str:

@@ -42,7 +42,7 @@ class RankState:
     """What is known about one rank.
 
     Attributes:
-        rank: Its number.
+        rank: Its number here, from 0.
         state: One word for how it is.
         step: Steps done in the running epoch, ``None`` before anything was counted.
         total: Steps of the epoch, ``None`` if not known.
@@ -60,6 +60,7 @@ class RankState:
         silent: What was found out when it had done no step for long; ``None`` again after its next one.
         last_event_s: When it last gave a sign of life.
         starts: How often a process of it has started.
+        first: The number among all of the first rank here, which isn't 0 where there are several nodes.
     """
 
     rank: int
@@ -80,8 +81,14 @@ class RankState:
     silent: events.Silent | None = None
     last_event_s: float | None = None
     starts: int = 0
+    first: int = 0
     _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
     _stepped_s: float | None = None
+
+    @property
+    def number(self) -> int:
+        """Its number among all."""
+        return self.first + self.rank
 
     @property
     def has_ended(self) -> bool:
@@ -216,6 +223,7 @@ class RunState:
         ranks: One state a rank.
         output: What all ranks wrote.
         history: The curves of each metric over steps, or over reports as long as no rank counts steps.
+        nodes: How the other nodes stand, a line for each, or whom this one waits for.
         restarts_why: Of the last times that all ranks were started again, which time it was and why, in a line each.
     """
 
@@ -225,6 +233,7 @@ class RunState:
         self.output = OutputLog()
         self.history: dict[str, Curves] = {}
         self._restarts = 0
+        self.nodes: list[str] = []
         self.restarts_why = collections.deque[str](maxlen=_MOST_RESTARTS)
 
     @property
@@ -233,10 +242,18 @@ class RunState:
         names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
         return sorted(names, key=lambda name: "loss" not in name.lower())
 
+    def number_from(self, first: int) -> None:
+        """The first rank here has this number among all."""
+        for rank in self.ranks:
+            rank.first = first
+
     def apply(self, rank: int, event: events.Event) -> None:
         """Takes in one event of one rank."""
         if isinstance(event, events.Restarting):
             self._start_over(event)
+            return
+        if isinstance(event, events.Nodes):
+            self.nodes = [clipped(plain_text(line)) for line in event.lines]
             return
         self.ranks[rank].apply(event)
         if isinstance(event, events.Output):
@@ -250,9 +267,9 @@ class RunState:
                 self._extend_history(name, rank, event.step)
 
     def _start_over(self, event: events.Restarting) -> None:
-        self.restarts_why.append(f"restart {event.number} of {event.of}: {clipped(plain_text(event.why))}")
-        self._restarts = event.number
-        self.ranks = [RankState(rank.rank) for rank in self.ranks]
+        self.restarts_why.append(clipped(event.in_words))
+        self._restarts = event.number or self._restarts
+        self.ranks = [RankState(rank.rank, first=rank.first) for rank in self.ranks]
 
     def close(self) -> None:
         """The run is over: a rank whose end nobody could report is a stopped one."""

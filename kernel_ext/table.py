@@ -64,14 +64,14 @@ def table_lines(state: RunState, now_s: float) -> list[str]:
     """The same as aligned text, with a row for every rank."""
     table = _Table(state, now_s)
     rows = [["rank", *(column.head for column in table.columns)]]
-    rows += [[str(rank.rank), *(column.text(rank) for column in table.columns)] for rank in state.ranks]
+    rows += [[str(rank.number), *(column.text(rank) for column in table.columns)] for rank in state.ranks]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def notes(state: RunState, now_s: float) -> list[str]:
     """What happened to ranks, a line for each of which there is something to say."""
-    return [f"rank {rank.rank}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
+    return [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Table:
         word = self._word(first)
         cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
         about = html.escape(self._about(first) if len(ranks) == 1 else _numbers(ranks))
-        who = first.rank if len(ranks) == 1 else f"{len(ranks)} ranks"
+        who = first.number if len(ranks) == 1 else f"{len(ranks)} ranks"
         kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
         row = f'<tr{kind} title="{about}"><th scope="row">{who}</th>{cells}</tr>'
         note = _note(first, self._now_s) if len(ranks) == 1 else _shared_note(ranks, self._now_s)
@@ -142,10 +142,10 @@ class _Table:
 
     def _cell_html(self, rank: RankState) -> str:
         word = self._word(rank)
-        about = html.escape(f"rank {rank.rank}: {word}, {_step_text(rank)}")
+        about = html.escape(f"rank {rank.number}: {word}, {_step_text(rank)}")
         share = min(rank.step / rank.total, 1.0) if rank.step is not None and rank.total else 0.0
         return (
-            f'<li class="nba-cell nba-{word}" title="{about}" aria-label="{about}"><b>{rank.rank}</b>'
+            f'<li class="nba-cell nba-{word}" title="{about}" aria-label="{about}"><b>{rank.number}</b>'
             f'<span>{_SIGNS.get(word, "")}</span><i style="width:{share:.0%}"></i></li>'
         )
 
@@ -219,10 +219,10 @@ def _numbers(ranks: Sequence[RankState]) -> str:
     """``ranks 0-3``, ``ranks 0, 2-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
-        if parts and rank.rank == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], rank.rank]
+        if parts and rank.number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank.number]
         else:
-            parts.append([rank.rank])
+            parts.append([rank.number])
     shown = ["\N{EN DASH}".join(map(str, part)) for part in parts]
     return f"ranks {', '.join(shown)}"
 
@@ -255,7 +255,7 @@ def _step_text(rank: RankState) -> str:
 def _step_html(rank: RankState) -> str:
     if rank.step is None or not rank.total:
         return html.escape(_step_text(rank))
-    steps = bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.rank}"')
+    steps = bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.number}"')
     total = f"{rank.total:,}"
     return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {faint(f"/ {total}")}'
 
@@ -283,7 +283,7 @@ def _memory_html(rank: RankState) -> str:
         return html.escape(_memory_text(rank))
     of = "Host memory" if rank.memory_kind == "host" else "Device memory"
     percent = round(100 * rank.memory_used_bytes / rank.memory_total_bytes)
-    label = f'role="meter" aria-label="{of} of rank {rank.rank}" aria-valuetext="{_memory_text(rank)}"'
+    label = f'role="meter" aria-label="{of} of rank {rank.number}" aria-valuetext="{_memory_text(rank)}"'
     used, total = sizes_in_words(rank.memory_used_bytes, rank.memory_total_bytes)
     return f"{bar(percent, 100, label, 'nba-memory')}{used} {faint(f'/ {total}')}"
 

@@ -88,8 +88,20 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 2.0
     main_process_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
-        _help("TCP port of the ranks' store. Default: a free one."),
+        _help("TCP port of the ranks' store. Default: a free one. Where several nodes meet; default then: 29500."),
     ] = None
+    num_nodes: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,3}(:[1-9][0-9]{0,3})?$")],
+        _help("Number of nodes, each with as many ranks, launched from one notebook each; 1:4 if it may change."),
+    ] = "1"
+    node_rank: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=9999)],
+        _help("This node's number among several, from 0."),
+    ] = 0
+    master_addr: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)],
+        _help("Address of node 0, where several nodes meet."),
+    ] = "127.0.0.1"
     max_restarts: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=10_000)],
         _help("How often all ranks are started again after one has failed, until the failure ends the run."),
@@ -98,6 +110,18 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[float, msgspec.Meta(gt=0, le=60)],
         _help("Seconds between two looks at what changes around a run that may restart. A failure is noticed at once."),
     ] = 0.1
+    rdzv_backend: Annotated[
+        Literal["static", "c10d"],
+        _help("How several nodes meet. static: they are numbered, at node 0. c10d: any that come, at rdzv_endpoint."),
+    ] = "static"
+    rdzv_endpoint: Annotated[
+        str,
+        _help("HOST:PORT where several nodes meet. Default: master_addr and main_process_port."),
+    ] = ""
+    rdzv_conf: Annotated[
+        tuple[str, ...],
+        _help("How long several nodes wait for each other, in seconds, such as timeout=60 (join_timeout for c10d)."),
+    ] = ()
     rdzv_id: Annotated[
         Annotated[str, msgspec.Meta(min_length=1, max_length=200)],
         _help("Name under which the parts of a run find each other; ranks have it as TORCHELASTIC_RUN_ID."),
@@ -276,6 +300,9 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
         if name not in known:
             raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
         option = known[name]
+        if name == "num_nodes" and type(value) is int:
+            values = {**values, name: str(value)}
+            continue
         if option.choices and value not in option.choices:
             raise ConfigError(f"{name}={value!r} is not known.", fix=f"use one of {', '.join(option.choices)}")
         if not _is_of_kind(option, value):

@@ -12,6 +12,7 @@
     │   ├── RankFailedError             a rank raised or died; the first one in time, with its own traceback
     │   ├── RunStoppedError             somebody stopped the run
     │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
+    │   ├── NodeLostError               another node of the run has gone, or has ended it
     │   └── SupervisorLostError         the process that looks after the ranks has gone
     └── TrainingError                   misuse of the training runtime inside a rank
         ├── CheckpointError             a checkpoint that can't be written, or read, or belongs to something else
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "Finding",
     "LaunchError",
+    "NodeLostError",
     "NotebookAccelError",
     "PayloadError",
     "PreflightError",
@@ -270,6 +272,10 @@ class RunStoppedError(RunError):
 
 class RunTimeoutError(RunError, TimeoutError):
     """The run took longer than its ``timeout_s``, or a result was not there in the time given for it."""
+
+
+class NodeLostError(RunError):
+    """Another node of the run has gone, or somebody has ended the run there. The ranks here were stopped."""
 
 
 class SupervisorLostError(RunError):

@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from notebook_accel.plain_text import plain_text
+
 __all__ = [
     "Display",
     "Ended",
@@ -23,6 +25,7 @@ __all__ = [
     "Memory",
     "MemoryShortage",
     "Metrics",
+    "Nodes",
     "Output",
     "Progress",
     "Restarting",
@@ -201,18 +204,35 @@ class Restarting(_Event, frozen=True, kw_only=True):
     """All ranks are started once more, since this one has failed. Said by the job, which has heard why.
 
     Attributes:
-        number: Which restart of the run it is, from 1.
+        number: Which restart of the run it is, from 1; 0 if it counts as none, since no rank has failed.
         of: How many there may be.
-        why: Which rank failed first, and of what.
+        why: Which rank failed first, and of what; or what else is the reason.
     """
 
     number: int
     of: int
     why: str
 
+    @property
+    def in_words(self) -> str:
+        """In a line."""
+        what = f"restart {self.number} of {self.of}" if self.number else "all ranks are started again"
+        return f"{what}: {plain_text(self.why)}"
+
+
+class Nodes(_Event, frozen=True, kw_only=True):
+    """How the other nodes of the run stand, a line for each, or whom this one waits for.
+
+    Attributes:
+        is_news: Whether more has changed than the steps that they have done.
+    """
+
+    lines: list[str]
+    is_news: bool
+
 
 Event: TypeAlias = (
-    Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent | Restarting
+    Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent | Restarting | Nodes
 )
 
 _encoder = msgspec.msgpack.Encoder()

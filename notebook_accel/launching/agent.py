@@ -300,7 +300,8 @@ class Agent:
             self._refuse(run, run.refusal)
         else:
             run.close_descriptors()
-            self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason))
+            elsewhere = self._elastic.failure_elsewhere(run)
+            self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
         self._templates.release(run)
         self._elastic.forget(run)
         run.ended()
@@ -359,9 +360,10 @@ class Agent:
                 run.release()
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer
-            if event.kind == "KeyboardInterrupt":
-                self._elastic.note_interrupt(run)
+            rank.failure = msgspec.structs.replace(event, exception=b"")
             run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
+        elif isinstance(event, events.Progress):
+            rank.steps = event.steps
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))

@@ -20,6 +20,7 @@ from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching import messages, undisturbed
+from notebook_accel.launching.elastic_options import Elastic
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.sealing import Sealed
@@ -106,7 +107,7 @@ class AgentProcess:
         """The file for what the agent and the templates write."""
         return self._errors
 
-    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: messages.Elastic | None = None) -> None:
+    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
         job = sealed.job
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
@@ -211,14 +212,18 @@ class AgentProcess:
             job = self._jobs.get(said.job_id)
             if job is not None:
                 job.take_dumps(said.ranks)
-        elif isinstance(said, messages.Restarting):
+        elif isinstance(said, messages.Starting):
             job = self._jobs.get(said.job_id)
             if job is not None:
-                job.start_over(said.number)
+                job.start(said)
+        elif isinstance(said, messages.AboutNodes):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
         elif isinstance(said, messages.RunEnded):
             job = self._jobs.pop(said.job_id, None)
             if job is not None:
-                job.end(said.reason)
+                job.end(said.reason, elsewhere=said.elsewhere)
         elif isinstance(said, messages.Idle):
             self._is_idle(self)
         elif said.job_id:

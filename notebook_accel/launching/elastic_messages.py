@@ -1,7 +1,7 @@
 """What the agent and the elastic process of a run say to each other. Descriptors travel beside a message.
 
-agent -> elastic process    RanksEnded, RanksFinished
-elastic process -> agent    StartRanks, StopRanks, Over
+agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
+elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
 """
 
 from __future__ import annotations
@@ -11,9 +11,21 @@ from typing import TypeAlias
 import msgspec
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching.messages import Broken
+from notebook_accel.launching.messages import AboutNodes, Broken, Failure
 
-__all__ = ["FromElastic", "Over", "RanksEnded", "RanksFinished", "StartRanks", "StopRanks", "ToElastic"]
+__all__ = [
+    "AboutNodes",
+    "Failure",
+    "FromElastic",
+    "Leave",
+    "Over",
+    "RanksEnded",
+    "RanksFinished",
+    "RanksStand",
+    "StartRanks",
+    "StopRanks",
+    "ToElastic",
+]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -28,10 +40,12 @@ class StartRanks(_Message, frozen=True, kw_only=True):
     Attributes:
         places: Each rank's place, and what its environment has besides.
         restarts: How often ranks have been started again because of a failure.
+        cause: The failure on another node because of which they are, if it was there.
     """
 
     places: list[tuple[RankPlace, dict[str, str]]]
     restarts: int
+    cause: Failure | None = None
 
 
 class StopRanks(_Message, frozen=True):
@@ -44,22 +58,42 @@ class Over(_Message, frozen=True, kw_only=True):
     Attributes:
         has_succeeded: Whether every rank has finished, on all nodes. Then those here may go.
         refusal: Why the run could not be started, if that is how it ends.
+        failure: The failure on another node that it ends by, if it does.
     """
 
     has_succeeded: bool = False
     refusal: Broken | None = None
+    failure: Failure | None = None
 
 
-class RanksEnded(_Message, frozen=True):
-    """All ranks of this node are gone, and not all have finished."""
+class RanksStand(_Message, frozen=True, kw_only=True):
+    """How many steps the slowest rank of this node has done, and the fastest."""
+
+    steps: tuple[int, int]
+
+
+class RanksEnded(_Message, frozen=True, kw_only=True):
+    """All ranks of this node are gone, and not all have finished.
+
+    Attributes:
+        failure: Which one failed first, ``None`` if none did, and they were stopped.
+    """
+
+    failure: Failure | None = None
+
+
+class Leave(_Message, frozen=True, kw_only=True):
+    """The run ends here, since somebody wants it: tell the other nodes why, and go."""
+
+    why: str
 
 
 class RanksFinished(_Message, frozen=True):
     """Every rank of this node has its result, and waits to be let go."""
 
 
-FromElastic: TypeAlias = StartRanks | StopRanks | Over
-ToElastic: TypeAlias = RanksEnded | RanksFinished
+FromElastic: TypeAlias = StartRanks | StopRanks | AboutNodes | Over
+ToElastic: TypeAlias = RanksStand | RanksEnded | RanksFinished | Leave
 
 for_agent: msgspec.msgpack.Decoder[FromElastic] = msgspec.msgpack.Decoder(FromElastic)
 for_elastic: msgspec.msgpack.Decoder[ToElastic] = msgspec.msgpack.Decoder(ToElastic)

@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from notebook_accel.errors import SupervisorLostError
 from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
+from notebook_accel.launching.messages import Reason
 from notebook_accel.sizes import in_words
 
-__all__ = ["CRASH", "of_crash", "of_death", "of_exception", "of_shortage"]
+__all__ = ["CRASH", "of_crash", "of_death", "of_exception", "of_lost_process", "of_shortage"]
 
 _KILLED = "Nothing of notebook-accel sent it."
 _CRASHED = "Native code has crashed, below the first of the lines of Python that are shown here, the innermost first."
@@ -112,3 +114,13 @@ def of_shortage(shortage: MemoryShortage) -> str:
     left = f"Of the {in_words(shortage.limit_bytes)} that {whose} has, {in_words(shortage.free_bytes)} were left."
     killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
     return f"{left} {killer}"
+
+
+def of_lost_process(reason: Reason, shortage: MemoryShortage | None) -> SupervisorLostError:
+    """The error of a run that has lost the process that its ranks were forked from, or its elastic process."""
+    if reason == "elastic lost":
+        what = "The process that decides about this run's restarts has died, and the ranks were stopped."
+    else:
+        what = "The process that the ranks were forked from has died, and the ranks with it."
+    why = f"Out of host memory. {of_shortage(shortage)}" if shortage else "Something killed it."
+    return SupervisorLostError(what, why=why, fix="run the cell again: a new one is started")

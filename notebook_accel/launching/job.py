@@ -22,12 +22,12 @@ from notebook_accel.errors import (
     RunError,
     RunStoppedError,
     RunTimeoutError,
-    SupervisorLostError,
 )
-from notebook_accel.events import Event, Restarting
+from notebook_accel.events import Event
 from notebook_accel.launching import explanations, logs
+from notebook_accel.launching.attempts import Attempts
 from notebook_accel.launching.control import Control
-from notebook_accel.launching.messages import OnDeath, RankDump, Reason
+from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Ending, Record
 from notebook_accel.launching.results import Results
@@ -49,7 +49,7 @@ class Job:
         id: Unique among the kernel's runs.
         name: The run's name.
         config: Its options.
-        world_size: Number of ranks.
+        world_size: Number of ranks here.
         devices: What they run on, such as ``2 CPUs``.
         is_background: Whether nobody waits for it in the cell that started it.
         on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
@@ -57,7 +57,6 @@ class Job:
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         ending: How it has ended, filled in then; it may be kept without the job.
-        restarts: Why all ranks were started again, for each time: which rank failed first, and of what.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
@@ -93,7 +92,6 @@ class Job:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
-        self.restarts: tuple[str, ...] = ()
         self.doing: Callable[[], str] = str
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
@@ -109,7 +107,9 @@ class Job:
         self._ended = threading.Event()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size, config.start_method, spec.left_out)
+        self._attempts = Attempts(config, spec.world_size, self._record)
         self._watch = Watch(spec.world_size, spec.sources)
+        self._elsewhere: Failure | None = None
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
@@ -215,6 +215,21 @@ class Job:
         return self._record.death(rank, self._shipped)
 
     @property
+    def restarts(self) -> tuple[str, ...]:
+        """Why all ranks were started again, for each time: which rank failed first, and of what."""
+        return self._attempts.restarts
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
+        return self._record.first_rank
+
+    @property
+    def total_ranks(self) -> int:
+        """Number of ranks on all nodes."""
+        return self._record.world_size
+
+    @property
     def ranks(self) -> list[RankInfo]:
         """What is known about each rank: process, device, memory, last step."""
         return self._watch.ranks
@@ -279,7 +294,7 @@ class Job:
     def where_ranks_stood(self) -> list[str]:
         """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
         failures = sorted(self._record.failures.items())
-        return [f"rank {rank} was at {failed.line}" for rank, failed in failures if failed.line]
+        return [f"rank {self.first_rank + rank} was at {failed.line}" for rank, failed in failures if failed.line]
 
     def notice_silence(self, now_s: float) -> None:
         """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
@@ -303,31 +318,28 @@ class Job:
         self._watch.add(rank, event)
         self._pending.append((rank, event))
 
-    def start_over(self, number: int) -> None:
-        """All ranks were gone, one of them because it had failed, and are started again. Called by the engine's thread.
-
-        Args:
-            number: Which restart it is, from 1.
-        """
-        rank, why = self._record.first_failed, self._record.in_a_line
-        self.restarts = (*self.restarts, why)
-        self._record.start_over()
-        self._watch.start_over()
-        self.deliver(rank or 0, Restarting(number=number, of=self.config.max_restarts, why=why))
+    def start(self, starting: Starting) -> None:
+        """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
+        told = self._attempts.begin(starting, self._record)
+        if told is not None:
+            self._watch.start_over()
+            self.deliver(*told)
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
         for rank, silent in self._watch.answer(dumps, time.monotonic()):
             self.deliver(rank, silent)
 
-    def end(self, reason: Reason, error: NotebookAccelError | None = None) -> None:
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         """The run is over: every rank is gone. Called once, by the engine's thread."""
+        self._elsewhere = elsewhere
         self._reason = reason
         self._engine_error = error
         self.ended_s = time.monotonic()
         self.ending.status, self.ending.took_s = self._end_status(), self.ended_s - self.started_s
         if self.ending.status == "failed":
             said = "timeout_s has run out" if self._reason == "timeout" else self._record.in_a_line
+            said = said if elsewhere is None else elsewhere.in_a_line
             self.ending.why = said if error is None else error.what
         if not self._has_all_results() and not self._record.has_saved:
             self._close_results()
@@ -370,19 +382,10 @@ class Job:
             )
         if self._reason in ("stopped", "interrupted"):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
-        if self._reason == "template lost":
-            shortage = self._record.shortage
-            return SupervisorLostError(
-                "The process that the ranks were forked from has died, and the ranks with it.",
-                why=f"Out of host memory. {explanations.of_shortage(shortage)}" if shortage else "Something killed it.",
-                fix="run the cell again: a new one is started",
-            )
-        if self._reason == "elastic lost":
-            return SupervisorLostError(
-                "The process that decides about this run's restarts has died, and the ranks were stopped.",
-                why="Something killed it.",
-                fix="run the cell again",
-            )
+        if self._reason in ("template lost", "elastic lost"):
+            return explanations.of_lost_process(self._reason, self._record.shortage)
+        if self._elsewhere is not None:
+            return self._attempts.error_of(self._elsewhere, self._record)
         failure = self._record.first_failure(self._shipped)
         if failure is not None and self._raised_here is not None:
             failure.__cause__ = self._raised_here
@@ -390,7 +393,7 @@ class Job:
         if failure is not None:
             failure.restarts = self.restarts
         if failure is not None and self.log_files:
-            failure.log_file = str(self.log_files[failure.rank])
+            failure.log_file = str(self.log_files[failure.rank - self.first_rank])
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
 
 

@@ -31,7 +31,7 @@ def notebook_launcher(
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
-    num_nodes: int = 1,
+    num_nodes: int | str = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
@@ -67,13 +67,13 @@ def notebook_launcher(
         args: Its positional arguments.
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
         mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks.
-        use_port: TCP port of the ranks' store. Default: a free one.
-        master_addr: Several nodes are not there yet: this machine, ``127.0.0.1`` or ``localhost``.
-        node_rank: Several nodes are not there yet: 0.
-        num_nodes: Several nodes are not there yet: 1.
-        rdzv_backend: Several nodes are not there yet: ``static``.
-        rdzv_endpoint: Several nodes are not there yet: empty.
-        rdzv_conf: Several nodes are not there yet: ``None``.
+        use_port: TCP port of the ranks' store. Default: a free one. Where several nodes meet; default then: 29500.
+        master_addr: Address of node 0, where several nodes meet.
+        node_rank: This node's number among several, from 0.
+        num_nodes: Number of nodes, each with ``num_processes`` ranks; ``"1:4"`` if it may change, with ``c10d``.
+        rdzv_backend: How several nodes meet: ``static`` or ``c10d``.
+        rdzv_endpoint: ``HOST:PORT`` where several nodes meet. Default: ``master_addr`` and ``use_port``.
+        rdzv_conf: How long several nodes wait for each other, such as ``{"timeout": 60}``, in seconds.
         rdzv_id: What ranks have as ``TORCHELASTIC_RUN_ID``, if they may be started again.
         max_restarts: How often all ranks are started again after one has failed, until the failure ends the run.
         monitor_interval: Seconds between two looks at what changes around a run that may restart.
@@ -107,20 +107,18 @@ def notebook_launcher(
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    _refuse_what_is_not_there(
-        master_addr=(master_addr in ("127.0.0.1", "localhost"), master_addr),
-        node_rank=(node_rank == 0, node_rank),
-        num_nodes=(num_nodes == 1, num_nodes),
-        rdzv_backend=(rdzv_backend == "static", rdzv_backend),
-        rdzv_endpoint=(not rdzv_endpoint, rdzv_endpoint),
-        rdzv_conf=(not rdzv_conf, rdzv_conf),
-    )
     _refuse_what_cannot_be_called(function, args)
     options = configuration.resolve(
         {
             "num_processes": num_processes,
             "mixed_precision": mixed_precision,
             "main_process_port": None if use_port is None else _port(use_port),
+            "num_nodes": num_nodes,
+            "node_rank": node_rank,
+            "master_addr": master_addr,
+            "rdzv_backend": rdzv_backend,
+            "rdzv_endpoint": rdzv_endpoint,
+            "rdzv_conf": tuple(f"{name}={value}" for name, value in (rdzv_conf or {}).items()),
             "max_restarts": max_restarts,
             "monitor_interval": monitor_interval,
             "rdzv_id": rdzv_id,
@@ -158,16 +156,6 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     results = notebook_launcher(function, args, num_processes, use_cpu=True)
     assert isinstance(results, Results)  # it wasn't told to run in the background
     return results
-
-
-def _refuse_what_is_not_there(**given: tuple[bool, Any]) -> None:
-    for option, (is_default, value) in given.items():
-        if not is_default:
-            raise ConfigError(
-                f"{option}={value!r} is not there yet.",
-                why="Several nodes come in a later version; this one runs on one machine.",
-                fix=f"leave out {option}",
-            )
 
 
 def _refuse_what_cannot_be_called(function: object, args: object) -> None:
@@ -270,6 +258,7 @@ def _launch(
     show: Callable[[Job], None] = following.draw_in_background,
     **how: Any,
 ) -> Job:
+    elastic.options(config)  # raises what speaks against it
     devices = Devices.find(config)
     findings = preflight.check(config, devices, roots)
     if any(finding.refuses for finding in findings):
@@ -310,9 +299,9 @@ def _start(
     local.check_size(world_size)
     if on_death == "keep" and elastic.is_wanted(config):
         raise ConfigError(
-            f"max_restarts={config.max_restarts} can't be used with ranks that stay.",
-            why="They have what cells have left in them, and a restart would lose it.",
-            fix="max_restarts=0, and %distributed restart for a rank that has died",
+            "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
+            why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
+            fix="max_restarts=0 and num_nodes=1; %distributed restart is for a rank that has died",
         )
     spec = JobSpec(
         name=name,

@@ -31,27 +31,32 @@ _LAST_LINES = 1_000
 _ROLE = "default_role"  # what torch calls it
 _ERASE_LINE = "\r\x1b[K"
 _USUAL_COLUMNS = 80
-_WRITTEN = (events.Output, events.Display, events.Silent, events.Restarting)
+_WRITTEN = (events.Output, events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
 def line_prefix(job: Job, rank: int) -> str:
     """What stands before a line of a rank's output: the option's template filled in, or the rank."""
     template = job.config.log_line_prefix_template
+    number = job.first_rank + rank
     if not template:
-        return f"{rank:>{len(str(job.world_size - 1))}} │ "
-    return string.Template(template).substitute(role_name=_ROLE, rank=rank, local_rank=rank)
+        return f"{number:>{len(str(job.total_ranks - 1))}} │ "
+    return string.Template(template).substitute(role_name=_ROLE, rank=number, local_rank=rank)
 
 
 class _Lines:
     """One rank's lines on their way out: the first ones as they come, and of the others the last ones at the end."""
 
-    def __init__(self, out: TextIO, prefix: str, job: Job, rank: int) -> None:
+    def __init__(self, out: TextIO, job: Job, rank: int) -> None:
         self._out = out
-        self._prefix = prefix
+        self._job, self._rank = job, rank
         self._log_file = str(job.log_files[rank]) if job.log_files else ""
         self._free = max(_MOST_LINES // job.world_size, 1)
         self._held = collections.deque[str](maxlen=max(_LAST_LINES // job.world_size, 1))
         self._left_out = 0
+
+    @property
+    def _prefix(self) -> str:
+        return line_prefix(self._job, self._rank)  # several nodes may number their ranks anew
 
     def add(self, text: str, left_out: int = 0) -> None:
         if left_out:
@@ -89,8 +94,9 @@ class LinesView:
         self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
         self._standings = [Standing(rank) for rank in range(job.world_size)]
         self._shown: list[str] = []
-        self._lines = [_Lines(out, line_prefix(job, rank), job, rank) for rank in range(job.world_size)]
+        self._lines = [_Lines(out, job, rank) for rank in range(job.world_size)]
         self._silent_steps: dict[int, int] = {}
+        self._nodes: list[str] = []
         self._terminal = _StatusLine(out) if out.isatty() else None
         self._displays = KernelDisplay()
 
@@ -136,9 +142,13 @@ class LinesView:
         elif isinstance(event, events.Silent) and not event.waits_in:
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):
-            self._out.write(f"[restart {event.number} of {event.of}: {plain_text(event.why)}]\n")
-            self._standings = [Standing(standing.rank) for standing in self._standings]
+            self._out.write(f"[{event.in_words}]\n")
+            self._standings = [Standing(number) for number in range(self._job.world_size)]
             self._silent_steps.clear()
+        elif isinstance(event, events.Nodes):
+            self._nodes = [plain_text(line) for line in event.lines]
+            if event.is_news:
+                self._out.writelines(f"[{line}]\n" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
         """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
@@ -147,11 +157,13 @@ class LinesView:
             self._silent_steps[rank] = steps
             at = f": {plain_text(event.at)}" if event.at else ""
             self._out.write(
-                f"[rank {rank} has done no step for {event.time_s - event.since_s:.0f} s, and others wait{at}]\n"
+                f"[rank {self._job.first_rank + rank} has done no step for {event.time_s - event.since_s:.0f} s, "
+                f"and others wait{at}]\n"
             )
 
     def _print_progress(self, now_s: float) -> None:
         described = self._describe(now_s)
+        described += self._nodes if described else []
         if described and described != self._shown:
             self._shown = described
             time_shown = durations.in_minutes(now_s - self._job.started_s)
@@ -162,6 +174,8 @@ class LinesView:
     def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
         if not any(standing.has_reported for standing in self._standings):
             return []
+        for number, standing in enumerate(self._standings, self._job.first_rank):
+            standing.rank = number
         if folded:
             return [f"[{durations.in_minutes(now_s - self._job.started_s)}] {standings.folded(self._standings)}"]
         return standings.described(self._standings)

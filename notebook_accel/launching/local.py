@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from notebook_accel import config, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
-from notebook_accel.launching import messages, outgoing, processes, sealing, undisturbed
+from notebook_accel.launching import outgoing, processes, sealing, undisturbed
 from notebook_accel.launching.agent_process import AgentProcess, TemplateLine
+from notebook_accel.launching.elastic_options import Elastic
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.sealing import Sealed
@@ -62,7 +63,7 @@ class LocalEngine:
         """Starts ranks that are forked from the template. See ``Engine``."""
         return self.launch_elastic(request, None)
 
-    def launch_elastic(self, request: Request, elastic: messages.Elastic | None) -> Job:
+    def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
         """The same, with an elastic process that says when they are started, if there are options for one."""
         pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
         return undisturbed.call(lambda: self._launch(request, pickled, left_out, elastic), Job.kill)
@@ -72,7 +73,7 @@ class LocalEngine:
         request: Request,
         pickled: serialization.Pickled,
         left_out: Mapping[str, str],
-        elastic: messages.Elastic | None,
+        elastic: Elastic | None,
     ) -> Job:
         with sealing.sealed(request, pickled, left_out) as sealed:
             with self._lock:

@@ -1,7 +1,7 @@
 """What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Inspect, Quit
-agent -> kernel      Said, Inspected, Restarting, RunEnded, Broken, Idle
+agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
 
@@ -15,13 +15,15 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.launching.elastic_options import Elastic
 
 __all__ = [
     "ELASTIC",
+    "AboutNodes",
     "Broken",
-    "Elastic",
     "End",
     "Exited",
+    "Failure",
     "Fork",
     "ForkElastic",
     "Forked",
@@ -37,9 +39,9 @@ __all__ = [
     "RankDump",
     "Ready",
     "Respawn",
-    "Restarting",
     "RunEnded",
     "Said",
+    "Starting",
     "ToAgent",
     "ToKernel",
     "ToTemplate",
@@ -75,14 +77,6 @@ class Prepare(_Message, frozen=True, kw_only=True):
     sys_path: list[str]
     preload: list[str]
     idle_timeout_s: float
-
-
-class Elastic(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's elastic process has to know; the options of these names are in ``LaunchConfig``."""
-
-    max_restarts: int
-    monitor_interval_s: float
-    run_id: str
 
 
 class Launch(_Message, frozen=True, kw_only=True):
@@ -168,18 +162,71 @@ class Inspected(_Message, frozen=True, kw_only=True):
     ranks: list[RankDump]
 
 
-class Restarting(_Message, frozen=True, kw_only=True):
-    """Every rank is gone, and all are started again. ``number`` counts these restarts from 1."""
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's failure, in words: all that another node is told of it.
+
+    Attributes:
+        where: The node, as a message calls it; filled in by who hears of it.
+        rank: The rank, over all nodes; ``None`` if it is the node that has gone.
+        what: What happened to it.
+        traceback: Its traceback; empty if it has none.
+        lost_peer: Whether it only says that another rank has gone.
+        is_wanted: Whether somebody has ended the run there, so that nothing is started again.
+    """
+
+    what: str
+    where: str = ""
+    rank: int | None = None
+    traceback: str = ""
+    lost_peer: bool = False
+    is_wanted: bool = False
+
+    @property
+    def in_a_line(self) -> str:
+        """What and where."""
+        who = self.where if self.rank is None else f"rank {self.rank} on {self.where}"
+        return f"{who}: {self.what}" if who else self.what
+
+
+class Starting(_Message, frozen=True, kw_only=True):
+    """The ranks of a run with an elastic process are started; those that were there before are gone.
+
+    Attributes:
+        restarts: How often they have been started again because of a failure.
+        first_rank: The number of the first one here among all.
+        world_size: Of all nodes.
+        cause: The failure on another node because of which they are started again, if it was there.
+    """
 
     job_id: str
-    number: int
+    restarts: int
+    first_rank: int
+    world_size: int
+    cause: Failure | None = None
+
+
+class AboutNodes(_Message, frozen=True, kw_only=True):
+    """How the other nodes of a run stand, a line for each, or whom it waits for.
+
+    Attributes:
+        is_news: Whether more has changed than the steps that they have done.
+    """
+
+    job_id: str
+    lines: list[str]
+    is_news: bool
 
 
 class RunEnded(_Message, frozen=True, kw_only=True):
-    """Every process of the run is gone and everything that it said has been said."""
+    """Every process of the run is gone and everything that it said has been said.
+
+    Attributes:
+        elsewhere: The failure on another node that it has ended by, if it was there.
+    """
 
     job_id: str
     reason: Reason
+    elsewhere: Failure | None = None
 
 
 class Broken(_Message, frozen=True, kw_only=True):
@@ -275,7 +322,7 @@ class Exited(_Message, frozen=True, kw_only=True):
 
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Inspect | Quit
-ToKernel: TypeAlias = Said | Inspected | Restarting | RunEnded | Broken | Idle
+ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle
 ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 

@@ -27,6 +27,9 @@ _RANK_BYTES = 64 << 20  # less than any rank takes that does something
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES = 64 << 20  # what Docker gives a container
 
+# What those of these options are without which nothing is started later than at once, by one kernel.
+_NEEDS_TEMPLATE = {"max_restarts": 0, "num_nodes": "1"}
+
 _warned: set[str] = set()
 
 
@@ -99,12 +102,13 @@ def _limit_inline(config: LaunchConfig) -> Finding | None:
 
 def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> Finding | None:
     method = devices.start_method(config)
-    if config.max_restarts == 0 or method not in ("inline", "fork"):
+    asked = [f"{name}={getattr(config, name)}" for name, one in _NEEDS_TEMPLATE.items() if getattr(config, name) != one]
+    if not asked or method not in ("inline", "fork"):
         return None
     return Finding(
-        f"max_restarts={config.max_restarts} was asked for, and the start method is {method}.",
-        "Ranks are started again from the clean process that they are forked from, and with that method there is none.",
-        "--max_restarts 0, or --start_method spawn",
+        f"{' and '.join(asked)} was asked for, and the start method is {method}.",
+        "Restarts and several nodes need ranks that are forked from a clean process; with that method there is none.",
+        "--max_restarts 0 and --num_nodes 1, or --start_method spawn",
     )
 
 
@@ -148,7 +152,7 @@ def _where(devices: Devices) -> str:
 
 def _port(config: LaunchConfig) -> Finding | None:
     port = config.main_process_port
-    if not port:
+    if not port or config.num_nodes != "1":  # at which several nodes meet, the elastic process looks
         return None
     try:
         socket.create_server(("127.0.0.1", port)).close()

@@ -49,13 +49,16 @@ class Record:
         has_started: Whether a rank has begun to run the user's code.
         finished: The ranks whose result is there.
         failures: What each rank raised that raised something.
+        first_rank: The number among all of the first rank here.
+        world_size: Number of ranks on all nodes.
     """
 
     def __init__(self, world_size: int, start_method: str, left_out: Mapping[str, str] = {}) -> None:
         self.has_started = False
         self.finished: set[int] = set()
         self.failures: dict[int, Failed] = {}
-        self._world_size = world_size
+        self.first_rank = 0
+        self.world_size = world_size
         self._start_method = start_method
         self._memory: dict[int, Memory] = {}
         self._crashes: dict[int, str] = {}
@@ -107,9 +110,9 @@ class Record:
             return ""
         failed = self.failures.get(rank)
         if failed is None:
-            return f"rank {rank} {_how_it_died(self._ends[rank])}"
+            return f"rank {self._number(rank)} {_how_it_died(self._ends[rank])}"
         what = f"{failed.kind}: {_first_line(failed.message)}" if failed.message else failed.kind
-        return f"rank {rank}: {what}" + (f" at {failed.line}" if failed.line else "")
+        return f"rank {self._number(rank)}: {what}" + (f" at {failed.line}" if failed.line else "")
 
     def start_over(self) -> None:
         """All ranks are started again: what they have come to is over."""
@@ -148,6 +151,14 @@ class Record:
         error.others = self._others(rank)
         return error
 
+    def _number(self, rank: int) -> int:
+        return self.first_rank + rank
+
+    @property
+    def others(self) -> tuple[RankEnd, ...]:
+        """How the ranks here have ended, where the one that failed first is elsewhere."""
+        return self._others(-1)
+
     @property
     def first_failed(self) -> int | None:
         """The rank that failed first. One that only lost its peer comes after every other."""
@@ -165,9 +176,9 @@ class Record:
         where = f" at {failed.line}" if failed.line else ""
         why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
-            f"rank {rank} of {self._world_size} failed{where}: {failed.kind}{message}",
-            rank=rank,
-            world_size=self._world_size,
+            f"rank {self._number(rank)} of {self.world_size} failed{where}: {failed.kind}{message}",
+            rank=self._number(rank),
+            world_size=self.world_size,
             why=why,
             fix=fix,
             remote_traceback=_shown(failed.traceback),
@@ -178,11 +189,11 @@ class Record:
 
     def _died(self, rank: int) -> RankFailedError:
         end = self._ends[rank]
-        of_what, why, fix = explanations.of_death(end, start_method=self._start_method, ranks=self._world_size)
+        of_what, why, fix = explanations.of_death(end, start_method=self._start_method, ranks=self.world_size)
         return RankFailedError(
-            f"rank {rank} of {self._world_size} {_how_it_died(end)}{of_what}.",
-            rank=rank,
-            world_size=self._world_size,
+            f"rank {self._number(rank)} of {self.world_size} {_how_it_died(end)}{of_what}.",
+            rank=self._number(rank),
+            world_size=self.world_size,
             why=why,
             fix=fix,
             remote_traceback=explanations.of_crash(self._crashes.get(rank, "")),
@@ -194,7 +205,9 @@ class Record:
         raised = {rank: f"{failed.kind}: {_first_line(failed.message)}" for rank, failed in self.failures.items()}
         return tuple(
             # One that failed by itself may have been told to end all the same, in the moment before it did.
-            RankEnd(rank, end.exit_code, end.signal, end.stopped and rank not in raised, raised.get(rank, ""))
+            RankEnd(
+                self._number(rank), end.exit_code, end.signal, end.stopped and rank not in raised, raised.get(rank, "")
+            )
             for rank, end in sorted(self._ends.items())
             if rank != reported
         )

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from notebook_accel import events
 from notebook_accel.channel import Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import log_keeping, messages
@@ -46,6 +47,8 @@ class Rank:
         said_finished: Whether its result is there.
         said_failed: Whether it has said what it raised; it is ending by itself then.
         lost_peer: Whether that was only that another rank has gone.
+        failure: What it has said; without the exception itself.
+        steps: How many it has done, ``None`` if it counts none.
         was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
         must_exit_s: When it is killed if it hasn't exited, in seconds of ``time.monotonic()``; ``None``: no deadline.
     """
@@ -60,6 +63,8 @@ class Rank:
     said_finished: bool = False
     said_failed: bool = False
     lost_peer: bool = False
+    failure: events.Failed | None = None
+    steps: int | None = None
     was_told_to_end: bool = False
     must_exit_s: float | None = None
     _waiting_signal: signal.Signals | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding, PreflightError, RunError
@@ -53,7 +54,10 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
 
 
 def _options(config: LaunchConfig) -> LaunchConfig:
-    return config.replace(timeout_s=_DEADLINE_S, name="trial run", max_restarts=0)
+    """Ranks of this machine alone, once."""
+    alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
+    alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
+    return config.replace(timeout_s=_DEADLINE_S, name="trial run", **alone)
 
 
 def use_device() -> str:

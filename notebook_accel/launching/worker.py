@@ -33,6 +33,7 @@ __all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
 
@@ -182,7 +183,9 @@ def _reset_process() -> None:
 
 
 def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
-    own = {**place.variables(), **store.VARIABLES, **variables}
+    # Between nodes, whoever has named an interface knows better which one it is.
+    named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
+    own = {**place.variables(), **store.VARIABLES, **variables, **named}
     environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
     sys.path[:] = spec.sys_path
     os.chdir(spec.working_directory)

@@ -69,3 +69,36 @@ def ends_slowly(folder: str) -> None:
 def prints_and_fails() -> None:
     print("before the failure of attempt", attempt())
     raise RuntimeError(f"attempt {attempt()}")
+
+
+def on_two_nodes(times: int = 0) -> tuple[int, int, float, str]:
+    """Rank 3 fails so often, while all do something together."""
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"rank {rank()} of node {os.environ['GROUP_RANK']}")
+    if rank() == 3 and attempt() < times:
+        raise ValueError(f"failure {attempt()}")
+    dist.all_reduce(total)
+    return rank(), attempt(), float(total), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def waits_until_all_are_there(folder: str, ranks: int) -> tuple[int, int, int]:
+    """Trains on until there are so many ranks."""
+    pathlib.Path(folder, f"{rank()} runs in attempt {attempt()}").touch()
+    while int(os.environ["WORLD_SIZE"]) < ranks:
+        time.sleep(0.05)
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return rank(), int(total), attempt()
+
+
+def goes_on_after_a_restart(folder: str) -> tuple[int, int]:
+    """Waits for its end in the first attempt, and for nothing in the next."""
+    if attempt() == 0:
+        runs_until_it_is_ended(folder)
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return attempt(), int(total)

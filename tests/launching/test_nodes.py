@@ -1,0 +1,243 @@
+"""Runs of several nodes. Here all nodes are launched from one process, and know nothing of that."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from notebook_accel.errors import NodeLostError, NotebookAccelError, ProcessStartError, RankFailedError, RunStoppedError
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.lines_view import LinesView
+from tests import processes
+from tests.launching import restarted
+from tests.launching.test_elastic import below_template, runs
+
+Launch = Callable[..., Job]
+_WAIT_S = 90.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def nodes(launch: Launch) -> Callable[..., list[Job]]:
+    """Launches a function on two nodes, each with the options of both and its own."""
+
+    def start(
+        function: Callable[..., Any], *args: Any, own: tuple[dict[str, Any], ...] = ({}, {}), **options: Any
+    ) -> list[Job]:
+        options = {"num_nodes": 2, "main_process_port": free_port(), **options}
+        return [launch(function, *args, **{**options, "node_rank": rank, **its}) for rank, its in enumerate(own)]
+
+    return start
+
+
+def error(job: Job) -> NotebookAccelError:
+    with pytest.raises(NotebookAccelError) as caught:
+        job.results(timeout_s=_WAIT_S)
+    return caught.value
+
+
+def shown(job: Job) -> str:
+    """What the plain lines of a run have, when it has ended."""
+    lines = io.StringIO()
+    view = LinesView(job, lines)
+    assert job.wait(_WAIT_S)
+    view.close()
+    return lines.getvalue()
+
+
+def test_two_nodes_form_one_group(nodes: Callable[..., list[Job]]) -> None:
+    first, second = nodes(restarted.on_two_nodes)
+    assert first.results(timeout_s=_WAIT_S) == [(0, 0, 16.0, "lo"), (1, 0, 16.0, "lo")]
+    assert second.results(timeout_s=_WAIT_S) == [(2, 0, 16.0, "lo"), (3, 0, 16.0, "lo")]
+    lines = shown(second)
+    assert "2 │ rank 2 of node 1" in lines and "3 │ rank 3 of node 1" in lines
+    assert f"[node 0 ({socket.gethostname()}): 2 ranks finished" in lines
+    assert (first.first_rank, second.first_rank, second.total_ranks) == (0, 2, 4)
+
+
+def test_failure_on_one_node_is_named_on_all(nodes: Callable[..., list[Job]]) -> None:
+    here, there = map(error, nodes(restarted.on_two_nodes, 1))
+    assert isinstance(here, RankFailedError) and isinstance(there, RankFailedError)
+    assert here.what == f"rank 3 of 4 on node 1 ({socket.gethostname()}) failed: ValueError: failure 0"
+    assert there.what == "rank 3 of 4 failed: ValueError: failure 0"
+    assert (here.rank, there.rank) == (3, 3)
+    assert "on_two_nodes" in here.remote_traceback and here.remote_traceback == there.remote_traceback
+    assert {end.rank for end in here.others} == {0, 1} and {end.rank for end in there.others} == {2}
+    assert type(there.__cause__) is ValueError and "rank_1.log" in there.log_file
+
+
+def test_all_nodes_restart_together(nodes: Callable[..., list[Job]]) -> None:
+    first, second = nodes(restarted.on_two_nodes, 2, max_restarts=2)
+    assert [result[:3] for result in first.results(timeout_s=_WAIT_S)] == [(0, 2, 16.0), (1, 2, 16.0)]
+    assert [result[:3] for result in second.results(timeout_s=_WAIT_S)] == [(2, 2, 16.0), (3, 2, 16.0)]
+    node = f"node 1 ({socket.gethostname()})"
+    assert first.restarts == tuple(f"rank 3 on {node}: ValueError: failure {attempt}" for attempt in range(2))
+    assert second.restarts == tuple(f"rank 3: ValueError: failure {attempt}" for attempt in range(2))
+    assert "[restart 1 of 2: rank 3" in shown(first)
+
+
+@pytest.mark.parametrize(
+    ("own", "differs"),
+    [
+        (({}, {"num_processes": 1}), "num_processes is {} here and {} there"),
+        (({}, {"num_nodes": 3}), "num_nodes is {} here and {} there"),
+        (({"max_restarts": 1}, {"max_restarts": 2}), "max_restarts is {} here and {} there"),
+    ],
+)
+def test_nodes_that_do_not_fit_say_so_on_both_sides(
+    nodes: Callable[..., list[Job]], own: tuple[dict[str, Any], ...], differs: str
+) -> None:
+    here, there = map(error, nodes(restarted.on_two_nodes, own=own))
+    (name,) = own[1]
+    values = own[0].get(name, 2), own[1][name]
+    assert differs.format(*values) in here.what and "node 1" in here.what
+    assert differs.format(*reversed(values)) in there.what and "node 0" in there.what
+
+
+def test_node_that_waits_in_vain_says_for_whom(launch: Launch) -> None:
+    ports = [free_port(), free_port()]
+    jobs = [
+        launch(
+            restarted.on_two_nodes, num_nodes=2, node_rank=rank, main_process_port=ports[rank], rdzv_conf=("timeout=1",)
+        )
+        for rank in range(2)
+    ]
+    for rank, job in enumerate(jobs):
+        other = 1 - rank
+        assert f"[waiting for node {other} at 127.0.0.1:{ports[rank]}]" in shown(job)
+        assert error(job).what == f"Node {other} has not come to 127.0.0.1:{ports[rank]} within 1 s."
+        assert f"This is node {rank} of 2" in error(job).why and "node_rank" in error(job).fix
+
+
+def test_stop_while_it_waits_ends_it(launch: Launch) -> None:
+    job = launch(restarted.on_two_nodes, num_nodes=2, main_process_port=free_port())
+    processes.wait_until(lambda: len(below_template()) == 1, "its elastic process is there")
+    job.stop()
+    assert isinstance(error(job), RunStoppedError)
+    processes.wait_until(lambda: below_template() == [], "nothing is left of it")
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """A program that answers whatever it is sent with the same; nothing with nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        open_ = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    open_.append(connection)
+                    threading.Thread(target=reply, args=(connection,)).start()
+
+        def reply(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while connection.recv(1000):
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in open_:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+
+
+def test_what_is_no_meeting_place_is_said(launch: Launch) -> None:
+    options: dict[str, Any] = {"num_nodes": 2, "rdzv_conf": ("timeout=30",)}
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as loud, answering(b"") as mute:
+        strangers = [
+            launch(restarted.on_two_nodes, **options, node_rank=1, main_process_port=port) for port in (loud, mute)
+        ]
+        taken = launch(restarted.on_two_nodes, **options, main_process_port=loud)
+        elsewhere = launch(restarted.on_two_nodes, **options, master_addr="203.0.113.7")
+        unknown = launch(restarted.on_two_nodes, **options, node_rank=1, master_addr="no-such-host.invalid")
+        for job, port in zip(strangers, (loud, mute), strict=True):
+            assert f"What answers at 127.0.0.1:{port} is no node of a run." in str(error(job))
+        assert f"The port {loud} where the nodes meet can't be used: Address already in use." in str(error(taken))
+        assert "203.0.113.7 is no address of this machine" in str(error(elsewhere)) and error(elsewhere).fix
+        assert "The name 'no-such-host.invalid' of node 0 is not known here" in str(error(unknown))
+    assert all(isinstance(error(job), ProcessStartError) for job in (*strangers, taken, elsewhere, unknown))
+
+
+def test_stop_on_one_node_ends_all(nodes: Callable[..., list[Job]], tmp_path: pathlib.Path) -> None:
+    first, second = nodes(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=5)
+    runs(tmp_path, 0, 4)
+    second.stop()
+    assert isinstance(error(second), RunStoppedError)
+    assert isinstance(error(first), NodeLostError)
+    assert error(first).what == f"Node 1 ({socket.gethostname()}): The run was ended there (stopped)."
+    assert first.restarts == () and below_template() == []
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_node_that_vanishes_ends_the_other_or_is_waited_for(
+    launch: Launch, nodes: Callable[..., list[Job]], tmp_path: pathlib.Path, gone: int, restarts: int
+) -> None:
+    port = free_port()
+    options: dict[str, Any] = {
+        "rdzv_conf": ("keep_alive_interval=2", "timeout=60"), "max_restarts": restarts, "main_process_port": port
+    }  # fmt: skip
+    jobs = nodes(restarted.goes_on_after_a_restart, str(tmp_path), **options)
+    runs(tmp_path, 0, 4)
+    pids = {info.pid for info in jobs[gone].ranks}
+    for process in elastic_processes(jobs):
+        if listens_or_not(process, port) == (gone == 0):
+            os.kill(process.pid, signal.SIGKILL)
+    left = jobs[1 - gone]
+    assert pids and "has died" in str(error(jobs[gone]))
+    if not restarts:
+        said = error(left)
+        assert isinstance(said, NodeLostError), said
+        assert "has gone" in said.what
+        return
+    again = launch(restarted.goes_on_after_a_restart, str(tmp_path), num_nodes=2, node_rank=gone, **options)
+    assert [left.results(timeout_s=_WAIT_S), again.results(timeout_s=_WAIT_S)] == 2 * [[(1, 4), (1, 4)]]
+    assert len(left.restarts) == 1 and "has gone" in left.restarts[0]
+
+
+def elastic_processes(jobs: list[Job]) -> list[processes.Process]:
+    pids = {info.pid for job in jobs for info in job.ranks}
+    return [process for process in below_template() if process.pid not in pids]
+
+
+def listens_or_not(process: processes.Process, port: int) -> bool:
+    """Whether a process listens on a port."""
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    links = [os.readlink(path) for path in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
+    return any(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib.Path) -> None:
+    options: dict[str, Any] = {
+        "num_nodes": "1:2", "rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{free_port()}",
+        "rdzv_conf": ("last_call_timeout=1",), "rdzv_id": "grows", "max_restarts": 1,
+    }  # fmt: skip
+    first = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
+    runs(tmp_path, 0)
+    second = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
+    results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
+    assert sorted(results) == [(rank, 4, 0) for rank in range(4)]
+    assert first.restarts == second.restarts == ()
+    assert "[all ranks are started again: the nodes are others now, with 4 ranks in all]" in shown(first)
+    assert {first.first_rank, second.first_rank} == {0, 2}
