@@ -13,7 +13,7 @@ import threading
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from notebook_accel import cli, config
+from notebook_accel import cli, config, launch_command
 from tests.launching.conftest import template  # noqa: F401 - ranks start at once where it is ready
 
 _SCRIPT = """

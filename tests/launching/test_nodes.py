@@ -188,13 +188,13 @@ def test_stop_on_one_node_ends_all(nodes: Callable[..., list[Job]], tmp_path: pa
     assert first.restarts == () and below_template() == []
 
 
-@pytest.mark.parametrize(("gone", "restarts"), [(0, 0), (0, 1), (1, 1)])
-def test_node_that_vanishes_ends_the_other_or_is_waited_for(
-    launch: Launch, nodes: Callable[..., list[Job]], tmp_path: pathlib.Path, gone: int, restarts: int
+@pytest.mark.parametrize("gone", [0, 1])
+def test_node_that_vanishes_is_waited_for_where_there_are_restarts(
+    launch: Launch, nodes: Callable[..., list[Job]], tmp_path: pathlib.Path, gone: int
 ) -> None:
     port = free_port()
     options: dict[str, Any] = {
-        "rdzv_conf": ("keep_alive_interval=2", "timeout=60"), "max_restarts": restarts, "main_process_port": port
+        "rdzv_conf": ("keep_alive_interval=2", "timeout=60"), "max_restarts": 1, "main_process_port": port
     }  # fmt: skip
     jobs = nodes(restarted.goes_on_after_a_restart, str(tmp_path), **options)
     runs(tmp_path, 0, 4)
@@ -204,11 +204,6 @@ def test_node_that_vanishes_ends_the_other_or_is_waited_for(
             os.kill(process.pid, signal.SIGKILL)
     left = jobs[1 - gone]
     assert pids and "has died" in str(error(jobs[gone]))
-    if not restarts:
-        said = error(left)
-        assert isinstance(said, NodeLostError), said
-        assert "has gone" in said.what
-        return
     again = launch(restarted.goes_on_after_a_restart, str(tmp_path), num_nodes=2, node_rank=gone, **options)
     assert [left.results(timeout_s=_WAIT_S), again.results(timeout_s=_WAIT_S)] == 2 * [[(1, 4), (1, 4)]]
     assert len(left.restarts) == 1 and "has gone" in left.restarts[0]
