@@ -235,7 +235,7 @@ class Job:
         """What a rank has written to its standard output and error.
 
         Args:
-            rank: The rank.
+            rank: The rank, of those of this node.
             tail: How many of the last lines; ``None`` for all.
 
         Raises:
@@ -389,9 +389,8 @@ class Job:
             failure.__cause__ = self._raised_here
             failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
         if failure is not None:
-            failure.restarts = self.restarts
-        if failure is not None and self.log_files:
-            failure.log_file = str(self.log_files[failure.rank - self.first_rank])
+            failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
+            failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
 
 
