@@ -1,9 +1,12 @@
 """What a cell costs in ranks that stay, beside ipyparallel and a bare pipe.
 
     python -m benchmarks.session --rounds 7
+    python -m benchmarks.session --cells 10000
 
 All of it is measured inside a real kernel. Each round takes a fresh kernel for every method, in turn; figures are
-medians over the rounds of each round's median. ipyparallel and nbdistributed are measured where they can be imported.
+medians over the rounds of each round's median. ipyparallel and nbdistributed are measured where they can be imported;
+the latter starts its workers with the ``python`` of PATH, which has to be this one.
+With ``--cells``, so many cells run in one session, and what its processes hold then is compared with before.
 """
 
 from __future__ import annotations
@@ -77,6 +80,31 @@ found["100 MB"] = timed(push, 5)
 get_ipython().run_line_magic("distributed", "stop")
 print(json.dumps(found))
 """
+# What each process of a session holds: memory of its own in MiB, descriptors, threads.
+_HELD = """
+%load_ext notebook_accel
+import gc, os
+get_ipython().run_line_magic("distributed", "start -n 2 --use_cpu --view none")
+session = get_ipython().magics_manager.magics["cell"]["rank"].__self__.session
+from tests import processes
+agent = next(process.pid for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+def held():
+    gc.collect()
+    get_ipython().run_cell_magic("distributed", "", "import gc; _ = gc.collect()")
+    pids = [os.getpid(), agent, *(info.pid for info in session.job.ranks)]
+    return [measured(pid) for pid in pids]
+def measured(pid):
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        size = sum(int(line.split()[1]) for line in file if line.startswith(("Private_Clean", "Private_Dirty")))
+    return size / 1024, len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+def run(count):
+    for number in range(count):
+        get_ipython().run_cell_magic("distributed", "", "value = [0] * 100\\nlen(value)")
+run(2000)
+before = held()
+run({cells})
+print(json.dumps([before, held()]))
+"""
 _IPYPARALLEL = """
 import ipyparallel, numpy, logging
 began = time.perf_counter()
@@ -94,7 +122,7 @@ print(json.dumps(found))
 _NBDISTRIBUTED = """
 %load_ext nbdistributed
 began = time.perf_counter()
-get_ipython().run_line_magic("dist_init", "--num-processes {ranks} --backend gloo")
+get_ipython().run_line_magic("dist_init", "--num-processes {ranks}")
 time.sleep(30)  # a cell that comes right after the start can hang
 found = {{}}
 found["cell"] = timed(lambda: get_ipython().run_cell_magic("distributed", "", "pass"), 20)
@@ -124,9 +152,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--methods", nargs="+", help="only these, such as ours")
+    parser.add_argument("--cells", type=int, default=0, help="look what is left of so many cells instead")
     given = parser.parse_args()
+    if given.cells:
+        return _print_what_is_held(given.cells)
     chosen = []
     for method in _METHODS:
+        if given.methods and not any(method.name.startswith(name) for name in given.methods):
+            continue
         if importlib.util.find_spec(method.needs) is None:
             print(f"!!! {method.name} is NOT measured: {method.needs} can't be imported.", file=sys.stderr)
         else:
@@ -139,6 +173,19 @@ def main() -> int:
                 if figures:
                     found[method.name].append(figures)
         _print_table(ranks, found)
+    return 0
+
+
+def _print_what_is_held(cells: int) -> int:
+    with tempfile.TemporaryDirectory() as folder, kernels.running(pathlib.Path(folder)) as kernel:
+        kernel.run("import json")
+        outcome = kernel.run(_HELD.replace("{cells}", str(cells)), _DEADLINE_S)
+        assert outcome.status == "ok", outcome.traceback
+    before, after = json.loads(outcome.stdout.splitlines()[-1])
+    print(f"{f'after 2,000 cells, and {cells:,} more':32}{'MiB of its own':>20}{'descriptors':>16}{'threads':>12}")
+    for name, old, new in zip(("kernel", "agent", "rank 0", "rank 1"), before, after, strict=True):
+        shown = f"{old[0]:.1f} -> {new[0]:.1f}", f"{old[1]} -> {new[1]}", f"{old[2]} -> {new[2]}"
+        print(f"{name:32}{shown[0]:>20}{shown[1]:>16}{shown[2]:>12}")
     return 0
 
 

@@ -37,7 +37,7 @@ HELP = """\
     %distributed stop              ends it
 """
 
-_HINT = "%%distributed cells run in them, %%rank 0 in one; %push and %pull bring names; %distributed stop ends them."
+_HINT = "%%distributed cells run there, %%rank 0 in one; %push and %pull bring names; %distributed stop ends them."
 
 
 class SessionMagics:

@@ -23,7 +23,6 @@ _POD = "a TPU pod is not done here: this is one machine, whose TPUs --tpu asks f
 _FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
 _AWS = "Amazon SageMaker is not done here"
 _PARALLEL = "several kinds of parallelism are not done here: ranks differ by their data alone"
-_MACHINES = "several machines are not done here yet"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +82,6 @@ _FLAGS = (
     _Flag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
     _Flag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
     _Flag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
-    # On one machine nobody is looked for.
-    _Flag("rdzv_backend", _MACHINES, ("static",)),
-    _Flag("rdzv_conf", _MACHINES, ("",)),
     _Flag("dynamo_backend", _COMPILE, ("no",)),
     _Flag("dynamo_mode", _COMPILE, ("default",)),
     *_group(_COMPILE, "", switches="dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation"),

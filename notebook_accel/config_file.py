@@ -52,11 +52,11 @@ _ASKS: Mapping[str, _Ask] = {
     "ipex_config": _Ask("Intel's extension"),
     "megatron_lm_config": _Ask("Megatron-LM"),
     "mpirun_config": _Ask("mpirun"),
-    "num_machines": _Ask("several machines", (1,)),
+    "num_machines": _Ask("several machines", (1,), "write num_nodes, node_rank and master_addr"),
     "parallelism_config": _Ask("several kinds of parallelism"),
 }
 # They say how several machines find each other, or name a script's function: on one machine, from a notebook, nothing.
-_SAY_NOTHING = frozenset({"machine_rank", "main_process_ip", "main_training_function", "rdzv_backend", "same_network"})
+_SAY_NOTHING = frozenset({"machine_rank", "main_process_ip", "main_training_function", "same_network"})
 
 
 @dataclasses.dataclass(frozen=True)

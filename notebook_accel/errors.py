@@ -207,6 +207,7 @@ class RankFailedError(RunError):
         signal: The number of the signal that ended it, or ``None``.
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
+        local_rank: The same among the ranks of this node.
         log_file: The file with all that it wrote, empty if there is none.
         others: How the other ranks ended.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
@@ -236,6 +237,7 @@ class RankFailedError(RunError):
         self.last_output = last_output
         self.others = others
         self.log_file = ""
+        self.local_rank = rank
         self.pulled: tuple[str, ...] = ()
         self.restarts: tuple[str, ...] = ()
 
@@ -261,7 +263,7 @@ class RankFailedError(RunError):
     def _advice_in_notebook(self) -> str:
         if not self.log_file:
             return ""
-        logs = f"%distributed logs {self.rank} shows more of its output"
+        logs = f"%distributed logs {self.local_rank} shows more of its output"
         was_raised = bool(self.remote_traceback) and self.signal is None
         return f"Next: {logs}" + ("; after a run with --start_method inline, %debug works" if was_raised else "")
 

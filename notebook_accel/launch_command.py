@@ -23,7 +23,6 @@ from notebook_accel.launching.script import Script
 __all__ = ["add_arguments", "run"]
 
 _INTERRUPT = "KeyboardInterrupt"
-_NOT_THERE = "Several machines come in a later version; this one runs on one machine."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu_ids", metavar="INT,...", help="The GPUs that ranks may use. Default: all that are visible."
     )
-    parser.add_argument("--num_machines", type=int, metavar="INT", help="Several machines are not there yet: 1.")
-    parser.add_argument("--machine_rank", type=int, metavar="INT", help="Several machines are not there yet: 0.")
-    parser.add_argument("--main_process_ip", metavar="STR", help="Several machines are not there yet: this one.")
+    parser.add_argument(
+        "--num_machines", type=int, metavar="INT", help="As --num_nodes, with --num_processes for all of them together."
+    )
+    parser.add_argument("--machine_rank", type=int, metavar="INT", help="The same as --node_rank.")
+    parser.add_argument("--main_process_ip", metavar="STR", help="The same as --master_addr.")
     parser.add_argument(
         "--num_cpu_threads_per_process", type=int, metavar="INT", help="Threads that a rank computes with on the CPU."
     )
@@ -62,7 +63,6 @@ def run(parsed: argparse.Namespace) -> int:
         NotebookAccelError: It could not be launched.
     """
     accelerate_flags.refuse(parsed)
-    _refuse_what_is_not_there(parsed)
     script = Script(parsed.script, tuple(parsed.arguments), parsed.module)
     script.check()
     _set_variables(parsed)
@@ -98,6 +98,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     given: dict[str, Any] = options.given(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
+    given |= _of_machines(parsed)
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
@@ -115,16 +116,19 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     return chosen
 
 
-def _refuse_what_is_not_there(parsed: argparse.Namespace) -> None:
-    for flag, is_fine in (
-        ("num_machines", parsed.num_machines in (None, 1)),
-        ("machine_rank", parsed.machine_rank in (None, 0)),
-        ("main_process_ip", parsed.main_process_ip in (None, "127.0.0.1", "localhost")),
-    ):
-        if not is_fine:
+def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Accelerate's flags about several machines, as options."""
+    asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
+        if parsed.num_processes % parsed.num_machines:
             raise ConfigError(
-                f"--{flag} {getattr(parsed, flag)} is not there yet.", why=_NOT_THERE, fix=f"leave out --{flag}"
+                f"{parsed.num_processes} processes can't be shared out evenly among {parsed.num_machines} machines.",
+                why="With --num_machines, --num_processes counts those of all machines, as with Accelerate.",
+                fix="a multiple, or --num_nodes, with which it counts those of each",
             )
+        given["num_processes"] = parsed.num_processes // parsed.num_machines
+    return given
 
 
 def _status(error: RankFailedError) -> int:

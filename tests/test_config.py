@@ -87,7 +87,7 @@ def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
         "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\nmachine_rank: 0\n"
         "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nuse_cpu: true\n",
     )
-    assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "use_cpu": True}
+    assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "rdzv_backend": "static", "use_cpu": True}
 
 
 def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:

@@ -12,6 +12,8 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from notebook_accel import config, config_file
 from notebook_accel.errors import ConfigError
 
+_WRITTEN_BY_ACCELERATE = {"mixed_precision": "no", "num_processes": 1, "rdzv_backend": "static", "use_cpu": False}
+
 
 def test_every_key_that_accelerate_writes_is_known(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "default_config.yaml"
@@ -26,7 +28,7 @@ def test_every_key_that_accelerate_writes_is_known(tmp_path: pathlib.Path) -> No
     theirs.to_yaml_file(str(file))
     written = config_file.read(file)
     assert len(written.values) > 10
-    assert config.usable(written) == ({"mixed_precision": "no", "num_processes": 1, "use_cpu": False}, ())
+    assert config.usable(written) == (_WRITTEN_BY_ACCELERATE, ())
     assert {"deepspeed_config", "fsdp_config", "tpu_name"} <= set(ClusterConfig.__dataclass_fields__)
     for key in ClusterConfig.__dataclass_fields__.keys() - {option.name for option in config.fields()}:
         assert config_file.is_harmless(key, None), key

@@ -29,6 +29,7 @@ _FAILED.restarts = ("rank 0: ValueError: boom", "rank 1 was killed by SIGKILL")
 
 _ONE_OF_EACH = [
     errors.NotebookAccelError("what", why="why", fix="fix"),
+    errors.NodeLostError("Node 1 (host) has gone.", why="why", fix="fix"),
     errors.ConfigError("num_processes=0 can't be used.", fix="give it 1"),
     errors.LaunchError("It didn't start."),
     errors.PreflightError((_FINDING, _WARNING)),

@@ -89,3 +89,16 @@ def test_is_committed_without_outputs(path: pathlib.Path) -> None:
         if cell.cell_type == "code":
             assert cell.outputs == []
             assert cell.execution_count is None
+
+
+def test_sixth_notebook_restarts_and_trains_on_two_nodes(kernel: kernels.Kernel) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "06_restart_and_two_nodes.ipynb")
+    *_, accidents, undisturbed, _, _, first, second = _run(path, kernel)
+    assert "[restart 1 of 3: rank 1 was killed by SIGKILL]" in accidents.stdout
+    assert re.search(r"\[restart 2 of 3: rank 0: RuntimeError: an accident at In\[\d+\], line \d+\]", accidents.stdout)
+    begins = re.findall(r"attempt (\d) begins after (\d+) steps", accidents.stdout)
+    assert begins == [("0", "0"), ("1", "10"), ("2", "30")]
+    assert "equal to the bit: True" in undisturbed.stdout
+    for rank in (0, 1):
+        assert f"rank {rank} of 4, node 0 has gathered [0, 1, 2, 3]" in first.stdout
+        assert f"{rank + 2} │ rank {rank + 2} of 4, node 1" in second.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import signal
@@ -12,7 +13,7 @@ import threading
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from notebook_accel import cli, config
+from notebook_accel import cli, config, launch_command
 from tests.launching.conftest import template  # noqa: F401 - ranks start at once where it is ready
 
 _SCRIPT = """
@@ -144,8 +145,9 @@ def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> No
         (["nothing.py"], "There is no file 'nothing.py' to launch."),
         (["-m", "nothing.at_all"], "There is no module 'nothing.at_all' to launch."),
         (["--tpu", "train_squares.py"], "--tpu was asked for, and there is no TPU"),
-        (["--num_machines", "2", "train_squares.py"], "--num_machines 2 is not there yet."),
-        (["--main_process_ip", "10.0.0.1", "train_squares.py"], "--main_process_ip 10.0.0.1 is not there yet."),
+        (["--num_machines", "2", "-n", "3", "train_squares.py"], "3 processes can't be shared out evenly among 2"),
+        (["--num_machines", "2", "--machine_rank", "2", "train_squares.py"], "node_rank=2 is too high for num_nodes=2"),
+        (["--main_process_ip", "10.0.0.1", "train_squares.py"], "master_addr='10.0.0.1' is about several nodes"),
         (["--gpu_ids", "0,1", "train_squares.py"], "--gpu_ids was asked for, and there is no GPU"),
         (["--multi_gpu", "train_squares.py"], "--multi_gpu was asked for, and there is no GPU"),
         (["--config_file", "none.yaml", "train_squares.py"], "There is no configuration file none.yaml."),
@@ -193,3 +195,12 @@ def test_options_come_from_the_configuration_file(script: pathlib.Path, capsys: 
     config.default_path().write_text("mixed_precision: fp16\n")
     assert launch(script, "train") == 1
     assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in capsys.readouterr().err
+
+
+def test_machines_of_accelerates_flags_are_nodes() -> None:
+    parser = argparse.ArgumentParser()
+    launch_command.add_arguments(parser)
+    line = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --num_processes 4 train.py"
+    assert launch_command._of_machines(parser.parse_args(line.split())) == {
+        "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "num_processes": 2
+    }  # fmt: skip

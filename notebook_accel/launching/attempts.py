@@ -66,7 +66,7 @@ class Attempts:
             f"rank {elsewhere.rank} of {record.world_size} on {elsewhere.where} failed: {elsewhere.what}",
             rank=elsewhere.rank,
             world_size=record.world_size,
-            remote_traceback=elsewhere.traceback,
+            remote_traceback=elsewhere.traceback.rstrip("\n"),
             others=record.others,
         )
         error.restarts = self.restarts

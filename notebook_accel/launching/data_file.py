@@ -48,6 +48,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
         name_of: The name under which the script defines a function or a class of the notebook; empty if it doesn't.
 
     Raises:
+        OSError: The file can't be written.
         CellError: What a class of it uses can't be exported.
         PayloadError: Something can't be pickled; the message leads to it.
     """
@@ -56,8 +57,9 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
     written = Written()
     pickling.Pickler = _pickler(name_of, written)  # type: ignore[attr-defined]
     try:
-        torch.save(dict(values), path, pickle_module=pickling)
-    except CellError:
+        with path.open("wb") as file:
+            torch.save(dict(values), file, pickle_module=pickling)
+    except (CellError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         roots = {f'global "{name}"': value for name, value in values.items()}

@@ -9,6 +9,7 @@ import torch; nothing but the template, by this one's name, imports them.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import traceback
@@ -33,6 +34,9 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    # Where torch elastic shares its own store with ranks, as here they have another one, a node that comes later waits
+    # for ever for an address that is said in the first round only (seen with torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     api._get_fq_hostname = socket.gethostname  # its events have a full name, and to ask for that can take long
     line = Line(Connection.from_descriptor(descriptors[0]), order)
     try:

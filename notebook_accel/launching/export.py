@@ -5,6 +5,7 @@ Nothing of the notebook's code is run for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -95,7 +96,8 @@ def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequ
             f"{order.path} can't be written: {error.strerror}.", fix="--export with a path that you may write to"
         ) from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 def _check_path(order: Order) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import importlib
 import socket
 import struct
 
@@ -35,6 +35,7 @@ def own_addresses() -> list[str]:
 
 
 def _addresses() -> list[tuple[str, str]]:
+    fcntl = importlib.import_module("fcntl")  # not above: this can be imported where only Linux's calls are missing
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():

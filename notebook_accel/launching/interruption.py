@@ -7,6 +7,9 @@ A rank that waits for others in C++ code doesn't return to Python for a signal. 
 rank's connections to other ranks, which ends the call with an error; only then can KeyboardInterrupt be raised. Which
 connections: those whose other end is held by a process with the same parent. So connections of the user's, to a
 database for example, stay; and so do those to the store, unless the rank waits for that.
+
+A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may compute all the while. So NCCL's
+communicators are aborted, where that can be done, if the main thread is in the same call after a longer while.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from notebook_accel.launching import nccl
+
 __all__ = ["allow", "forget", "hold_back", "note_only", "settle", "watch"]
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
+_DEVICE_PATIENCE_S = 1.0
 _ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
 _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
@@ -122,6 +128,8 @@ def _end_waits(store_port: int) -> None:
             if signal.SIGINT not in _heard():
                 continue
             waiting = _Wait()
+        if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
+            nccl.abort()
         for is_of_store in (False, True):
             if not waiting.goes_on():
                 break
@@ -146,6 +154,15 @@ class _Wait:
         time.sleep(_PATIENCE_S)
         while self.is_in_the_same_call():
             if _main_thread_sleeps():
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def stays(self, patience_s: float) -> bool:
+        """Whether the main thread is in the call that it was in for so long."""
+        deadline_s = time.monotonic() + patience_s
+        while self.is_in_the_same_call():
+            if time.monotonic() > deadline_s:
                 return True
             time.sleep(_POLL_S)
         return False

@@ -57,6 +57,7 @@ class Job:
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         ending: How it has ended, filled in then; it may be kept without the job.
+        restarts: Why all ranks were started again, for each time: which rank failed first, and of what.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
@@ -92,6 +93,7 @@ class Job:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
+        self.restarts: tuple[str, ...] = ()
         self.doing: Callable[[], str] = str
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
@@ -215,11 +217,6 @@ class Job:
         return self._record.death(rank, self._shipped)
 
     @property
-    def restarts(self) -> tuple[str, ...]:
-        """Why all ranks were started again, for each time: which rank failed first, and of what."""
-        return self._attempts.restarts
-
-    @property
     def first_rank(self) -> int:
         """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
         return self._record.first_rank
@@ -238,7 +235,7 @@ class Job:
         """What a rank has written to its standard output and error.
 
         Args:
-            rank: The rank.
+            rank: The rank, of those of this node.
             tail: How many of the last lines; ``None`` for all.
 
         Raises:
@@ -322,6 +319,7 @@ class Job:
         """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
         told = self._attempts.begin(starting, self._record)
         if told is not None:
+            self.restarts = self._attempts.restarts
             self._watch.start_over()
             self.deliver(*told)
 
@@ -391,9 +389,8 @@ class Job:
             failure.__cause__ = self._raised_here
             failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
         if failure is not None:
-            failure.restarts = self.restarts
-        if failure is not None and self.log_files:
-            failure.log_file = str(self.log_files[failure.rank - self.first_rank])
+            failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
+            failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
 
 

@@ -109,7 +109,9 @@ def notebook_launcher(
         ConfigError: An option has a value that it can't have, or that isn't there yet.
         PreflightError: This machine or this kernel can't do it.
         PayloadError: Something that the function uses can't be sent.
-        RankFailedError: A rank failed; the first one in time. Its own exception is the cause.
+        RankFailedError: A rank failed; the first in time, of the last attempt. Its own exception is the cause, unless
+            it is a rank of another node.
+        NodeLostError: Another node has gone, or the run was ended there.
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """

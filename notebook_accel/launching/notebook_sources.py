@@ -60,6 +60,11 @@ class _Cell:
     label: str
     source: str
 
+    @property
+    def offset(self) -> int:
+        """How many lines stand above what a magic was given."""
+        return int(self.source.startswith(_MAGIC_LINE))
+
     @functools.cached_property
     def statements(self) -> list[Statement]:
         try:
@@ -83,7 +88,7 @@ class NotebookSources:
     """
 
     def __init__(self, cells: Sequence[str]) -> None:
-        self._cells = [_Cell(number, f"In[{number}]", source) for number, source in enumerate(cells)]
+        self._cells = [_Cell(number, f"In[{number}]", _under_magic(source)) for number, source in enumerate(cells)]
         self._by_text = {cell.source.strip(): cell for cell in self._cells}
 
     # Imports --------------------------------------------------------------------------------------------------------
@@ -130,19 +135,29 @@ class NotebookSources:
     def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
         """The statement that has defined a function, or that has assigned a lambda to a name."""
         code = function.__code__
-        cell = self._cell_of(code)
+        cell = self._cell_of(code) or self._cell_that_says(code)
         if cell is None:
             return None
         for statement in cell.statements:
             node = statement.nodes[0]
             is_lambda = isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
             begins = node.value.lineno if isinstance(node, ast.Assign) else statement.first_line
-            if len(statement.nodes) > 1 or begins != code.co_firstlineno:
+            if len(statement.nodes) > 1 or begins - cell.offset != code.co_firstlineno:
                 continue
             if is_lambda and isinstance(node, ast.Assign) and _is_assigned(node, name):
                 return cell.definition(statement, name)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
                 return cell.definition(statement, node.name)
+        return None
+
+    def _cell_that_says(self, code: types.CodeType) -> _Cell | None:
+        """The latest cell under a magic that would make the same code; such code doesn't know where it is from."""
+        for cell in reversed(self._cells):
+            for statement in cell.statements if cell.offset else ():
+                made = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
+                functions = [part for part in made.co_consts if isinstance(part, types.CodeType)]
+                if any(_is_same(part, code, cell.offset) for part in functions):
+                    return cell
         return None
 
     def of_class(self, kind: type) -> Definition | None:
@@ -188,6 +203,26 @@ class NotebookSources:
             return dataclasses.replace(known, source=source)
         number = re.fullmatch(r"In\[(\d+)\]", code.co_filename)  # what a cell under %%distributed has defined
         return _Cell(int(number[1]) if number else -1, code.co_filename, source)
+
+
+_MAGIC_LINE = "#%%\n"
+
+
+def _under_magic(source: str) -> str:
+    """A cell; of one that is under a magic such as ``%%time``, what is under it, at its place."""
+    if not source.startswith("get_ipython().run_cell_magic("):
+        return source
+    call = ast.parse(source).body[0]
+    assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+    body = call.value.args[-1]
+    is_text = isinstance(body, ast.Constant) and isinstance(body.value, str)
+    return f"{_MAGIC_LINE}{ast.literal_eval(body)}" if is_text else source
+
+
+def _is_same(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
+    return (one.co_name, one.co_code, one.co_names, one.co_varnames, one.co_firstlineno - offset) == (
+        other.co_name, other.co_code, other.co_names, other.co_varnames, other.co_firstlineno,
+    )  # fmt: skip
 
 
 def _imports(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:

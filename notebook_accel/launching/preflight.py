@@ -44,7 +44,7 @@ def check(
         captured: What the ranks are to have, by the words that a message uses for it.
     """
     devices = devices or Devices.find(config)
-    findings = [_half_precision_without_gpu(config, devices), _port(config)]
+    findings = [_half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
     findings.append(_restarts_of_what_is_no_template(config, devices))
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
@@ -66,6 +66,18 @@ def warn(findings: tuple[Finding, ...]) -> None:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)
             print(f"Warning: {finding}", file=sys.stderr)
+
+
+def _inside_a_rank(environ: Mapping[str, str] = os.environ) -> Finding | None:
+    rank, world_size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if not (rank and world_size.isdecimal() and int(world_size) > 1):
+        return None
+    return Finding(
+        f"This process is rank {rank} of {world_size} already.",
+        "Each of them that launches has ranks of its own, which share the devices with all others.",
+        "call the function itself; or, where nothing has launched this process, unset RANK and WORLD_SIZE",
+        refuses=False,
+    )
 
 
 def _more_than_one_inline(config: LaunchConfig) -> Finding | None:

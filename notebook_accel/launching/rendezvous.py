@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ from notebook_accel.launching.nodes import GO, GoneError, Guarded, Patience
 __all__ = ["Alone", "RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for"]
 
 _POLL_S = 0.2
-_ANSWER_S = 10.0  # that a store has to shake hands
+_ANSWER_S = 10.0  # that a store has for each question
+_HANDSHAKE_S = 6.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -158,7 +160,7 @@ class Static(_Handler):
         timeout = datetime.timedelta(seconds=_ANSWER_S)
         try:
             return self._patience.call(
-                lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), 2 * _ANSWER_S
+                lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), _HANDSHAKE_S
             )
         except (RuntimeError, TimeoutError):
             raise RefusedError(
@@ -181,7 +183,7 @@ def _served(host: str, port: int) -> Any:
                 fix=f"master_addr={interfaces.own_addresses()[0]!r} on all nodes, or another node_rank here",
             ) from None
         raise RefusedError(
-            f"The port {port} where the nodes meet can't be used: {error.strerror}.",
+            f"The port {port} where the nodes meet can't be used: {os.strerror(error.errno or 0)}.",
             why="Another process listens there: another program, or another node 0.",
             fix="give all nodes another use_port (main_process_port)",
         ) from None

@@ -18,8 +18,7 @@ from notebook_accel.launching.runs import Run
 
 __all__ = ["TemplateProcess", "Templates"]
 
-_READY_DEADLINE_S = 180.0
-_FORKED_READY_DEADLINE_S = 60.0  # it may have to import torch
+_READY_DEADLINE_S = 180.0  # a fork of the kernel, too, may have to import torch
 _SEND_DEADLINE_S = 10.0
 _LOOK_PERIOD_S = 0.5
 
@@ -134,7 +133,7 @@ class Templates:
 
     def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
         """Takes over a template that the kernel has forked for one run. What it is told, it does when it is ready."""
-        return self._add(TemplateProcess(connection, pid, _deadline_s(_FORKED_READY_DEADLINE_S), pidfd=pidfd))
+        return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
 
     def _add(self, template: TemplateProcess) -> TemplateProcess:
         template.connection.set_send_deadline(_SEND_DEADLINE_S)

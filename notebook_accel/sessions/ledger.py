@@ -113,10 +113,6 @@ class Ledger:
         """A rank has come in place of one that is gone, and has nothing."""
         self._ranks[rank] = _Rank()
 
-    def own_names(self, rank: int) -> set[str]:
-        """What cells have bound in a rank."""
-        return self._ranks[rank].own
-
     @property
     def origins(self) -> Mapping[int, Any]:
         """The notebook's objects by number, for what ranks send back."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from notebook_accel import events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection, Message
-from notebook_accel.launching import displays, failure, interruption, streams, worker
+from notebook_accel.launching import displays, failure, interruption, nccl, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.sessions import looking, messages, showing
 from notebook_accel.sessions.meeting import join_session
@@ -35,6 +35,7 @@ def serve(folder: str, secret: bytes) -> None:
         secret: Only the session's ranks have it.
     """
     interruption.note_only()
+    os.environ.setdefault(nccl.WATCHDOG_VARIABLE, "0")  # these ranks are to outlive a collective that has failed
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open

@@ -23,7 +23,6 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kerne
         yield kernel
 
 
-@pytest.mark.front_end
 def test_cell_in_the_background_returns_at_once_and_shows_its_own_output(notebook: kernels.Kernel) -> None:
     background = notebook.start(
         f"%%distributed --background --out first\nprint('begun')\n{_UNTIL.format('go')}print('done')\nrank * 2"

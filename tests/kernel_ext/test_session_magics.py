@@ -54,7 +54,6 @@ def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel
     assert "Table object" in html.result
 
 
-@pytest.mark.front_end
 def test_displays_and_figures_appear_under_the_cell_that_runs(notebook: kernels.Kernel) -> None:
     cell = notebook.start("""%%distributed
 from IPython.display import HTML, clear_output
@@ -82,7 +81,6 @@ print("after")""")
     assert [list(content["data"]) for content in drawn.displays] == [["text/plain", "image/png"]] * 2
 
 
-@pytest.mark.front_end
 def test_values_are_shown_in_the_richest_form_that_ranks_share(notebook: kernels.Kernel) -> None:
     def data(body: str) -> dict[str, str]:
         cell = notebook.start(f"%%distributed\nfrom IPython.display import HTML, Markdown\n{body}")

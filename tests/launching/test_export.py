@@ -320,11 +320,22 @@ def test_only_its_own_file_is_replaced(notebook: kernels.Kernel) -> None:
     assert "an export has written: own_data.pt" in notebook.run(f"{line}\nmodel").traceback
 
 
+def test_definitions_under_other_magics_are_found(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
+    assert notebook.run("%%time\ndef timed(v):\n    return v + 1\nclass Plain:\n    rate = 3").status == "ok"
+    assert notebook.run("%%time\ndef timed(v):\n    return v + 2").status == "ok"
+    assert export(notebook, "timed(Plain.rate)").status == "ok"
+    script = (folder / "train.py").read_text()
+    assert "\ndef timed(v):\n    return v + 2\n" in script
+    assert "\nclass Plain:\n    rate = 3\n" in script
+
+
 @pytest.mark.parametrize(
     ("flags", "cell", "said"),
     [
         ("--export train", "1", "a script's name ends with .py"),
         ("--export no/train.py", "1", "There is no folder no."),
+        (f"--export {'x' * 300}.py", "model", "can't be written: File name too long."),
+        (f"--export {'x' * 300}.py", "1", "can't be written: File name too long."),
         ("--overwrite", "1", "--overwrite goes with --export"),
         ("--export refused.py --args f(1)", "def g(x): pass", "only known when it is computed"),
         ("--export refused.py --push nowhere", "1", "the notebook has no name 'nowhere'"),

@@ -27,6 +27,15 @@ def test_nothing_speaks_against_two_ranks_on_the_cpu() -> None:
     assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
 
 
+def test_launch_in_a_rank_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    [finding] = preflight.check(LaunchConfig(use_cpu=True))
+    assert (finding.what, finding.refuses) == ("This process is rank 1 of 2 already.", False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert preflight.check(LaunchConfig(use_cpu=True)) == ()
+
+
 def test_devices_are_described_with_their_number() -> None:
     found = devices.Devices.find(LaunchConfig(use_cpu=True))
     assert (found.available, found.describe(1), found.describe(2)) == (1, "1 CPU", "2 CPUs")

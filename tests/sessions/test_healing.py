@@ -172,6 +172,16 @@ def test_interrupts_between_cells_are_not_taken_for_one_of_a_later_cell_that_sle
     assert goes_on(prepared)
 
 
+def test_loader_whose_workers_were_running_goes_on_and_leaves_none(prepared: Session) -> None:
+    loading = "rows = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(64.), batch_size=2, num_workers=1))"
+    prepared.execute(f"import multiprocessing\n{loading}")
+    with interrupted(prepared, sleeps):
+        prepared.execute("for row in rows:\n    time.sleep(100)")
+    counted = "counted = sum(row.numel() for row in rows)\ncounted, len(multiprocessing.active_children())"
+    assert repr(prepared.execute(counted)) == "ranks 0-1: (32, 0)"
+    assert goes_on(prepared)
+
+
 def test_whatever_ends_the_waiting_ends_the_cell(prepared: Session, capsys: pytest.CaptureFixture[str]) -> None:
     def handle(*_: object) -> None:
         raise LookupError("a handler of the user's")

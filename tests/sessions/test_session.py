@@ -183,13 +183,16 @@ def test_what_a_session_cannot_be(session: Session) -> None:
 def test_many_cells_leave_nothing(session: Session) -> None:
     held = "len(os.listdir('/proc/self/fd')), threading.active_count()"
     session.execute(
-        "import threading\ndef resident():\n    return int(open('/proc/self/statm').read().split()[1]) * 4096"
+        "import gc, threading\ndef resident():\n    return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "def objects():\n    gc.collect()\n    return len(gc.get_objects())"
     )
     session.execute("pass")
     before = repr(session.execute(held)), len(os.listdir("/proc/self/fd"))
+    objects = int(session.execute("objects()")[0])
     sizes = [int(session.execute("resident()")[0])]
     for _ in range(400):
         session.execute("pass")
     sizes.append(int(session.execute("resident()")[0]))
     assert (repr(session.execute(held)), len(os.listdir("/proc/self/fd"))) == before
     assert sizes[1] - sizes[0] < 4 << 20
+    assert int(session.execute("objects()")[0]) - objects < 100  # a quarter of one for each cell

@@ -213,7 +213,10 @@ def break_up() -> tuple[list[TorchDistributed], int]:
         known += _broken.gradient_groups if _broken.is_current else 0
         _broken.stop_watching()
     others = len(dist.distributed_c10d._world.pg_map) - known
-    dist.destroy_process_group()
+    if "nccl" in dist.get_backend_config():  # to destroy it waits for what the GPU does, and that for other ranks
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
     return members, others
 
 

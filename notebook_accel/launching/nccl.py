@@ -1,0 +1,48 @@
+"""NCCL's communicators of this process, given up so that what waits for other ranks in one of them ends.
+
+Only where torch's watchdog leaves failed collectives alone: otherwise it would end the process for them. torch's
+documentation of ``abort`` asks for that too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+__all__ = ["WATCHDOG_VARIABLE", "abort", "can_abort"]
+
+WATCHDOG_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def can_abort() -> bool:
+    """Whether there are communicators, and it is of use to abort them."""
+    return os.environ.get(WATCHDOG_VARIABLE) == "0" and bool(_backends())
+
+
+def abort() -> None:
+    """Aborts them. Calls that wait for their collectives go on or raise; the groups can only be destroyed then."""
+    first, *_ = backends = _backends()
+    first._group_start()  # several at once wait for each other otherwise
+    try:
+        for backend in backends:
+            with contextlib.suppress(RuntimeError):  # it has failed already
+                backend.abort()
+    finally:
+        first._group_end()
+
+
+def _backends() -> list[Any]:
+    """Those of all process groups, the latest first."""
+    torch: Any = sys.modules.get("torch")
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    found: list[Any] = []
+    if torch is None or distributed is None:
+        return found
+    for group in reversed(list(distributed._world.pg_map)):
+        with contextlib.suppress(RuntimeError):  # it has none for this device
+            backend = group._get_backend(torch.device("cuda"))
+            if backend.name() == "nccl":
+                found.append(backend)
+    return found
