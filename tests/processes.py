@@ -101,7 +101,10 @@ def memory_bytes(found: Iterable[Process]) -> int:
 
 
 def _rollup(pid: int) -> str:
-    return pathlib.Path("/proc", str(pid), "smaps_rollup").read_text()
+    try:
+        return pathlib.Path("/proc", str(pid), "smaps_rollup").read_text()
+    except OSError:  # it has just ended, and takes nothing
+        return ""
 
 
 def adopt_orphans() -> None:

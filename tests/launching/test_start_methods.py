@@ -198,6 +198,7 @@ def test_forked_ranks_have_what_cannot_be_sent(run: Run) -> None:
 
 def test_forked_ranks_share_a_model_without_copying_it(run: Run, notebook: kernels.Kernel) -> None:
     ok(run("weights = torch.ones(64 << 20)  # 256 MiB"))
+    processes.wait_until(lambda: len(processes.children(notebook.pid)) == 1, "the fork of the run before is gone")
     before_bytes = processes.memory_bytes([notebook.process, *notebook.descendants()])
     cell = notebook.start("""%%distributed -n 4 --start_method fork
 assert weights[:: 1 << 10].sum() == 1 << 16

@@ -41,6 +41,7 @@ def test_model_of_a_gigabyte_is_there_once_for_eight_ranks(tmp_path: pathlib.Pat
     with kernels.running(tmp_path) as kernel:
         assert kernel.run("%load_ext notebook_accel\nimport os, time, torch", _CELL_S).status == "ok"
         assert kernel.run("%%distributed -n 8 --use_cpu --start_method fork\ntorch.ones(3).sum()", _CELL_S).result
+        processes.wait_until(lambda: len(processes.children(kernel.pid)) == 1, "the fork for that run is gone")
         before_bytes = processes.memory_bytes([kernel.process, *kernel.descendants()])
         # In layers, and initialised: memory that nobody has written to is none.
         made = kernel.run(
