@@ -6,7 +6,7 @@ No collective: which ranks move a model is their own matter, and a rank that die
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import importlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ def is_memory_short(size_bytes: int, ranks: int) -> bool:
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
     """Waits until no other process of this machine is in here. The system lets the next one in when a process dies."""
+    fcntl = importlib.import_module("fcntl")  # not above: this can be imported where only Linux's calls are missing
     common = os.open(_COMMON, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # A folder that is mounted from another machine may have no locks. Then there are no turns, as without this.
