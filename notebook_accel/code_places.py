@@ -7,12 +7,15 @@ import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 
-__all__ = ["describe", "name_files"]
+__all__ = ["OURS", "describe", "name_files"]
+
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""The folder of this package's code."""
 
 # Code that the user hasn't written: ours, Python's and what was installed.
 _PATHS = sysconfig.get_paths()
 _NOT_THE_USERS = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    OURS,
     *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )

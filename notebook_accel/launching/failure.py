@@ -9,13 +9,12 @@ import traceback
 import types
 from typing import Any
 
-from notebook_accel import environment, events, serialization
+from notebook_accel import code_places, environment, events, serialization
 from notebook_accel.errors import CollectiveError, NotebookAccelError
 from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up", "without_our_frames"]
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
@@ -104,7 +103,7 @@ def _fold_our_frames(text: traceback.TracebackException) -> None:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(_OURS)
+    return filename.startswith(code_places.OURS)
 
 
 def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from notebook_accel.channel import Connection
 from notebook_accel.events import Output
 from notebook_accel.launching import messages
-from notebook_accel.launching.inspection import dump_file
+from notebook_accel.launching.stack_dumps import dump_file
 from notebook_accel.launching.output import Allowance, LogTail, open_log
 from notebook_accel.launching.runs import Rank, Run
 

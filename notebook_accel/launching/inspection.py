@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import os
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from notebook_accel.launching import messages
 from notebook_accel.launching.processes import state
+from notebook_accel.launching.runs import Rank
+from notebook_accel.launching.stack_dumps import SIGNAL
 
-if TYPE_CHECKING:  # ranks arm themselves with this module, and kernels read it where there is no supervision
-    from notebook_accel.launching.runs import Rank
+__all__ = ["Inspection"]
 
-__all__ = ["Inspection", "arm", "dump_file"]
-
-# A real-time signal, which no library uses. Code of the user's may handle SIGUSR1 or SIGUSR2, as what runs under a
-# cluster's scheduler does.
-_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _DEADLINE_S = 3.0
 _STOPPED = ("T", "t")  # by a signal, by a debugger
-
-
-def dump_file(rank: int) -> int:
-    """A memory file that a rank's stacks are written to, each time at its end."""
-    made = os.memfd_create(f"notebook-accel-stacks-{rank}")
-    try:
-        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    finally:
-        os.close(made)
-
-
-def arm(dump: int) -> None:
-    """In a rank: from now on the signal writes the stacks to ``dump``."""
-    faulthandler.register(_SIGNAL, file=dump, all_threads=True, chain=False)
 
 
 @dataclasses.dataclass
@@ -81,7 +61,7 @@ def _ask(rank: Rank) -> messages.RankDump | None:
         return _dump(rank, "stopped")
     os.ftruncate(rank.dump, 0)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(rank.pid, _SIGNAL)
+        os.kill(rank.pid, SIGNAL)
     return None
 
 
@@ -108,5 +88,5 @@ def _is_armed(pid: int) -> bool:
     """Whether the process catches the signal. One that doesn't yet, or no longer, would be killed by it."""
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status", "rb") as file:
         caught = next(line for line in file if line.startswith(b"SigCgt:"))
-        return bool(int(caught.split()[1], 16) & 1 << (_SIGNAL - 1))
+        return bool(int(caught.split()[1], 16) & 1 << (SIGNAL - 1))
     return False

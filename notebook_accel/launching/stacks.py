@@ -16,6 +16,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import overload
 
+from notebook_accel import code_places
 from notebook_accel.launching.messages import Condition, RankDump
 from notebook_accel.launching.spec import Source
 
@@ -24,7 +25,6 @@ __all__ = ["Frame", "RankStack", "Stacks", "read_dump"]
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What torch's Python code does around a collective, and not the collective itself.
 _AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
@@ -100,7 +100,7 @@ class RankStack:
             return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
         where = f" is in {self.waits_in}" if self.waits_in else ""
         mine = [_user_text(frame) for frame in self.frames if frame.is_user]
-        if not mine and self.frames and self.frames[0].file.startswith(_OURS):
+        if not mine and self.frames and self.frames[0].file.startswith(code_places.OURS):
             return f"{who} runs none of your code just now"
         below = self.frames[: next((n for n, frame in enumerate(self.frames) if frame.is_user), len(self.frames))]
         lines = [f"{who}{where}, innermost call first:", *mine]
@@ -161,7 +161,7 @@ def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -
         lines = source.text.splitlines()
         text = lines[line - 1].strip() if line <= len(lines) else ""
         return Frame(source.label, line, function, text, is_user=True)
-    is_user = not file.startswith((*_library_folders(), _OURS, "<"))
+    is_user = not file.startswith((*_library_folders(), code_places.OURS, "<"))
     return Frame(file, line, function, linecache.getline(file, line).strip() if is_user else "", is_user)
 
 
@@ -181,7 +181,7 @@ def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _is_ours(thread: Sequence[Frame]) -> bool:
-    return any(frame.file.startswith(_OURS) for frame in thread) and not any(frame.is_user for frame in thread)
+    return any(frame.file.startswith(code_places.OURS) for frame in thread) and not any(frame.is_user for frame in thread)
 
 
 def _user_text(frame: Frame) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import displays, failure, inspection, interruption, messages, stand_ins, store, streams
+from notebook_accel.launching import displays, failure, interruption, messages, stack_dumps, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec, Source
 
 __all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "show_sources"]
@@ -73,7 +73,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
     payload, result, connection, log, dump, *listening = descriptors
     streams.take_over(log)
-    inspection.arm(dump)
+    stack_dumps.arm(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
     link = Connection.from_descriptor(connection)

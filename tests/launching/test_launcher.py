@@ -70,9 +70,10 @@ def test_preflight_refuses_before_anything_is_pickled() -> None:
 
 
 def test_argument_that_cannot_be_sent_is_named() -> None:
+    before = processes.children(os.getpid())
     with pytest.raises(PayloadError, match=r"argument 1 -> item 'lock'"):
         notebook_launcher(train, (1, {"lock": threading.Lock()}), num_processes=2, use_cpu=True)
-    assert processes.children(os.getpid()) == []
+    assert set(processes.children(os.getpid())) <= set(before)
 
 
 def test_parameters_are_accelerates_in_their_order_and_ours_by_keyword() -> None:
