@@ -20,7 +20,7 @@ import tempfile
 import time
 
 from benchmarks.launch_methods import METHODS, RANKS, Method, code
-from tests import kernels
+from tests import kernels, processes
 
 _READING_S = 5.0  # between the first launch and the later ones: the user reads what came of it
 _DEADLINE_S = 180.0
@@ -111,7 +111,7 @@ def _memory(kernel: kernels.Kernel) -> dict[str, int]:
     """What agent and template cost when nothing runs: their own pages, which go when they go."""
     found = {}
     for process in kernel.descendants():
-        name = next((name for name in ("agent", "template") if f"launching.{name}" in process.command), "")
+        name = "agent" if processes.is_agent(process) else "template" if processes.is_template(process) else ""
         lines = pathlib.Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         found[name] = sizes["Private_Clean"] + sizes["Private_Dirty"]

@@ -87,7 +87,7 @@ import gc, os
 get_ipython().run_line_magic("distributed", "start -n 2 --use_cpu --view none")
 session = get_ipython().magics_manager.magics["cell"]["rank"].__self__.session
 from tests import processes
-agent = next(process.pid for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+agent = next(process.pid for process in processes.children(os.getpid()) if processes.is_agent(process))
 def held():
     gc.collect()
     get_ipython().run_cell_magic("distributed", "", "import gc; _ = gc.collect()")

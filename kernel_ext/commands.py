@@ -17,7 +17,8 @@ from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel import durations, sizes
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import logs, preflight, registry
+from notebook_accel.launching import logs, registry
+from notebook_accel.launching.checks import preflight
 from notebook_accel.launching.job import Job
 from notebook_accel.plain_text import plain_lines
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.launching import kernel_state
+from notebook_accel.launching.checks import kernel_state
 
 __all__ = ["CudaWatch"]
 

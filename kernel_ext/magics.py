@@ -19,7 +19,8 @@ from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.launching import cell as cells
-from notebook_accel.launching import export, following, launcher, local
+from notebook_accel.launching import following, launcher, local
+from notebook_accel.launching.exporting import export
 
 __all__ = ["register", "unregister"]
 

@@ -16,7 +16,7 @@ from kernel_ext import render
 from kernel_ext.run_state import RunState
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching.view import line_prefix
+from notebook_accel.launching.views.view import line_prefix
 
 if TYPE_CHECKING:
     from notebook_accel.launching.job import Job

@@ -19,8 +19,8 @@ from typing import Any
 from notebook_accel import __version__, config, end_signals, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError, PreflightError
 from notebook_accel.launching import configuring, launcher
-from notebook_accel.launching.devices import Devices
-from notebook_accel.launching.machine import Machine
+from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.checks.machine import Machine
 
 __all__ = ["main"]
 

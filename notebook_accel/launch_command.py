@@ -17,8 +17,8 @@ from notebook_accel import accelerate_flags, config, end_signals, environment, o
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching import following, launcher
-from notebook_accel.launching.devices import Devices
-from notebook_accel.launching.script import Script
+from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.ranks.script import Script
 
 __all__ = ["add_arguments", "run"]
 

@@ -150,13 +150,9 @@ def _standing(below: list[processes.Process]) -> set[int]:
         process.pid
         for process in below
         # An agent is told its kernel's pid; an orphan has another parent now.
-        if "notebook_accel.launching.agent" in process.command and process.command.endswith(f" {process.parent}")
+        if processes.is_agent(process) and process.command.endswith(f" {process.parent}")
     }
-    templates = {
-        process.pid
-        for process in below
-        if "notebook_accel.launching.template" in process.command and process.parent in agents
-    }
+    templates = {process.pid for process in below if processes.is_template(process) and process.parent in agents}
     return agents | templates
 
 

@@ -1,1 +1,4 @@
-"""Starting ranks and looking after them. Runs in the kernel, in the agent and the template, never imports torch."""
+"""Starting ranks and looking after them. Never imports torch.
+
+What stands here runs in the kernel, or belongs to both sides; the folders are what runs elsewhere, or is done before.
+"""

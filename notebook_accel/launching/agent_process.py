@@ -203,7 +203,7 @@ class AgentProcess:
         """The thread: starts the agent, then reads until it has gone."""
         try:
             self._process = subprocess.Popen(
-                bootstrap("notebook_accel.launching.agent", str(self._theirs.fileno()), str(os.getpid())),
+                bootstrap("notebook_accel.launching.supervision.agent", str(self._theirs.fileno()), str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import CellError
-from notebook_accel.launching.stand_ins import LINE_MAGICS
+from notebook_accel.launching.ranks.stand_ins import LINE_MAGICS
 
 __all__ = ["OF_IPYTHON", "Cell", "definitions", "parse", "reads"]
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from notebook_accel import config, config_file
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching import preflight
-from notebook_accel.launching.devices import Devices
-from notebook_accel.launching.machine import Machine
+from notebook_accel.launching.checks import preflight
+from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.checks.machine import Machine
 
 __all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
 

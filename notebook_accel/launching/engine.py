@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.worker import Target
 
 __all__ = ["Engine", "Request"]
 

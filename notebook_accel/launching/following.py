@@ -14,7 +14,7 @@ from notebook_accel.errors import RunError
 from notebook_accel.launching import local
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.view import NoView, View, open_panel, open_view
+from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
 
 __all__ = ["draw_in_background", "follow", "show_panel"]
 

@@ -26,11 +26,12 @@ from typing import Any, NoReturn
 from notebook_accel import serialization
 from notebook_accel.channel import Connection
 from notebook_accel.errors import ProcessStartError
-from notebook_accel.launching import local, preloading, sealing, template, undisturbed
+from notebook_accel.launching import local, sealing, undisturbed
 from notebook_accel.launching.agent_process import TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.worker import Inherited
+from notebook_accel.launching.ranks import preloading, template
+from notebook_accel.launching.ranks.worker import Inherited
 
 __all__ = ["ForkEngine"]
 

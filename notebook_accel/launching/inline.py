@@ -18,9 +18,10 @@ import msgspec
 from notebook_accel import environment, events, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
-from notebook_accel.launching import failure, sources, store, worker
+from notebook_accel.launching import sources
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.ranks import failure, store, worker
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
 

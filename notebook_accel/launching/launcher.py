@@ -11,16 +11,17 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, PreflightError
-from notebook_accel.launching import elastic, following, fork, inline, local, preflight, registry, trial
+from notebook_accel.launching import elastic, following, fork, inline, local, registry, trial
 from notebook_accel.launching.cell import Cell
-from notebook_accel.launching.devices import Devices
+from notebook_accel.launching.checks import preflight
+from notebook_accel.launching.checks.devices import Devices
 from notebook_accel.launching.engine import Engine, Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.ray.engine import RayEngine
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
-from notebook_accel.launching.worker import Target
 
 __all__ = ["check", "debug_launcher", "launch_cell", "launch_function", "notebook_launcher", "try_out"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from notebook_accel import serialization
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching.worker import Target
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.sizes import in_words
 
 __all__ = ["label_of", "pickled", "say_what_is_large", "say_what_loses_its_graph"]

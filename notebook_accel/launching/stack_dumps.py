@@ -1,4 +1,4 @@
-"""How a rank is asked for its stacks from outside: the file that they are written to, and the signal that asks for them.
+"""How a rank is asked for its stacks from outside: the file that they go to, and the signal that asks.
 
 Python's fault handler needs neither the interpreter's lock nor its consent, so a rank that hangs answers too.
 """

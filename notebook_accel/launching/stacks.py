@@ -181,7 +181,9 @@ def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _is_ours(thread: Sequence[Frame]) -> bool:
-    return any(frame.file.startswith(code_places.OURS) for frame in thread) and not any(frame.is_user for frame in thread)
+    return any(frame.file.startswith(code_places.OURS) for frame in thread) and not any(
+        frame.is_user for frame in thread
+    )
 
 
 def _user_text(frame: Frame) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding, PreflightError, RunError
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.worker import Target
+from notebook_accel.launching.ranks.worker import Target
 
 __all__ = ["run"]
 

@@ -8,7 +8,8 @@ import contextlib
 import os
 
 from notebook_accel import memory_files
-from notebook_accel.launching import cell, streams, worker
+from notebook_accel.launching import cell
+from notebook_accel.launching.ranks import streams, worker
 from notebook_accel.launching.spec import JobSpec
 
 

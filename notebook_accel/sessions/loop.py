@@ -16,7 +16,7 @@ from typing import Any
 
 from notebook_accel import events, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection, Message
-from notebook_accel.launching import displays, failure, interruption, nccl, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.sessions import looking, messages, showing
 from notebook_accel.sessions.meeting import join_session

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.errors import LaunchError
-from notebook_accel.launching import log_keeping, logs
+from notebook_accel.launching import logs
+from notebook_accel.launching.supervision import log_keeping
 from notebook_accel.sessions import messages
 
 __all__ = ["Arrival", "Meeting", "join_session"]

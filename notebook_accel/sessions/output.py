@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.kernel_display import KernelDisplay
-from notebook_accel.launching.view import line_prefix
+from notebook_accel.launching.views.kernel_display import KernelDisplay
+from notebook_accel.launching.views.view import line_prefix
 from notebook_accel.sessions.messages import Reply
 from notebook_accel.sessions.progress import CellProgress
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from notebook_accel import durations
 from notebook_accel.events import Display
-from notebook_accel.launching import standings
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.kernel_display import KernelDisplay
-from notebook_accel.launching.standings import Standing
+from notebook_accel.launching.views import standings
+from notebook_accel.launching.views.kernel_display import KernelDisplay
+from notebook_accel.launching.views.standings import Standing
 
 __all__ = ["CellProgress"]
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel.launching import mime_bundles
+from notebook_accel.launching.ranks import mime_bundles
 
 __all__ = ["Shown", "bundle", "ranks_in_words"]
 

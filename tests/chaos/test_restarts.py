@@ -49,7 +49,7 @@ def _elastic(job: Job, _: random.Random) -> int | None:
 
 
 def _agent(_: Job, __: random.Random) -> int | None:
-    agents = [process.pid for process in processes.children(os.getpid()) if "launching.agent" in process.command]
+    agents = [process.pid for process in processes.children(os.getpid()) if processes.is_agent(process)]
     return agents[0] if agents else None
 
 

@@ -127,7 +127,7 @@ def _stopped(session: Session, rng: random.Random) -> str:
 
 
 def _agent_killed(session: Session, rng: random.Random) -> str:
-    agent = next(process for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+    agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
     end = _with(session, f"train({_LONG})", lambda: os.kill(agent.pid, signal.SIGKILL), rng.uniform(0, 0.6))
     assert end.startswith(SupervisorLostError.__name__), end
     assert session.is_over

@@ -103,7 +103,7 @@ class Round:
 
 def standing(kernel: kernels.Kernel) -> list[processes.Process]:
     """The kernel's agent and its template, as far as they are there."""
-    agents = [process for process in processes.children(kernel.pid) if "launching.agent" in process.command]
+    agents = [process for process in processes.children(kernel.pid) if processes.is_agent(process)]
     templates = [process for agent in agents for process in processes.children(agent.pid)]
     return [process for process in (*agents, *templates) if process.is_alive]
 

@@ -29,7 +29,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launching import launcher, local
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.lines_view import LinesView
+from notebook_accel.launching.views.lines_view import LinesView
 from tests import processes
 from tests.launching import ranks, restarted, training
 
@@ -38,7 +38,7 @@ Launch = Callable[..., Job]
 
 def below_template() -> list[processes.Process]:
     """The ranks and elastic processes of this process's runs."""
-    agents = [process for process in processes.children(os.getpid()) if "launching.agent" in process.command]
+    agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
     templates = [process for agent in agents for process in processes.children(agent.pid)]
     return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
 
@@ -227,7 +227,7 @@ def test_agent_that_is_killed_takes_the_elastic_process_with_it(launch: Launch, 
     runs(tmp_path, 0)
     all_of_it = below_template()
     assert len(all_of_it) == 3
-    agent = next(process for process in processes.children(os.getpid()) if "launching.agent" in process.command)
+    agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
     os.kill(agent.pid, signal.SIGKILL)
     with pytest.raises(SupervisorLostError):
         job.results(timeout_s=60)

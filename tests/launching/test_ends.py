@@ -19,7 +19,7 @@ how_ranks_start = pytest.mark.parametrize("method", ["spawn", "fork"])
 
 
 def agent_of(kernel: kernels.Kernel) -> processes.Process:
-    [agent] = [child for child in processes.children(kernel.pid) if "launching.agent" in child.command]
+    [agent] = [child for child in processes.children(kernel.pid) if processes.is_agent(child)]
     return agent
 
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import kernel_state, preflight
+from notebook_accel.launching.checks import kernel_state, preflight
 
 FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.channel import Connection
-from notebook_accel.launching.inspection import Inspection
-from notebook_accel.launching.stack_dumps import dump_file
 from notebook_accel.launching.messages import RankDump
-from notebook_accel.launching.output import Allowance, LogTail, open_log
-from notebook_accel.launching.runs import Rank
+from notebook_accel.launching.stack_dumps import dump_file
+from notebook_accel.launching.supervision.inspection import Inspection
+from notebook_accel.launching.supervision.output import Allowance, LogTail, open_log
+from notebook_accel.launching.supervision.runs import Rank
 from tests import kernels, processes
 
 _HANGING = """%%distributed -n 4 --background --out hanging --view none --name hanging

@@ -23,7 +23,7 @@ Launch = Callable[..., Job]
 
 
 def supervisor(who: str) -> int:
-    [agent] = [child for child in processes.children(os.getpid()) if "notebook_accel.launching.agent" in child.command]
+    [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
     return agent.pid if who == "agent" else processes.children(agent.pid)[0].pid
 
 

@@ -9,7 +9,8 @@ import tempfile
 
 import pytest
 
-from notebook_accel.launching import log_keeping, logs
+from notebook_accel.launching import logs
+from notebook_accel.launching.supervision import log_keeping
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from notebook_accel.errors import NodeLostError, NotebookAccelError, ProcessStartError, RankFailedError, RunStoppedError
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.lines_view import LinesView
+from notebook_accel.launching.views.lines_view import LinesView
 from tests import kernels, processes
 from tests.launching import restarted
 from tests.launching.test_elastic import below_template, runs

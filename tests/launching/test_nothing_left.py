@@ -21,7 +21,7 @@ time.sleep(300)"""
 
 def find(kernel: kernels.Kernel, who: str) -> processes.Process:
     """The agent, the template or a rank of a kernel."""
-    [agent] = [child for child in processes.children(kernel.pid) if "notebook_accel.launching.agent" in child.command]
+    [agent] = [child for child in processes.children(kernel.pid) if processes.is_agent(child)]
     if who == "agent":
         return agent
     [template] = processes.children(agent.pid)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from notebook_accel import events
-from notebook_accel.launching.output import Allowance, LogTail, open_log
+from notebook_accel.launching.supervision.output import Allowance, LogTail, open_log
 
 
 class Log:

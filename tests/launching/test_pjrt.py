@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import launcher, pjrt, preflight
-from notebook_accel.launching.devices import Devices
+from notebook_accel.launching import launcher
+from notebook_accel.launching.checks import pjrt, preflight
+from notebook_accel.launching.checks.devices import Devices
 
 
 def _pci_device(root: pathlib.Path, number: int, vendor: str, device: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from notebook_accel import host_memory, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching import devices, forkable, preflight
+from notebook_accel.launching.checks import devices, forkable, preflight
 
 
 def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
@@ -119,7 +119,7 @@ from accelerate import Accelerator
 Accelerator(cpu=True)
 sys.modules["bitsandbytes"] = types.ModuleType("bitsandbytes")  # not installed here
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import forkable, preflight
+from notebook_accel.launching.checks import forkable, preflight
 assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
 for finding in forkable.check(): print(finding.refuses, finding.what)
 """
@@ -144,7 +144,7 @@ def test_launch_after_the_first_opens_and_imports_next_to_nothing() -> None:
     code = """
 import sys
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import preflight
+from notebook_accel.launching.checks import preflight
 config = LaunchConfig(num_processes=2)
 preflight.check(config)
 done = []

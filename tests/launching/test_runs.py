@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import messages
-from notebook_accel.launching.forking import open_rank
-from notebook_accel.launching.runs import Rank, Run
+from notebook_accel.launching.supervision.forking import open_rank
+from notebook_accel.launching.supervision.runs import Rank, Run
 from tests import processes
 
 LAUNCH = messages.Launch(

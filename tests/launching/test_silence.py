@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from notebook_accel import events
-from notebook_accel.launching import worker
 from notebook_accel.launching.messages import RankDump
+from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.stacks import RankStack, Stacks, read_dump

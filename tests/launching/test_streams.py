@@ -10,7 +10,7 @@ import pytest
 
 _SETUP = """
 import ctypes, os, sys
-from notebook_accel.launching import streams
+from notebook_accel.launching.ranks import streams
 streams.take_over(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 libc = ctypes.CDLL(None)
 """

@@ -12,7 +12,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching import launcher, trial
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.worker import Target
+from notebook_accel.launching.ranks.worker import Target
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -16,9 +16,10 @@ import pytest
 
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import following, lines_view, view
+from notebook_accel.launching import following
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.spec import JobSpec
+from notebook_accel.launching.views import lines_view, view
 
 
 def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:

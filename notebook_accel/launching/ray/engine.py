@@ -9,7 +9,7 @@ import msgspec
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching import outgoing, sealing, undisturbed
-from notebook_accel.launching.devices import Devices
+from notebook_accel.launching.checks.devices import Devices
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.ray import cluster, options

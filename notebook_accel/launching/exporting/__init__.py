@@ -1,0 +1,1 @@
+"""A cell becomes a script that runs without its notebook."""

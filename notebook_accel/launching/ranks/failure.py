@@ -1,0 +1,146 @@
+"""From an exception in a rank to what the notebook is told about it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import types
+from typing import Any
+
+from notebook_accel import code_places, environment, events, serialization
+from notebook_accel.errors import CollectiveError, NotebookAccelError
+from notebook_accel.launching.spec import JobSpec
+
+__all__ = ["describe", "look_up", "without_our_frames"]
+
+# What torch says in a rank whose peer has gone. The peer's own end is the better reason.
+_LOST_PEER = re.compile(
+    r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
+    r"remote process exited|socket timeout|wait timeout after|nccl.*(abort|remote)|process group.*abort",
+    re.IGNORECASE,
+)
+
+
+def describe(
+    error: BaseException, spec: JobSpec, shipped: serialization.Origins, *, saved: bool = False
+) -> events.Failed:
+    """The event that says that the user's code raised this.
+
+    Args:
+        error: The exception, with its traceback.
+        spec: The job, for the sources that are in no file.
+        shipped: The functions and classes that came from the notebook.
+        saved: Whether the names to be pulled were saved.
+    """
+    text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
+    if isinstance(error, NotebookAccelError):
+        _end_at_the_users_line(text)
+    if not environment.is_debugging():
+        _fold_our_frames(text)
+    message = _message(error)
+    return events.Failed(
+        kind=type(error).__name__,
+        message=message,
+        traceback="".join(_labelled(text, spec).format()),
+        line=_innermost_line(text, spec),
+        exception=_pickled(error, shipped),
+        saved=saved,
+        lost_peer=_is_lost_peer(error, message),
+    )
+
+
+def _is_lost_peer(error: BaseException, message: str) -> bool:
+    if isinstance(error, CollectiveError):
+        return error.lost_peer
+    return isinstance(error, (RuntimeError, ConnectionError)) and _LOST_PEER.search(message) is not None
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the exception is still theirs
+        return f"(its text can't be had: {type(broken).__name__})"
+
+
+def look_up(namespace: dict[str, Any], name: str) -> Any:
+    """A name's value in a rank's ``__main__``.
+
+    Raises:
+        NameError: There is no such name; says so in terms of ``--pull``.
+    """
+    try:
+        return namespace[name]
+    except KeyError:
+        raise NameError(
+            f"--pull {name}: rank 0 has no name {name!r} when the cell has ended. Fix: assign it in the cell", name=name
+        ) from None
+
+
+def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """Leaves out the frames of this package through which the user's code was called."""
+    while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb
+
+
+def _end_at_the_users_line(text: traceback.TracebackException) -> None:
+    """For an error of ours: it says what happened and why, and where in here it was raised adds nothing to that."""
+    text.__cause__ = text.__context__ = None
+    while text.stack and _is_ours(text.stack[-1].filename):
+        text.stack.pop()
+
+
+def _fold_our_frames(text: traceback.TracebackException) -> None:
+    """Leaves out the calls through this package, between the user's line and the library's that has failed."""
+    for part in _chain(text):
+        last = len(part.stack) - 1
+        while last >= 0 and _is_ours(part.stack[last].filename):  # where it was raised says something
+            last -= 1
+        if last > 0:
+            part.stack[:last] = [frame for frame in part.stack[:last] if not _is_ours(frame.filename)]
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(code_places.OURS)
+
+
+def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:
+    """With the cells' names in place of the file names that the kernel gave their code."""
+    for part in _chain(text):
+        for frame in part.stack:
+            frame.line  # noqa: B018 - reads the source line while the file name is still the one it is filed under
+            source = spec.sources.get(frame.filename)
+            if source is not None:
+                frame.filename = source.label
+    return text
+
+
+def _chain(text: traceback.TracebackException | None) -> list[traceback.TracebackException]:
+    parts: list[traceback.TracebackException] = []
+    waiting = [text]
+    while waiting:
+        part = waiting.pop()
+        if part is not None and part not in parts:
+            parts.append(part)
+            waiting += [part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or [])]
+    return parts
+
+
+def _innermost_line(text: traceback.TracebackException, spec: JobSpec) -> str:
+    labels = {source.label for source in spec.sources.values()}
+    for frame in reversed(text.stack):
+        if frame.filename in labels:
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def _pickled(error: BaseException, shipped: serialization.Origins) -> bytes:
+    """The exception for the notebook, or nothing: its text has gone there already."""
+    with contextlib.suppress(Exception):
+        pickled = serialization.pickle_by_value(
+            error, roots={"the exception": error}, origins=shipped, device_tensors_to_cpu=True
+        )
+        if not pickled.buffers:
+            return bytes(pickled.data)
+    return b""

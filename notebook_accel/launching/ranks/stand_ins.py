@@ -1,0 +1,101 @@
+"""What code from a notebook expects around it, in a rank: ``get_ipython()``, ``input()``, displays, bars.
+
+Small stand-ins that need no kernel. Which line magics work is stated here once; the others are refused before a launch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accel.launching.ranks import bars, displays, rich_bars
+
+__all__ = ["LINE_MAGICS", "RankShell", "install"]
+
+
+class RankShell:
+    """The ``get_ipython()`` of a rank: shell commands and a few line magics, nothing of a kernel.
+
+    Args:
+        namespace: The rank's ``__main__``.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.user_ns = namespace
+
+    def system(self, command: str) -> None:
+        """``!command``: its output is the rank's output."""
+        sys.stdout.flush()
+        self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
+
+    def getoutput(self, command: str, split: bool = True) -> list[str] | str:
+        """``x = !command``: its output's lines."""
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.stdout.splitlines() if split else done.stdout
+
+    def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
+        """``%name line``, for the names in ``LINE_MAGICS``."""
+        return LINE_MAGICS[name](self, line)
+
+
+def _time(shell: RankShell, line: str) -> Any:
+    started = time.perf_counter()
+    try:
+        value = eval(compile(line, "<%time>", "eval"), shell.user_ns)
+    except SyntaxError:
+        value = None
+        exec(compile(line, "<%time>", "exec"), shell.user_ns)
+    print(f"Wall time: {time.perf_counter() - started:.3g} s")
+    return value
+
+
+def _env(_: RankShell, line: str) -> Any:
+    name, has_value, value = line.strip().partition("=" if "=" in line else " ")
+    if not name:
+        return dict(os.environ)
+    if not has_value:
+        return os.environ.get(name)
+    os.environ[name] = value
+    return None
+
+
+LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
+    "cd": lambda _shell, line: os.chdir(os.path.expanduser(line.strip() or "~")),
+    "env": _env,
+    "matplotlib": lambda _shell, _line: None,  # a rank draws to files or through display()
+    "pwd": lambda _shell, _line: os.getcwd(),
+    "set_env": _env,
+    "sx": lambda shell, line: shell.getoutput(line),
+    "system": lambda shell, line: shell.getoutput(line),
+    "time": _time,
+}
+
+
+def install(namespace: dict[str, Any], rank: int) -> None:
+    """Puts the stand-ins where notebook code looks for them."""
+    shell = RankShell(namespace)
+    builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
+    builtins.input = _input
+    sys.breakpointhook = _breakpoint
+    builtins.display = displays.display  # type: ignore[attr-defined]
+    displays.adopt(rank)
+    bars.adopt()
+    rich_bars.adopt()
+
+
+def _input(_prompt: object = "", /) -> str:
+    raise EOFError("a rank has no keyboard: ask before the launch, and use the answer here")
+
+
+def _breakpoint(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "a rank has no keyboard, so nobody could use a debugger in it: take out breakpoint(), or launch with "
+        "start_method='inline' and `import pdb; pdb.set_trace()`"
+    )

@@ -1,0 +1,293 @@
+"""One rank: from a fork of the template to the end of the user's code.
+
+Everything here runs in the forked process, before, around and after the user's code.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import importlib.machinery
+import linecache
+import os
+import random
+import signal
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
+from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.environment import RankPlace
+from notebook_accel.launching import messages, stack_dumps
+from notebook_accel.launching.ranks import displays, failure, interruption, stand_ins, store, streams
+from notebook_accel.launching.spec import JobSpec, Source
+
+__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "show_sources"]
+
+_SEND_DEADLINE_S = 30.0
+_SILENT_EXIT_S = 2.0
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
+
+
+@dataclasses.dataclass
+class Target:
+    """What the payload holds: the names that the code uses, and what is called with which arguments.
+
+    Attributes:
+        names: Names of the notebook and their values, for the rank's ``__main__``.
+        function: The function to call; ``None`` if the code is a cell.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        submodules: Modules to import, since the code reaches them as attributes of their packages.
+    """
+
+    names: dict[str, Any]
+    function: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    submodules: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Inherited:
+    """What ranks run that are forks of the kernel: nothing was sent, since they have the kernel's objects themselves.
+
+    Attributes:
+        target: What they run.
+        shipped: The notebook's functions and classes, as which they come back.
+    """
+
+    target: Target
+    shipped: tuple[Any, ...]
+
+
+def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
+    """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
+    payload, result, connection, log, dump, *listening = descriptors
+    streams.take_over(log)
+    stack_dumps.arm(dump)
+    _reset_process()
+    spec = JobSpec.decode(memory_files.read_head(payload))
+    link = Connection.from_descriptor(connection)
+    link.set_send_deadline(_SEND_DEADLINE_S)
+    reporter = reporting.connect(link)
+    os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
+    last, status = _run_to_the_end(spec, order, payload, result, listening, inherited)
+    streams.flush()
+    reporter.close()
+    if status != 0:
+        reporter.say_memory()  # it may have failed for want of it
+    reporter.send(last)
+    if status == 0:
+        _wait_for_release(link)
+    _leave(is_waited_for=status == 0)
+    return status
+
+
+def _run_to_the_end(
+    spec: JobSpec,
+    order: messages.Fork,
+    payload: int,
+    result: int,
+    listening: list[int],
+    inherited: Inherited | None,
+) -> tuple[events.Event, int]:
+    """Everything that can raise; the rank's last word and its exit status."""
+    place, shipped = order.place, list[Any]()
+    try:
+        interruption.watch(place.master_port)
+        _take_over_environment(spec, place, order.variables)
+        for descriptor in listening:  # rank 0 has one
+            store.serve(place, descriptor)
+        store.join()
+        interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
+        reporting.reporter().send(events.Started(pid=os.getpid()))
+        if inherited is None:
+            namespace = _become_main(payload, place.rank)
+            opened = open_namespace(spec, payload, namespace)
+            target: Target = opened.value
+            shipped.extend(obj for _, obj in opened.shipped)
+        else:
+            show_sources(spec.sources)
+            namespace, target = _stay_main(place.rank), inherited.target
+            shipped.extend(inherited.shipped)
+        rank_pid = os.getpid()
+        try:
+            value = call(spec, target, namespace)
+        finally:
+            displays.end()
+        if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
+            os._exit(0)
+        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.local_rank == 0 else {}
+        finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
+        interruption.note_only()
+    except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        error = interruption.settle(raised)
+        saved = place.local_rank == 0 and _save_pulled(spec, result, shipped)
+        return failure.describe(error, spec, shipped, saved=saved), 1
+    return finished, 0
+
+
+def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
+    """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
+    namespace = sys.modules["__main__"].__dict__
+    pulled = {name: namespace[name] for name in spec.pull if name in namespace}
+    with contextlib.suppress(Exception):  # the failure that is being reported matters more
+        return bool(pulled) and _write_result(result, 0, None, pulled, shipped) > 0
+    return False
+
+
+def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
+    """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
+    show_sources(spec.sources)
+    opened = serialization.open_sealed(payload, namespace=namespace)
+    namespace.update({name: obj for name, obj in opened.shipped if name is not None})
+    namespace.update(opened.value.names)
+    for name in opened.value.submodules:
+        with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
+            importlib.import_module(name)
+    return opened
+
+
+def show_sources(sources: Mapping[str, Source]) -> None:
+    """Makes tracebacks show the source of what is in no file."""
+    for filename, source in sources.items():
+        # Without a modification time the cache never looks for a file of that name.
+        linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
+    code_places.name_files({filename: source.label for filename, source in sources.items()})
+
+
+def _reset_process() -> None:
+    """Undoes what is right for the template and wrong for a rank."""
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    faulthandler.enable(2, all_threads=False)  # a crash in native code says which line of Python has called it
+    sys.argv = [""]
+    # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
+    random.seed()
+    torch = sys.modules.get("torch")  # a kernel that forks need not have it
+    if torch is not None:
+        torch.default_generator.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
+    # Between nodes, whoever has named an interface knows better which one it is.
+    named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
+    own = {**place.variables(), **store.VARIABLES, **variables, **named}
+    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
+    if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
+        sys.path[:] = spec.sys_path
+        os.chdir(spec.working_directory)
+    if "OMP_NUM_THREADS" not in os.environ:
+        # torch read the variable when the template imported it, so tell it the other way.
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+
+
+def _become_main(payload: int, rank: int) -> dict[str, Any]:
+    """The names of a new ``__main__``, as a notebook's code expects it.
+
+    Its spec names a module that worker processes started by spawn or forkserver can run to have the same names: that is
+    how multiprocessing looks for them.
+    """
+    module = types.ModuleType("__main__")
+    module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.worker_main", None)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
+    os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
+    stand_ins.install(module.__dict__, rank)
+    return module.__dict__
+
+
+def _stay_main(rank: int) -> dict[str, Any]:
+    """The names of the ``__main__`` that the kernel had, in a fork of it."""
+    namespace = sys.modules["__main__"].__dict__
+    stand_ins.install(namespace, rank)
+    namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # where IPython has put the kernel's
+    # Workers started in another way would look for the notebook's names in a payload, and there is none.
+    multiprocessing = importlib.import_module("multiprocessing")
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("fork")
+    return namespace
+
+
+def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
+    """Runs the user's code; what it returns, ``None`` if it ends with ``sys.exit()``."""
+    try:
+        if spec.cell is None:
+            return target.function(*target.args, **target.kwargs)
+        value = run_cell(spec.cell, spec.cell_filename, namespace)
+        return namespace[spec.calls](*target.args, **target.kwargs) if spec.calls else value
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
+
+
+def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+    """Runs the cell at module level; the value of its last statement, if that is an expression."""
+    tree = ast.parse(source, filename)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+        return None
+    tree.body.pop()
+    exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
+    return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
+
+
+def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], shipped: list[Any]) -> int:
+    roots = {f"the result of rank {rank}": value, **{f'name "{name}"': obj for name, obj in pulled.items()}}
+    pickled = serialization.pickle_by_value(
+        (value, pulled),
+        roots=roots,
+        origins=shipped,
+        device_tensors_to_cpu=True,
+        advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
+    )
+    return serialization.seal(result, pickled)
+
+
+def _wait_for_release(link: Connection) -> None:
+    """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups.
+
+    It needs no deadline: the agent ends every run, and the template's end kills this rank.
+    """
+    with contextlib.suppress(ClosedError):
+        while True:
+            link.receive()
+
+
+def _leave(*, is_waited_for: bool) -> None:
+    """What an interpreter's end does for the user's code, without taking torch apart, which takes long."""
+    with contextlib.suppress(KeyboardInterrupt):  # one that came before is no reason to leave this out
+        interruption.allow()
+    if is_waited_for:
+        late = threading.Timer(_SILENT_EXIT_S, _say_what_keeps_this_rank)
+        late.daemon = True
+        late.start()
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
+        atexit._run_exitfuncs()  # ends DataLoader workers, and runs what the user registered
+    streams.flush()
+
+
+def _say_what_keeps_this_rank() -> None:
+    main = threading.main_thread()
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    kept_by = f"its threads {', '.join(threads)}" if threads else "what was registered with atexit"
+    text = f"[the function has returned; this rank waits at most a minute for {kept_by}. Interrupt to end it now.]\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())  # sys.stderr may be the user's by now

@@ -1,0 +1,1 @@
+"""What runs in the agent: ranks are started from templates, heard, and ended, however that is."""

@@ -1,0 +1,219 @@
+"""The view where nobody looks at widgets: plain lines in a terminal, a script's output, or a notebook that is executed.
+
+Where the output is no terminal, no line is ever written over, and none has a control character.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import string
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from notebook_accel import durations, events
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.views import standings
+from notebook_accel.launching.views.kernel_display import KernelDisplay
+from notebook_accel.launching.views.standings import Standing
+from notebook_accel.plain_text import plain_lines, plain_text
+
+__all__ = ["LinesView", "line_prefix"]
+
+_PERIOD_S = 5.0  # between two lines of progress at first
+_LONGEST_PERIOD_S = 60.0  # in a run of many hours
+_PERIOD_SHARE = 0.05  # of the time that the run has taken
+_TERMINAL_PERIOD_S = 1.0  # where one line is written over
+# A notebook with more lines can't be opened any more. Of all ranks of a run together.
+_MOST_LINES = 10_000
+_LAST_LINES = 1_000
+_ROLE = "default_role"  # what torch calls it
+_ERASE_LINE = "\r\x1b[K"
+_USUAL_COLUMNS = 80
+_WRITTEN = (events.Output, events.Display, events.Silent, events.Restarting, events.Nodes)
+
+
+def line_prefix(job: Job, rank: int) -> str:
+    """What stands before a line of a rank's output: the option's template filled in, or the rank."""
+    template = job.config.log_line_prefix_template
+    number = job.first_rank + rank
+    if not template:
+        return f"{number:>{len(str(job.total_ranks - 1))}} │ "
+    return string.Template(template).substitute(role_name=_ROLE, rank=number, local_rank=rank)
+
+
+class _Lines:
+    """One rank's lines on their way out: the first ones as they come, and of the others the last ones at the end."""
+
+    def __init__(self, out: TextIO, job: Job, rank: int) -> None:
+        self._out = out
+        self._job, self._rank = job, rank
+        self._log_file = str(job.log_files[rank]) if job.log_files else ""
+        self._free = max(_MOST_LINES // job.world_size, 1)
+        self._held = collections.deque[str](maxlen=max(_LAST_LINES // job.world_size, 1))
+        self._left_out = 0
+
+    @property
+    def _prefix(self) -> str:
+        return line_prefix(self._job, self._rank)  # several nodes may number their ranks anew
+
+    def add(self, text: str, left_out: int = 0) -> None:
+        if left_out:
+            self._left_out += left_out + len(self._held)
+            self._held.clear()
+            self._free = 0
+        for line in plain_lines(text):
+            if self._free:
+                self._free -= 1
+                self._out.write(f"{self._prefix}{line}\n")
+            else:
+                self._left_out += len(self._held) == self._held.maxlen
+                self._held.append(line)
+
+    def close(self) -> None:
+        if self._left_out:
+            where = f"; the whole output is in {self._log_file}" if self._log_file else ""
+            self._out.write(f"{self._prefix}[{self._left_out:,} lines left out here{where}]\n")
+        self._out.writelines(f"{self._prefix}{line}\n" for line in self._held)
+
+
+class LinesView:
+    """Prints what ranks print, line by line with the rank in front, and now and then where each rank stands.
+
+    Args:
+        job: The run.
+        out: Where to. In a terminal, where the ranks stand is one line below the output.
+        period_s: Seconds between two lines of progress. Default: 5, and more in a run that takes hours.
+    """
+
+    def __init__(self, job: Job, out: TextIO, period_s: float | None = None) -> None:
+        self._job = job
+        self._out = out
+        self._period_s = period_s
+        self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
+        self._standings = [Standing(rank) for rank in range(job.world_size)]
+        self._shown: list[str] = []
+        self._lines = [_Lines(out, job, rank) for rank in range(job.world_size)]
+        self._silent_steps: dict[int, int] = {}
+        self._nodes: list[str] = []
+        self._terminal = _StatusLine(out) if out.isatty() else None
+        self._displays = KernelDisplay()
+
+    def refresh(self) -> None:
+        """Prints the new lines, and the progress when it is due."""
+        new = self._job.events()
+        writes = any(isinstance(event, _WRITTEN) for _, event in new)
+        if writes and self._terminal is not None:
+            self._terminal.erase()
+        for rank, event in new:
+            self._take(rank, event)
+        now_s = time.monotonic()
+        if self._terminal is not None:
+            self._terminal.draw(lambda: self._describe(now_s, folded=True), was_erased=writes)
+        elif now_s >= self._due_s:
+            self._due_s = now_s + self._next_period_s(now_s)
+            self._print_progress(now_s)
+
+    def close(self) -> None:
+        """Prints what is left and where each rank ended."""
+        self._due_s = float("inf")
+        self.refresh()
+        if self._terminal is not None:
+            self._terminal.erase()
+        for lines in self._lines:
+            lines.close()
+        self._print_progress(self._job.ended_s or time.monotonic())
+        self._out.flush()
+
+    def _next_period_s(self, now_s: float) -> float:
+        if self._period_s is not None:
+            return self._period_s
+        return min(max(_PERIOD_S, _PERIOD_SHARE * (now_s - self._job.started_s)), _LONGEST_PERIOD_S)
+
+    def _take(self, rank: int, event: events.Event) -> None:
+        self._standings[rank].add(event)
+        if isinstance(event, events.Output):
+            self._lines[rank].add(event.text, event.left_out)
+        elif isinstance(event, events.Display):
+            self._out.flush()
+            if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
+                self._lines[rank].add(text)
+        elif isinstance(event, events.Silent) and not event.waits_in:
+            self._print_silent(rank, event)
+        elif isinstance(event, events.Restarting):
+            self._out.write(f"[{event.in_words}]\n")
+            self._standings = [Standing(number) for number in range(self._job.world_size)]
+            self._silent_steps.clear()
+        elif isinstance(event, events.Nodes):
+            self._nodes = [plain_text(line) for line in event.lines]
+            if event.is_news:
+                self._out.writelines(f"[{line}]\n" for line in self._nodes)
+
+    def _print_silent(self, rank: int, event: events.Silent) -> None:
+        """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
+        steps = self._standings[rank].steps
+        if self._silent_steps.get(rank) != steps:
+            self._silent_steps[rank] = steps
+            at = f": {plain_text(event.at)}" if event.at else ""
+            self._out.write(
+                f"[rank {self._job.first_rank + rank} has done no step for {event.time_s - event.since_s:.0f} s, "
+                f"and others wait{at}]\n"
+            )
+
+    def _print_progress(self, now_s: float) -> None:
+        described = self._describe(now_s)
+        described += self._nodes if described else []
+        if described and described != self._shown:
+            self._shown = described
+            time_shown = durations.in_minutes(now_s - self._job.started_s)
+            self._out.writelines(f"[{time_shown}] {line}\n" for line in described)
+        for standing in self._standings:
+            standing.begin_period()
+
+    def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
+        if not any(standing.has_reported for standing in self._standings):
+            return []
+        for number, standing in enumerate(self._standings, self._job.first_rank):
+            standing.rank = number
+        if folded:
+            return [f"[{durations.in_minutes(now_s - self._job.started_s)}] {standings.folded(self._standings)}"]
+        return standings.described(self._standings)
+
+
+class _StatusLine:
+    """The last line of a terminal, which is written over.
+
+    Args:
+        out: The terminal.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_drawn = False
+        self._text = ""
+        self._due_s = 0.0
+
+    def erase(self) -> None:
+        """Takes it away, so that output can be written where it was."""
+        if self._is_drawn:
+            self._out.write(_ERASE_LINE)
+            self._is_drawn = False
+
+    def draw(self, describe: Callable[[], list[str]], *, was_erased: bool) -> None:
+        """Writes it: as it is now if that is due, and as it was if it was erased."""
+        now_s = time.monotonic()
+        is_due = now_s >= self._due_s
+        if is_due:
+            self._due_s = now_s + _TERMINAL_PERIOD_S
+            self._text = "".join(describe())
+        if self._text and (is_due or was_erased):
+            self._out.write(f"{_ERASE_LINE}{self._text[: self._columns() - 1]}")
+            self._is_drawn = True
+        self._out.flush()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or _USUAL_COLUMNS
+        except (OSError, ValueError):  # what calls itself a terminal, and has no size
+            return _USUAL_COLUMNS

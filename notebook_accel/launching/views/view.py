@@ -1,0 +1,62 @@
+"""What shows a run while it goes on: a seam with one verb, ``open``, and its small twin that shows nothing.
+
+Views come from the entry point group ``notebook_accel.views``: a callable that takes the job and returns a view, or
+``None`` where it can't show anything. So a notebook has its panel without this package knowing of notebooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.views.lines_view import LinesView, line_prefix
+
+__all__ = ["NoView", "View", "line_prefix", "open_panel", "open_view"]
+
+_GROUP = "notebook_accel.views"
+
+
+class View(Protocol):
+    """Shows one job."""
+
+    def refresh(self) -> None:
+        """Shows what is new. Called at most five times a second, by the thread that follows the job."""
+
+    def close(self) -> None:
+        """The job has ended: shows how."""
+
+
+def open_view(job: Job) -> View:
+    """The view that fits the job's options and the place: the first that can show it, else plain lines."""
+    if job.config.view == "none":
+        return NoView(job)
+    return open_panel(job) or LinesView(job, sys.stdout)
+
+
+def open_panel(job: Job) -> View | None:
+    """The first view that can show it, other than plain lines; ``None`` if there is none."""
+    views = (opener(job) for opener in _openers()) if job.config.view not in ("lines", "none") else ()
+    return next((view for view in views if view is not None), None)
+
+
+@functools.cache
+def _openers() -> tuple[Callable[[Job], View | None], ...]:
+    return tuple(entry.load() for entry in importlib.metadata.entry_points(group=_GROUP))
+
+
+class NoView:
+    """Shows nothing."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def refresh(self) -> None:
+        """Takes the events, so that they don't pile up."""
+        self._job.events()
+
+    def close(self) -> None:
+        """Nothing."""
