@@ -38,7 +38,7 @@ def follow(job: Job) -> Results:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    view: View = NoView(job)
+    view: View | None = None
     try:
         if job.run_here is None:
             job.wait(_DRAWING_DELAY_S)
@@ -49,6 +49,7 @@ def follow(job: Job) -> Results:
             _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
+        view = view or _open(job)  # what the ranks have said is shown all the same
         _guarded(job, view.close, None)
         saved = job.bind_what_was_saved()
         # What IPython shows in place of a traceback, which would be of our frames.
