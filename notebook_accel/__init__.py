@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from notebook_accel.launching.configuring import write_basic_config
     from notebook_accel.launching.job import Job
-    from notebook_accel.launching.launcher import debug_launcher, notebook_launcher
+    from notebook_accel.launching.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
     from notebook_accel.sessions.session import Session
@@ -102,7 +102,7 @@ _HOME = {
     "Session": "sessions.session",
     "TrainingError": "errors",
     "cpu_offload": "training.refusals",
-    "debug_launcher": "launching.launcher",
+    "debug_launcher": "launching.notebook_launcher",
     "disk_offload": "training.refusals",
     "dispatch_model": "training.refusals",
     "find_executable_batch_size": "training.batch_size",
@@ -112,7 +112,7 @@ _HOME = {
     "is_rich_available": "training.availability",
     "load_checkpoint_and_dispatch": "training.refusals",
     "load_checkpoint_in_model": "training.refusals",
-    "notebook_launcher": "launching.launcher",
+    "notebook_launcher": "launching.notebook_launcher",
     "prepare_data_loader": "training.data",
     "prepare_pippy": "training.refusals",
     "report": "reporting",

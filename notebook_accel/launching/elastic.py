@@ -6,6 +6,9 @@ what they are in a run on one machine.
 
 from __future__ import annotations
 
+import os
+
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching import local
@@ -45,12 +48,30 @@ def options(config: LaunchConfig) -> Elastic:
     Raises:
         ConfigError: The options about nodes don't fit together.
     """
+    meeting = _meeting(config)
     return Elastic(
         max_restarts=config.max_restarts,
         monitor_interval_s=config.monitor_interval,
         run_id=config.rdzv_id,
-        meeting=_meeting(config),
+        meeting=meeting,
+        secret=_secret(meeting) if config.all_nodes else "",
     )
+
+
+def _secret(meeting: Meeting | None) -> str:
+    if meeting is None or meeting.least != meeting.most:
+        raise ConfigError(
+            "all_nodes is about several nodes whose number doesn't change.", fix="num_nodes=2, or leave out all_nodes"
+        )
+    secret = os.environ.get(environment.SECRET, "")
+    if not secret:
+        raise ConfigError(
+            f"all_nodes needs a secret, and {environment.SECRET} isn't set.",
+            why="Results are pickles, and whoever made one can have it run anything. With the secret, nodes "
+            "prove that theirs are yours.",
+            fix=f"on each node, before the launch: %env {environment.SECRET}=... with the same text",
+        )
+    return secret
 
 
 def _meeting(config: LaunchConfig) -> Meeting | None:

@@ -40,9 +40,13 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         meeting: Where the nodes meet, ``None`` if this is the only one.
+        secret: With which nodes prove whose results they bring; empty if each keeps its own.
+        fingerprint: Of what was sent to the ranks by value.
     """
 
     max_restarts: int
     monitor_interval_s: float
     run_id: str
     meeting: Meeting | None = None
+    secret: str = ""
+    fingerprint: str = ""

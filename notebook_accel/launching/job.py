@@ -360,14 +360,12 @@ class Job:
         return self._engine_error is None and self._reason == "" and len(self._record.finished) == self.world_size
 
     def _read_results(self) -> Results:
-        values = []
-        for rank, descriptor in enumerate(self._result_files):
-            value, pulled = serialization.open_sealed(descriptor, origins=self._shipped).value
-            values.append(value)
-            if rank == 0:
-                self._bind(pulled)
+        opened = [serialization.open_sealed(file, origins=self._shipped).value for file in self._result_files]
+        self._bind(opened[0][1])
         self._close_results()
-        return Results(values)
+        values = [value for value, _ in opened]
+        here, others = values[: self.world_size], values[self.world_size :]
+        return Results([*others[: self.first_rank], *here, *others[self.first_rank :]] if others else here)
 
     def _make_error(self) -> NotebookAccelError:
         if self._engine_error is not None:

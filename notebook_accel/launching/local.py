@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from notebook_accel import config, serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
@@ -66,6 +68,9 @@ class LocalEngine:
     def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
         """The same, with an elastic process that says when they are started, if there are options for one."""
         pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        if elastic is not None:
+            names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
+            elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
         return undisturbed.call(lambda: self._launch(request, pickled, left_out, elastic), Job.kill)
 
     def _launch(
@@ -76,6 +81,7 @@ class LocalEngine:
         elastic: Elastic | None,
     ) -> Job:
         with sealing.sealed(request, pickled, left_out) as sealed:
+            check_size(len(sealed.result_files))
             with self._lock:
                 agent = self._running_agent()
                 agent.expect(sealed.job)

@@ -91,7 +91,8 @@ class Launch(_Message, frozen=True, kw_only=True):
     with ``places`` is the part of a larger run that is on this node: its ranks stand there, with these variables
     besides, and are not let go before ``Release``.
 
-    Descriptors: the payload, then one result file a rank; with a ``template_pid``, which is that of a template for this
+    Descriptors: the payload, then one result file a rank; with an ``elastic`` that has a secret, one more for each rank
+    of other nodes; with a ``template_pid``, which is that of a template for this
     run alone, also a line to it, and its pidfd; with ``places`` one of which is rank 0's, the listening socket for the
     ranks' store.
     """
@@ -279,7 +280,7 @@ class Fork(_Message, frozen=True, kw_only=True):
 class ForkElastic(_Message, frozen=True, kw_only=True):
     """Fork a run's elastic process, which has the rank ``ELASTIC`` in what is said of it.
 
-    Descriptors: its connection.
+    Descriptors: its connection; if the options have a secret, the result files of the ranks here, then of those there.
 
     Attributes:
         world_size: Number of ranks.

@@ -23,7 +23,7 @@ class Sealed(NamedTuple):
     Attributes:
         job: Its handle, which owns the result files.
         payload: Descriptor of the payload, whose head is the ``JobSpec``.
-        result_files: One empty memory file a rank.
+        result_files: One empty memory file a rank; then, if they are wanted too, one for each rank of other nodes.
     """
 
     job: Job
@@ -49,7 +49,8 @@ def sealed(request: Request, pickled: serialization.Pickled, left_out: Mapping[s
     try:
         serialization.seal(payload, pickled, spec.encode())
         memory_files.make_unwritable(payload)
-        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
+        nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
+        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
         job = request.make_job(
             spec,
             shipped=pickled.shipped,

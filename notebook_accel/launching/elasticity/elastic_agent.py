@@ -25,6 +25,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.launching import interfaces, messages
 from notebook_accel.launching.elastic_options import Meeting
 from notebook_accel.launching.elasticity import elastic_messages, nodes, rendezvous
+from notebook_accel.launching.elasticity.exchange import Exchange, ForeignError
 from notebook_accel.launching.elasticity.nodes import GoneError, Guarded, Nodes, Patience, Standing
 from notebook_accel.launching.elasticity.rendezvous import RefusedError
 
@@ -62,6 +63,11 @@ class Line:
         """What the agent has said, after at most the interval at which it is to be asked."""
         return [elastic_messages.for_elastic.decode(frame.body) for frame in self._connection.receive()]
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``hear`` would not have to wait."""
+        return bool(select.select([self._connection.fileno()], [], [], 0)[0])
+
     def say_that_it_waits(self, line: str) -> None:
         """Says for whom this node waits, and looks whether it is to go on waiting.
 
@@ -69,7 +75,7 @@ class Line:
             LeaveError: It isn't.
         """
         self.say_about_nodes([line], is_news=[line] != self._lines)
-        if select.select([self._connection.fileno()], [], [], 0)[0]:
+        if self.has_news:
             for told in self.hear():
                 if isinstance(told, elastic_messages.Leave):
                     raise LeaveError(told.why)
@@ -88,16 +94,18 @@ class ElasticAgent(api.SimpleElasticAgent):
         spec: As torch elastic has it.
         line: To the agent.
         order: What the agent has ordered.
+        results: Files of the results of this node's ranks, and then of the others', if they are to be exchanged.
 
     Attributes:
         elsewhere: The failure on another node because of which ranks here were stopped last, ``None`` if none was.
     """
 
-    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
+    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic, results: list[int]) -> None:
         super().__init__(spec)
         self.elsewhere: messages.Failure | None = None
         self._line = line
         self._order = order
+        self._results = results
         self._meeting = order.options.meeting
         self._patience = Patience()
         self._nodes: Nodes | None = None
@@ -251,9 +259,35 @@ class ElasticAgent(api.SimpleElasticAgent):
         if self.elsewhere is not None or self._has_failed_for_good():
             return api.RunResult(api.WorkerState.FAILED)
         if self._here.state == "finished" and states.count("finished") == len(list(self._others())):
+            if self._results:
+                self._exchange_results(worker_group)
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return api.RunResult(api.WorkerState.SUCCEEDED, nothing)
         return api.RunResult(api.WorkerState.HEALTHY)
+
+    def _exchange_results(self, worker_group: api.WorkerGroup) -> None:
+        assert self._nodes is not None
+        around, options, count = self._nodes, self._order.options, self._order.world_size
+        first, size = worker_group.workers[0].global_rank, worker_group.workers[0].world_size
+        others = [rank for rank in range(size) if not first <= rank < first + count]
+        exchange = Exchange(
+            around.store, options.secret, around.rank, size // count, options.fingerprint, lambda: self._pulse(around)
+        )  # fmt: skip
+        try:
+            exchange.run(first, self._results[:count], others, self._results[count:])
+        except ForeignError:
+            raise RefusedError(
+                "The results of another node don't come from one with the same secret and the same cell.",
+                why="They were left unopened. Every rank has finished.",
+                fix="the same NOTEBOOK_ACCEL_SECRET and the same code on all nodes, or leave out all_nodes",
+            ) from None
+        except GoneError as gone:
+            raise RefusedError(str(gone), why="Every rank had finished.", fix="leave out all_nodes") from None
+
+    def _pulse(self, around: Nodes) -> None:
+        if self._line.has_news:
+            self._hear()
+        around.pulse(self._here)
 
     def _hear(self) -> None:
         for told in self._line.hear():

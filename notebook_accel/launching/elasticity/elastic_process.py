@@ -31,7 +31,7 @@ _SHORTEST_S = 1e-3
 
 
 def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
-    """The process; its exit status. The descriptor is that of the order."""
+    """The process; its exit status. The descriptors are those of the order."""
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -41,16 +41,16 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     api._get_fq_hostname = socket.gethostname  # its events have a full name, and to ask for that can take long
     line = Line(Connection.from_descriptor(descriptors[0]), order)
     try:
-        line.say(_run(order, line))
+        line.say(_run(order, line, descriptors[1:]))
     except (ClosedError, LeaveError):  # the agent has gone, and ends its ranks so; or it ends them itself
         return 1
     return 0
 
 
-def _run(order: messages.ForkElastic, line: Line) -> elastic_messages.Over:
+def _run(order: messages.ForkElastic, line: Line, results: list[int]) -> elastic_messages.Over:
     agent: ElasticAgent | None = None
     try:
-        agent = ElasticAgent(_spec(order, line), line, order)
+        agent = ElasticAgent(_spec(order, line), line, order, results)
         result = agent.run()
         has_succeeded = result is not None and not result.is_failed()
         return elastic_messages.Over(has_succeeded=has_succeeded, failure=agent.elsewhere)

@@ -235,11 +235,12 @@ class Nodes:
         silence_s: After how long without a word a node is taken to have gone.
 
     Attributes:
+        store: Of this round alone.
         rank: This node's.
     """
 
     def __init__(self, store: Store, rank: int, cards: dict[int, Card], silence_s: float) -> None:
-        self._store = store
+        self.store = store
         self.rank = rank
         self._cards = cards
         self._silence_s = silence_s
@@ -274,18 +275,18 @@ class Nodes:
         self._beat += 1
         self._said = mine
         said = msgspec.structs.replace(mine, beat=self._beat)
-        self._store.set(f"standing/{self.rank}", msgspec.msgpack.encode(said))
+        self.store.set(f"standing/{self.rank}", msgspec.msgpack.encode(said))
         for rank in self._standings:
             self._hear(rank, now_s)
 
     def _hear(self, rank: int, now_s: float) -> None:
         before, heard_s = self._standings[rank]
-        if self._store.check([f"standing/{rank}"]):
-            standing = _standing.decode(self._store.get(f"standing/{rank}"))
+        if self.store.check([f"standing/{rank}"]):
+            standing = _standing.decode(self.store.get(f"standing/{rank}"))
             if before is None or standing.beat != before.beat:
                 self._standings[rank] = standing, now_s
                 return
-        is_done = before is not None and before.state == "finished" and self._store.check([f"left/{rank}"])
+        is_done = before is not None and before.state == "finished" and self.store.check([f"left/{rank}"])
         if now_s - heard_s > self._silence_s and not is_done:
             raise GoneError(
                 f"{self.name(rank).capitalize()} has gone: nothing was heard of it for {self._silence_s:g} s."
@@ -293,7 +294,7 @@ class Nodes:
 
     def leave(self, deadline_s: float, *, serves: bool) -> None:
         """Says that this node has heard all that it needs. See ``leave``."""
-        leave(self._store, self.rank, self._cards, deadline_s, serves=serves)
+        leave(self.store, self.rank, self._cards, deadline_s, serves=serves)
 
 
 def leave(store: Store, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:

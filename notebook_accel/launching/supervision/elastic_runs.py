@@ -108,7 +108,8 @@ class ElasticRuns:
         )
         with contextlib.closing(theirs):
             try:
-                template.connection.send(messages.encode(order), [theirs.fileno()])
+                results = run.descriptors[1:] if launch.elastic.secret else []
+                template.connection.send(messages.encode(order), [theirs.fileno(), *results])
             except (ClosedError, TimeoutError):
                 template.kill()  # what follows from its end is done where it is noticed
 
