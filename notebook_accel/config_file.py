@@ -21,6 +21,8 @@ from notebook_accel.errors import ConfigError
 
 __all__ = ["ConfigFile", "accelerate_path", "dump", "is_harmless", "problems", "read", "write"]
 
+_TEXT = "tag:yaml.org,2002:str"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Ask:
@@ -117,7 +119,9 @@ def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:
             return ConfigFile(path), {}
         lines: dict[Any, int] = {}
         repeated: list[Any] = []
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(value, yaml.ScalarNode) and _is_of_base_60(value):
+                value.tag = _TEXT
             if isinstance(key, yaml.ScalarNode):
                 name = loader.construct_object(key)
                 repeated += [name] if name in lines else []
@@ -126,6 +130,11 @@ def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:
         return ConfigFile(path, values if isinstance(values, dict) else {}, lines, tuple(repeated)), values
     finally:
         loader.dispose()
+
+
+def _is_of_base_60(value: yaml.ScalarNode) -> bool:
+    """Whether YAML 1.1 takes ``1:2`` for 62, which nobody means by it."""
+    return ":" in value.value and value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def dump(values: Mapping[str, Any]) -> str:
