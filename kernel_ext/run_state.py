@@ -60,6 +60,7 @@ class RankState:
         silent: What was found out when it had done no step for long; ``None`` again after its next one.
         last_event_s: When it last gave a sign of life.
         starts: How often a process of it has started.
+        node: Which of the run's nodes it is on, from 0.
         first: The number among all of the first rank here, which isn't 0 where there are several nodes.
     """
 
@@ -81,6 +82,7 @@ class RankState:
     silent: events.Silent | None = None
     last_event_s: float | None = None
     starts: int = 0
+    node: int = 0
     first: int = 0
     _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
     _stepped_s: float | None = None
@@ -148,6 +150,7 @@ class RankState:
         elif isinstance(event, events.Ended):
             self._end(event)
         elif isinstance(event, events.Started):
+            self.node = event.node
             self.state, self.note = "running", ""  # also where an earlier process of this rank has died
             self.starts += 1
         else:

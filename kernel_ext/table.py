@@ -1,8 +1,8 @@
 """The table of a run's ranks, as HTML and as text.
 
-Up to a screenful of ranks have a row each. Of more, those of one state share a row, with what they have in common and
-how far they are apart, and below the table each has a small cell; those that few share a state with, such as the one
-that failed, keep a row of their own.
+Up to a screenful of ranks have a row each. Of more, those of one state share a row, on several nodes those of one node,
+with what they have in common and how far they are apart, and below the table each has a small cell; those that few
+share a state with, such as the one that failed, keep a row of their own.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class _Table:
         self._state = state
         self._now_s = now_s
         self._behind = state.behind(now_s)
+        self._is_by_node = 1 < len({rank.node for rank in state.ranks}) <= MOST_ROWS
         self.columns = self._columns()
 
     def groups(self) -> list[list[RankState]]:
@@ -112,13 +113,13 @@ class _Table:
         ranks = self._state.ranks
         if len(ranks) <= MOST_ROWS:
             return [[rank] for rank in ranks]
-        by_word: dict[str, list[RankState]] = {}
+        found: dict[tuple[str, int], list[RankState]] = {}
         for rank in ranks:
-            by_word.setdefault(self._word(rank), []).append(rank)
+            found.setdefault((self._word(rank), rank.node if self._is_by_node else 0), []).append(rank)
         groups: list[list[RankState]] = []
-        for word in sorted(by_word, key=lambda word: word not in _ALARMING):
-            found = by_word[word]
-            groups += [[rank] for rank in found] if len(found) <= _MOST_SINGLE else [found]
+        for word, node in sorted(found, key=lambda key: key[0] not in _ALARMING):
+            group = found[word, node]
+            groups += [[rank] for rank in group] if len(group) <= _MOST_SINGLE else [group]
         return groups
 
     def row_html(self, ranks: Sequence[RankState]) -> str:
@@ -126,7 +127,7 @@ class _Table:
         word = self._word(first)
         cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
         about = html.escape(self._about(first) if len(ranks) == 1 else _numbers(ranks))
-        who = first.number if len(ranks) == 1 else f"{len(ranks)} ranks"
+        who = first.number if len(ranks) == 1 else self._together(ranks)
         kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
         row = f'<tr{kind} title="{about}"><th scope="row">{who}</th>{cells}</tr>'
         note = _note(first, self._now_s) if len(ranks) == 1 else _shared_note(ranks, self._now_s)
@@ -135,6 +136,9 @@ class _Table:
             cell = f'<td class="nba-note nba-{color}" colspan="{len(self.columns)}">{html.escape(note)}</td>'
             row += f"<tr{kind}><td></td>{cell}</tr>"
         return row
+
+    def _together(self, ranks: Sequence[RankState]) -> str:
+        return f"node {ranks[0].node}: {len(ranks)} ranks" if self._is_by_node else f"{len(ranks)} ranks"
 
     def cells_html(self) -> str:
         """A small cell for each rank: its number, a sign for its state, and how far it is."""

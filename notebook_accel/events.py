@@ -41,9 +41,15 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(_Event, frozen=True, kw_only=True):
-    """The rank is about to run the user's code."""
+    """The rank is about to run the user's code.
+
+    Attributes:
+        pid: Its process.
+        node: Which of the run's nodes it is on, from 0.
+    """
 
     pid: int
+    node: int = 0
 
 
 class Progress(_Event, frozen=True, kw_only=True):

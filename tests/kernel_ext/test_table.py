@@ -85,6 +85,16 @@ def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
     assert len(Document(table_html(state, 5.0, is_folded=False)).having(scope="row")) == 64
 
 
+def test_ranks_of_one_node_share_a_row_where_there_are_several() -> None:
+    state = made.training(world_size=64)
+    for rank in range(64):
+        state.apply(rank, events.Started(time_s=0.1, pid=rank, node=rank // 16))
+    folded = Document(table_html(state, 0.2))
+    assert len(folded.having(scope="row")) == 4
+    assert all(f"node {node}: 16 ranks" in folded.text for node in range(4))
+    assert folded.having(title="ranks 16\N{EN DASH}31")
+
+
 def test_ranks_that_share_a_row_show_what_they_have_in_common() -> None:
     state = RunState(20)
     for rank in range(20):

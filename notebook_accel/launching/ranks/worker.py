@@ -110,7 +110,8 @@ def _run_to_the_end(
             store.serve(place, descriptor)
         store.join()
         interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
-        reporting.reporter().send(events.Started(pid=os.getpid()))
+        node = int(order.variables.get("GROUP_RANK", "0"))
+        reporting.reporter().send(events.Started(pid=os.getpid(), node=node))
         if inherited is None:
             namespace = _become_main(payload, place.rank)
             opened = open_namespace(spec, payload, namespace)

@@ -215,13 +215,17 @@ class ClusterRun:
         port = self._get(self._parts[0].actor.listen.remote(job.id, job.config.main_process_port or 0))
         options = msgspec.json.encode(job.config)
         started = []
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
             places = [
                 RankPlace(rank, job.world_size, rank - part.first, len(part.ranks), self._parts[0].node.address, port)
                 for rank in part.ranks
             ]
             environment = {**self._environment, **self._gpus(placement, part.node)}
-            environment["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+            environment |= {
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(len(self._parts)),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            }
             encoded = parts.encode(
                 parts.Part(job_id=job.id, name=job.name, options=options, places=places, environment=environment)
             )
