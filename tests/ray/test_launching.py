@@ -26,6 +26,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.ray import host
 from tests import kernels, processes
 from tests.ray import work
 
@@ -177,6 +178,52 @@ def test_what_cannot_be_is_refused_before_anything_is_reserved(cluster: Any) -> 
         launch(work.rank_1_raises, num_processes=1, start_method="inline")
     with pytest.raises(PayloadError, match="argument 0"):
         launch(work.wait_to_be_ended, (number for number in range(3)))
+
+
+def test_script_is_launched_from_a_terminal(cluster: Any, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['GROUP_RANK'])\n")
+    options = ["--engine", "ray", "-n", "2", "--engine_options", "strategy=SPREAD", "--cpu"]
+    command = [sys.executable, "-m", "notebook_accel", "launch", *options, str(script), "--epochs", "3"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+    assert shown.returncode == 0, shown.stderr
+    for rank in (0, 1):
+        assert f"{rank} │ ['--epochs', '3'] {rank} {rank}" in shown.stdout
+    all_is_free()
+
+
+def test_stop_ends_it_and_a_disconnected_notebook_loses_it(cluster: Any, tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        code = f"""
+        import ray
+        from notebook_accel import notebook_launcher
+        from tests.ray import work
+        def launch(folder):
+            return notebook_launcher(work.wait_to_be_ended, (folder,), 2, engine="ray", background=True,
+                                     engine_options={{"strategy": "SPREAD"}}, use_cpu=True, view="none")
+        job = launch({str(tmp_path)!r})
+        """
+        started = kernel.run(code, _DEADLINE_S)
+        assert started.status == "ok", started.traceback
+        have_begun(tmp_path)
+        assert kernel.value("job.stop(), job.wait(60), job.status", _DEADLINE_S) == "(None, True, 'stopped')"
+        again = tmp_path / "again"
+        again.mkdir()
+        assert kernel.run(f"job = launch({str(again)!r})", _DEADLINE_S).status == "ok"
+        pids = have_begun(again)
+        assert kernel.value("ray.shutdown(), job.wait(60), job.status", _DEADLINE_S) == "(None, True, 'failed')"
+        assert "disconnected from the cluster" in kernel.value("str(job.error)")
+        assert kernel.value("ray.is_initialized()") == "False"
+        processes.wait_until(lambda: are_gone(pids), "the ranks are gone", timeout_s=60)
+    all_is_free()
+
+
+def test_other_versions_on_a_node_are_said_before_anything_runs(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = host.versions()
+    monkeypatch.setattr(host, "versions", lambda: {**here, "torch": "1.0"})
+    with pytest.raises(LaunchError, match=rf"has torch {re.escape(here['torch'])}, the notebook 1\.0"):
+        launch(work.rank_1_raises).results(_DEADLINE_S)
+    all_is_free()
 
 
 def test_kernel_that_is_killed_leaves_nothing_on_the_nodes(cluster: Any, tmp_path: pathlib.Path) -> None:

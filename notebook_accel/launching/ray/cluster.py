@@ -22,7 +22,7 @@ _FIRST_NOTICE_S = 1.0
 _NOTICE_PERIOD_S = 5.0
 _SEAT_DEADLINE_S = 60.0
 
-_hosts: dict[tuple[str, str], Any] = {}  # the notebook's actors, by node and runtime environment
+_hosts: dict[tuple[str, str], Any] = {}  # the notebook's actors, by connection and node, and runtime environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Cluster:
     def __init__(self, ray: Any, options: RayOptions) -> None:
         self.ray = ray
         self._options = options
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the notebook still is. Ray takes every call without that for a wish to begin a cluster."""
+        return bool(self.ray.is_initialized())
 
     @property
     def gpus(self) -> int:
@@ -197,7 +202,8 @@ class Cluster:
 
         What the ranks need is reserved by the placement group; the actor itself needs next to nothing.
         """
-        key = (node.id, json.dumps(self._options.runtime_env, sort_keys=True, default=str))
+        connection = self.ray.get_runtime_context().get_job_id()
+        key = (f"{connection} {node.id}", json.dumps(self._options.runtime_env, sort_keys=True, default=str))
         if key not in _hosts:
             scheduling = importlib.import_module("ray.util.scheduling_strategies")
             options: dict[str, Any] = {

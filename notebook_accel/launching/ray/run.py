@@ -126,7 +126,7 @@ class ClusterRun:
 
     def _tell(self, what: parts.Tell) -> None:
         for part in self._parts:
-            if not part.has_ended:
+            if not part.has_ended and self._cluster.is_connected:
                 part.actor.tell.remote(self._job.id, what)
 
     # The thread ----------------------------------------------------------------------------------------------------
@@ -136,13 +136,16 @@ class ClusterRun:
         while True:
             self._attempt(restarts)
             has_failed = self._error is not None or self._reason == "failed"
-            if not has_failed or self._wanted or restarts >= self._job.config.max_restarts or self._is_hopeless():
+            if not has_failed or self._is_the_last(restarts):
                 break
             restarts += 1
         self._job.end(self._reason, self._error)
 
-    def _is_hopeless(self) -> bool:
-        return isinstance(self._error, LaunchError) and not isinstance(self._error, SupervisorLostError)
+    def _is_the_last(self, restarts: int) -> bool:
+        """Whether nothing is started again after a failure."""
+        is_hopeless = isinstance(self._error, LaunchError) and not isinstance(self._error, SupervisorLostError)
+        is_used_up = restarts >= self._job.config.max_restarts
+        return self._wanted is not None or is_used_up or is_hopeless or not self._cluster.is_connected
 
     def _attempt(self, restarts: int) -> None:
         before, self._reason, self._error = self._error, "", None
@@ -241,6 +244,8 @@ class ClusterRun:
     def _follow(self) -> None:
         pending = {self._ask(part): part for part in self._parts}
         while pending:
+            if not self._cluster.is_connected:  # a call would begin a cluster of its own
+                raise ConnectionError("the notebook was disconnected from the cluster")
             ready, _ = self._ray.wait(list(pending), num_returns=1, timeout=_PATIENCE_S)
             for reference in ready:
                 part = pending.pop(reference)
@@ -322,11 +327,12 @@ class ClusterRun:
                         memory_files.fill(self._result_files[rank], data)
 
     def _let_go(self, placement: Placement | None) -> None:
-        for part in self._parts:
+        is_connected = self._cluster.is_connected
+        for part in self._parts if is_connected else ():
             with contextlib.suppress(Exception):  # it is gone already
                 part.actor.forget.remote(self._job.id)
         self._parts = []
-        if placement is not None:
+        if placement is not None and is_connected:
             self._cluster.release(placement.group)
 
 
