@@ -139,13 +139,14 @@ class ClusterRun:
             if not has_failed or self._is_the_last(restarts):
                 break
             restarts += 1
+        self._payload = None  # who keeps the job shall not keep it in the cluster's memory
         self._job.end(self._reason, self._error)
 
     def _is_the_last(self, restarts: int) -> bool:
         """Whether nothing is started again after a failure."""
-        is_hopeless = isinstance(self._error, LaunchError) and not isinstance(self._error, SupervisorLostError)
         is_used_up = restarts >= self._job.config.max_restarts
-        return self._wanted is not None or is_used_up or is_hopeless or not self._cluster.is_connected
+        would_fail_again = isinstance(self._error, LaunchError) or not self._cluster.is_connected
+        return self._wanted is not None or is_used_up or would_fail_again
 
     def _attempt(self, restarts: int) -> None:
         before, self._reason, self._error = self._error, "", None
@@ -177,12 +178,8 @@ class ClusterRun:
             )
         finally:
             self._let_go(placement)
-        if self._wanted and not self._parts_were_there:
+        if self._wanted is not None and not self._finished and not self._reason:  # it was ended before ranks were there
             self._reason, self._error = ("interrupted" if self._wanted == "interrupt" else "stopped"), None
-
-    @property
-    def _parts_were_there(self) -> bool:
-        return bool(self._finished) or self._reason != ""
 
     def _notice(self, text: str) -> None:
         self._job.deliver(0, events.Output(text=f"[{text}]"))
