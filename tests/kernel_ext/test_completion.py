@@ -26,7 +26,7 @@ def _offered(kernel: kernels.Kernel, line: str, rest: str = "") -> list[str]:
 
 
 def test_flags(notebook: kernels.Kernel) -> None:
-    assert _offered(notebook, "%%distributed --num") == ["--num_processes"]
+    assert _offered(notebook, "%%distributed --num_p") == ["--num_processes"]
     assert _offered(notebook, "%%distributed -n 2 --grace", "\nx = 1") == ["--grace_s"]
     every = _offered(notebook, "%%distributed --")
     assert {f"--{option.name}" for option in config.fields()} <= set(every)

@@ -56,7 +56,7 @@ def test_threads_of_the_users_are_warned_of_by_name() -> None:
 
 def test_finding_out_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching import forkable; forkable.check();"
+        "import sys; from notebook_accel.launching.checks import forkable; forkable.check();"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

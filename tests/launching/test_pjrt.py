@@ -134,7 +134,7 @@ def test_preflight_asks_what_pjrt_can_give_and_what_a_fork_can(with_torch_xla: N
 
 def test_looking_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching import pjrt; pjrt.find({'PJRT_DEVICE': 'CPU'});"
+        "import sys; from notebook_accel.launching.checks import pjrt; pjrt.find({'PJRT_DEVICE': 'CPU'});"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

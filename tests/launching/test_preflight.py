@@ -50,7 +50,7 @@ def test_no_gpu_is_visible_where_none_is_named() -> None:
 def test_finding_out_imports_no_torch(statement: str) -> None:
     code = (
         "import sys; from notebook_accel.config import LaunchConfig; "
-        "from notebook_accel.launching import devices, preflight; "
+        "from notebook_accel.launching.checks import devices, preflight; "
         f"{statement}; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

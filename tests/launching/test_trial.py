@@ -60,6 +60,7 @@ def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             config,
             launcher.Devices.find(config),
+            None,
             name=config.name,
         )
 
