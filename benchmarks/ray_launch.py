@@ -33,7 +33,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     ray: Any = importlib.import_module("ray")
-    os.environ.update(RAY_raylet_start_wait_time_s="120")
     cluster = importlib.import_module("ray.cluster_utils").Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )

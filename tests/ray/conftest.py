@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="NOT TESTED: Ray isn't installed. .ci/ray does both"))
 
 
+_HEAD = {"num_cpus": 1, "include_dashboard": False}
+_MOST_TRIES = 4
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """Ray gives up after 30 s, which are too few where something else keeps the processors busy."""
+    for _ in range(_MOST_TRIES - 1):
+        try:
+            return start()
+        except Exception as error:  # noqa: BLE001 - it has no class of its own
+            if "timed out during startup" not in str(error):
+                raise
+    return start()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> None:
     """In the place of the fixture of that name: Ray's own processes come and go. Tests look for ranks themselves."""
@@ -28,10 +43,8 @@ def cluster() -> Iterator[Any]:
     """A head and a second node, with one CPU each. Ranks find this project where this process does."""
     ray = importlib.import_module("ray")
     utils = importlib.import_module("ray.cluster_utils")
-    # Its default, 30 s, is too short where something else keeps the processors busy.
-    os.environ.update(RAY_raylet_start_wait_time_s="120")
-    made = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    made.add_node(num_cpus=1)
+    made = _started(lambda: utils.Cluster(initialize_head=True, head_node_args=_HEAD))
+    _started(lambda: made.add_node(num_cpus=1))
     os.environ["RAY_ADDRESS"] = made.address
     try:
         yield made
