@@ -27,7 +27,7 @@ def _started(start: Callable[[], Any]) -> Any:
     for _ in range(_MOST_TRIES - 1):
         try:
             return start()
-        except Exception as error:  # noqa: BLE001 - it has no class of its own
+        except Exception as error:  # it has no class of its own
             if "timed out during startup" not in str(error):
                 raise
     return start()
