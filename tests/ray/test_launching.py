@@ -43,7 +43,10 @@ def launch(function: Any, *args: Any, **options: Any) -> Job:
 
 
 def free_cpus() -> float:
-    return float(importlib.import_module("ray").available_resources().get("CPU", 0))
+    ray = importlib.import_module("ray")
+    if not ray.is_initialized():  # no test has launched from this process yet
+        ray.init(log_to_driver=False)
+    return float(ray.available_resources().get("CPU", 0))
 
 
 def all_is_free() -> None:
