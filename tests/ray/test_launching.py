@@ -195,10 +195,9 @@ def test_script_is_launched_from_a_terminal(cluster: Any, tmp_path: pathlib.Path
     all_is_free()
 
 
-def test_stop_ends_it_and_a_disconnected_notebook_loses_it(cluster: Any, tmp_path: pathlib.Path) -> None:
+def test_stop_ends_it_on_every_node(cluster: Any, tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
         code = f"""
-        import ray
         from notebook_accel import notebook_launcher
         from tests.ray import work
         def launch(folder):
@@ -208,16 +207,9 @@ def test_stop_ends_it_and_a_disconnected_notebook_loses_it(cluster: Any, tmp_pat
         """
         started = kernel.run(code, _DEADLINE_S)
         assert started.status == "ok", started.traceback
-        have_begun(tmp_path)
+        pids = have_begun(tmp_path)
         assert kernel.value("job.stop(), job.wait(60), job.status", _DEADLINE_S) == "(None, True, 'stopped')"
-        again = tmp_path / "again"
-        again.mkdir()
-        assert kernel.run(f"job = launch({str(again)!r})", _DEADLINE_S).status == "ok"
-        pids = have_begun(again)
-        assert kernel.value("ray.shutdown(), job.wait(60), job.status", _DEADLINE_S) == "(None, True, 'failed')"
-        assert "disconnected from the cluster" in kernel.value("str(job.error)")
-        assert kernel.value("ray.is_initialized()") == "False"
-        processes.wait_until(lambda: are_gone(pids), "the ranks are gone", timeout_s=60)
+        assert are_gone(pids)
     all_is_free()
 
 
