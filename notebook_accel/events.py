@@ -17,6 +17,7 @@ import msgspec
 from notebook_accel.plain_text import plain_text
 
 __all__ = [
+    "SAMPLES",
     "Display",
     "Ended",
     "Event",
@@ -240,6 +241,9 @@ class Nodes(_Event, frozen=True, kw_only=True):
 Event: TypeAlias = (
     Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent | Restarting | Nodes
 )
+
+SAMPLES = (Progress, Metrics, Memory)
+"""What there is much of, of which only the newest matters, and nothing is urgent."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

@@ -17,7 +17,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Buffer", "Contents", "fill", "make_unwritable", "memory_file", "read", "read_head", "whole", "write"]
+__all__ = [
+    "Buffer",
+    "Contents",
+    "fill",
+    "make_unwritable",
+    "memory_file",
+    "read",
+    "read_head",
+    "whole",
+    "write",
+    "write_at",
+]
 
 _PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, number of buffers
 _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
@@ -73,11 +84,11 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
     start = _PREFIX.pack(len(head), len(pickle), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans) + head
     with _without_room_as_memory_error():
         os.ftruncate(descriptor, position)
-        _write_at(descriptor, memoryview(start), 0)
-        _write_at(descriptor, pickle, len(start))
+        write_at(descriptor, memoryview(start), 0)
+        write_at(descriptor, pickle, len(start))
         for buffer, (offset, _) in zip(buffers, spans, strict=True):
             for place, piece in buffer.pieces():
-                _write_at(descriptor, piece, offset + place)
+                write_at(descriptor, piece, offset + place)
     return position
 
 
@@ -88,7 +99,15 @@ def fill(descriptor: int, data: memoryview) -> None:
         MemoryError: The system has no room for it.
     """
     with _without_room_as_memory_error():
-        _write_at(descriptor, data, 0)
+        write_at(descriptor, data, 0)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of the data, from an offset of the file on."""
+    rest = data
+    while rest:
+        written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
+        rest, offset = rest[written:], offset + written
 
 
 def whole(descriptor: int) -> memoryview:
@@ -133,13 +152,6 @@ def _map_privately(descriptor: int) -> memoryview:
     # Nothing may touch the pages at the interpreter's end, when tensors in them may be freed in any order.
     weakref.finalize(block, libc.munmap, address, length).atexit = False
     return memoryview(block).cast("B")
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    rest = data
-    while rest:
-        written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
-        rest, offset = rest[written:], offset + written
 
 
 @contextlib.contextmanager

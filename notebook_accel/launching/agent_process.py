@@ -32,7 +32,6 @@ __all__ = ["AgentProcess", "Part", "TemplateLine"]
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
-_SAMPLES = (events.Progress, events.Metrics, events.Memory)
 _SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each its own
 
 
@@ -235,7 +234,7 @@ class AgentProcess:
             job = self._jobs.get(said.job_id)
             if job is not None:
                 job.deliver(said.rank, event)
-            return isinstance(event, _SAMPLES)
+            return isinstance(event, events.SAMPLES)
         if isinstance(said, messages.Inspected):
             job = self._jobs.get(said.job_id)
             if job is not None:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from notebook_accel import memory_files
 from notebook_accel.launching.elasticity.nodes import GoneError, Store
 
 __all__ = ["Exchange", "ForeignError"]
@@ -87,10 +88,7 @@ class Exchange:
         size = int(self._got(f"result/{rank}"))
         for place in range(0, size, _PIECE_BYTES):
             self._pulse()
-            piece = memoryview(self._got(f"result/{rank}/{place}"))
-            while piece:
-                written = os.pwrite(file, piece, place)
-                piece, place = piece[written:], place + written  # noqa: PLW2901 - the rest of the piece
+            memory_files.write_at(file, memoryview(self._got(f"result/{rank}/{place}")), place)
 
     def _put(self, key: str, data: bytes) -> None:
         self._store.set(key, self._code(key, data) + data)

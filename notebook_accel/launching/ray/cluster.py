@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from notebook_accel import environment
 from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
 from notebook_accel.launching.ray import host
 from notebook_accel.launching.ray.options import RayOptions
@@ -72,20 +73,16 @@ def connect(options: RayOptions) -> Cluster:
 
 def _connect(ray: Any, options: RayOptions) -> None:
     # Ray has breakpoint() open a debugger of its own, in the notebook too.
-    breakpoints = os.environ.get("PYTHONBREAKPOINT")
+    as_it_is = {"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT")}
     try:
-        ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        with environment.patched(as_it_is):
+            ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"No Ray cluster was found at {options.address!r}.",
             why=str(error).splitlines()[0],
             fix="ray start --head on a machine of yours, or engine_options={'address': 'host:port'}",
         ) from None
-    finally:
-        if breakpoints is None:
-            os.environ.pop("PYTHONBREAKPOINT", None)
-        else:
-            os.environ["PYTHONBREAKPOINT"] = breakpoints
 
 
 class Cluster:

@@ -32,7 +32,6 @@ from notebook_accel.launching.ray import parts
 __all__ = ["NodeHost", "versions"]
 
 _BATCH_PAUSE_S = 0.05
-_SAMPLES = (events.Progress, events.Metrics, events.Memory)
 
 
 def versions() -> dict[str, str]:
@@ -177,7 +176,7 @@ class _NodeRun:
             os.close(descriptor)
 
     def deliver(self, rank: int, event: events.Event) -> None:
-        is_sample = isinstance(event, _SAMPLES)
+        is_sample = isinstance(event, events.SAMPLES)
         said = parts.Said(rank, msgspec.Raw(events.encode(event)))
         self.outbox.put(said, (rank, type(event)) if is_sample else None)
 
