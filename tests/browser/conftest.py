@@ -82,11 +82,14 @@ def page(
     browser: Browser, lab: labs.Lab, screenshot: Callable[[Page | Locator, str], None], request: pytest.FixtureRequest
 ) -> Iterator[Page]:
     """A page of that Chromium. Its kernels end with the test; if the test fails, there is a picture of it."""
+    from playwright.sync_api import expect
+
     pictures_are_kept = "NOTEBOOK_ACCEL_SCREENSHOTS" in os.environ
     opened = browser.new_page(
         viewport={"width": 1400, "height": 1000}, device_scale_factor=2 if pictures_are_kept else 1
     )
     opened.set_default_timeout(_DEFAULT_TIMEOUT_MS)
+    expect.set_options(timeout=_DEFAULT_TIMEOUT_MS)
     failures = request.session.testsfailed
     yield opened
     if request.session.testsfailed > failures:

@@ -1,4 +1,4 @@
-"""What a person does in an open notebook."""
+"""What a person does in an open notebook, and sees there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from tests import processes
 from tests.browser.lab import Lab
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, LocatorAssertions, Page
 
-__all__ = ["open_notebook", "run_cell", "save", "wait_until_done"]
+__all__ = ["expect", "open_notebook", "run_cell", "save", "wait_until_done"]
+
+
+def expect(shown: Locator) -> LocatorAssertions:
+    """What a part of the page shows, or soon will: it follows the kernel, also after a cell is done."""
+    from playwright import sync_api
+
+    return sync_api.expect(shown)
 
 
 def open_notebook(page: Page, lab: Lab, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.lab import Lab
-from tests.browser.notebook import open_notebook, run_cell, wait_until_done
+from tests.browser.notebook import expect, open_notebook, run_cell, wait_until_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,17 +37,17 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     file = lab.cache / "notebook_accel" / "default_config.yaml"
     form = _open_form(page, lab, "config.ipynb", _FORM)
     button = form.get_by_role("button", name="Write basic config")
-    assert button.is_enabled()
-    assert "the CPU" in form.locator(".nba-header").inner_text()
+    expect(button).to_be_enabled()
+    expect(form.locator(".nba-header")).to_contain_text("the CPU")
 
     count = form.get_by_label("num_processes")
     count.fill("two")
     form.get_by_role("alert").get_by_text("num_processes='two' is not a whole number.").wait_for()
-    assert button.is_disabled()
+    expect(button).to_be_disabled()
     screenshot(form, "config_error")
     count.fill("2")
     precision = form.get_by_label("mixed_precision")
-    assert precision.locator("option").all_inner_texts() == ["no", "bf16"]  # fp16 needs a GPU
+    expect(precision.locator("option")).to_have_text(["no", "bf16"])  # fp16 needs a GPU
     precision.select_option("bf16")
     form.get_by_text("+ mixed_precision: bf16").wait_for()
     assert not file.exists()
@@ -62,7 +62,7 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
 
     precision.select_option("no")
     form.get_by_text("- mixed_precision: bf16").wait_for()
-    assert button.is_disabled()
+    expect(button).to_be_disabled()
     form.get_by_label("Replace the file that is there").check()
     screenshot(form, "config_replace")
     button.click()
@@ -86,15 +86,15 @@ def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, s
     )
     form = _open_form(page, lab, "theirs.ipynb", "%distributed config")
     count = form.get_by_label("num_processes")
-    assert count.input_value() != "4"
+    expect(count).not_to_have_value("4")
     form.get_by_label("start from").select_option(
         label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml"
     )
     form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't done here").wait_for()
-    assert count.input_value() == "4"
+    expect(count).to_have_value("4")
     form.get_by_role("button", name=re.compile("Show .* more options")).press("Enter")
     form.get_by_label("grace_s").wait_for()
     screenshot(form, "config_dark")
     page.set_viewport_size({"width": 760, "height": 1000})
     screenshot(form, "config_dark_narrow")
-    assert form.get_by_label("name", exact=True).is_visible()
+    expect(form.get_by_label("name", exact=True)).to_be_visible()

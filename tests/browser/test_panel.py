@@ -10,7 +10,7 @@ import pytest
 
 from tests import processes
 from tests.browser.lab import Lab
-from tests.browser.notebook import open_notebook, run_cell, save, wait_until_done
+from tests.browser.notebook import expect, open_notebook, run_cell, save, wait_until_done
 
 if TYPE_CHECKING:
     from playwright.sync_api import Dialog, Locator, Page
@@ -113,8 +113,8 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
 
     processes.wait_until(has_moved, "both rows move")
     panel.get_by_text(f"epoch {_EPOCHS // 2}: loss").last.wait_for()
-    assert panel.locator("svg path").count() == 1
-    assert "running" in panel.locator(".nba-header").inner_text()
+    expect(panel.locator("svg path")).to_have_count(1)
+    expect(panel.locator(".nba-header")).to_contain_text("running")
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
     _use_controls(panel)
@@ -122,9 +122,9 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
 
     wait_until_done(page, 2)
     panel.locator(".nba-header").get_by_text("finished").wait_for()
+    expect(panel.locator(".widget-html")).to_have_count(0)
+    expect(panel).to_have_count(1)
     assert _steps(panel) == [_STEPS, _STEPS]
-    assert panel.count() == 1
-    assert panel.locator(".widget-html").count() == 0
     ended = panel.bounding_box()
     assert live is not None
     assert ended is not None
@@ -134,7 +134,11 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
 
     attacked = run_cell(page, 3).locator(".nba-panel")
     attacked.locator(".nba-header").get_by_text("finished").wait_for()
-    assert attacked.inner_text().count("<script>alert(1)</script>") == 4  # in each rank's row, and in the output
+
+    def attacks() -> int:
+        return attacked.inner_text().count("<script>alert(1)</script>")
+
+    processes.wait_until(lambda: attacks() == 4, "it is in each rank's row, and in the output")
 
     save(page, lab, "training.ipynb", "&lt;script&gt;")
     lab.stop_kernels()
@@ -143,7 +147,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert _steps(panel) == [_STEPS, _STEPS]
     assert "finished" in panel.locator(".nba-header").inner_text()
     assert panel.locator("svg path").count() == 1
-    assert attacked.inner_text().count("<script>alert(1)</script>") == 4
+    assert attacks() == 4
     assert alerts == []
 
     page.goto(lab.as_html("training.ipynb").as_uri())
@@ -187,7 +191,7 @@ def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
     panel.get_by_role("button", name="Stop").click()
     panel.locator(".nba-header").get_by_text("stopped").wait_for()
     wait_until_done(page, 1)
-    assert "RunStoppedError" in page.locator(".jp-CodeCell").nth(1).inner_text()
+    expect(page.locator(".jp-CodeCell").nth(1)).to_contain_text("RunStoppedError")
     assert [rank.pid for rank in ranks if rank.is_alive] == []
 
     panel = run_cell(page, 2).locator(".nba-panel")
@@ -197,8 +201,8 @@ def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
     panel.get_by_role("button", name="Stop").click()
     panel.locator(".nba-header").get_by_text("stopped").wait_for()
     assert [rank.pid for rank in ranks if rank.is_alive] == []
-    assert panel.get_by_role("button").count() == 0
-    assert page.locator(".nba-panel").count() == 2
+    expect(panel.get_by_role("button")).to_have_count(0)
+    expect(page.locator(".nba-panel")).to_have_count(2)
 
 
 def _processes_of(panel: Locator) -> list[processes.Process]:
@@ -231,9 +235,9 @@ def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
         panel.get_by_text("asleep").last.wait_for()
     lab.put_file(f"{name}.go")
     panel.locator(".nba-header").get_by_text("finished").wait_for()
-    assert "awake" in panel.inner_text()
-    assert panel.count() == 1
-    assert panel.get_by_role("button").count() == 0
+    expect(panel.get_by_role("button")).to_have_count(0)
+    expect(panel).to_have_count(1)
+    expect(panel).to_contain_text("awake")
     screenshot(panel, f"panel_{name}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.browser.lab import Lab
-from tests.browser.notebook import open_notebook, run_cell, wait_until_done
+from tests.browser.notebook import expect, open_notebook, run_cell, wait_until_done
 from tests.kernel_ext import made_up
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
         panel = run_cell(page, index).locator(".nba-panel")
         wait_until_done(page, index)
         panel.locator("svg").wait_for()
-        assert panel.locator("table").first.is_visible()
+        expect(panel.locator("table").first).to_be_visible()
         page.mouse.move(0, 0)
         screenshot(panel, f"{picture}_{theme.lower()}")
     page.set_viewport_size({"width": 900, "height": 1600})

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import kernels
-from tests.kernel_ext.test_session_magics import assert_ready, error, shown
+from tests.kernel_ext import in_session
+from tests.kernel_ext.in_session import error, shown
 
 # A cell that goes on until the notebook says so, by a file.
 _UNTIL = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.01)\n"
@@ -16,10 +17,7 @@ _UNTIL = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.01)\n"
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     """A kernel with a session of two ranks."""
-    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
-        assert kernel.run("%load_ext notebook_accel\nimport os", 120).status == "ok"
-        assert_ready(kernel.run("%distributed start -n 2 --use_cpu", 180))
-        assert kernel.run("%%distributed\nimport os, time\nrank = int(os.environ['RANK'])").status == "ok"
+    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
         yield kernel
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import kernels
-from tests.kernel_ext.test_session_magics import assert_ready, error, shown
+from tests.kernel_ext import in_session
+from tests.kernel_ext.in_session import error, shown
 
 _FAILING = """%%distributed
 def divided(total, by):
@@ -21,10 +22,7 @@ divided(10 + rank, 1 - rank) if rank == 1 else None"""
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     """A kernel with a session of two ranks, in which nothing has failed."""
-    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
-        assert kernel.run("%load_ext notebook_accel\nimport os", 120).status == "ok"
-        assert_ready(kernel.run("%distributed start -n 2 --use_cpu", 180))
-        assert kernel.run("%%distributed\nimport os, time, torch\nrank = int(os.environ['RANK'])").status == "ok"
+    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
         yield kernel
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from kernel_ext.session_magics import parse_ranks
 from tests import kernels
+from tests.kernel_ext import in_session
+from tests.kernel_ext.in_session import assert_ready, error, shown
 
 SESSION = "get_ipython().magics_manager.magics['cell']['rank'].__self__.session"
 
@@ -18,27 +20,8 @@ SESSION = "get_ipython().magics_manager.magics['cell']['rank'].__self__.session"
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     """A kernel with a session of two ranks."""
-    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
-        assert kernel.run("%load_ext notebook_accel\nimport os, torch", 120).status == "ok"
-        assert_ready(kernel.run("%distributed start -n 2 --use_cpu", 180))
-        assert kernel.run("%%distributed\nimport os\nrank = int(os.environ['RANK'])").status == "ok"
+    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
         yield kernel
-
-
-def assert_ready(outcome: kernels.Outcome) -> None:
-    assert outcome.stdout.startswith("2 ranks are ready, on 2 CPUs."), outcome
-
-
-def shown(notebook: kernels.Kernel, code: str) -> str:
-    outcome = notebook.run(code)
-    assert outcome.status == "ok", outcome.traceback
-    return outcome.result
-
-
-def error(notebook: kernels.Kernel, code: str) -> str:
-    outcome = notebook.run(code)
-    assert outcome.status == "error", outcome
-    return re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback + outcome.stderr)
 
 
 @pytest.mark.front_end
