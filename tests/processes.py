@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -69,27 +70,34 @@ def is_template(process: Process) -> bool:
 
 def children(pid: int) -> list[Process]:
     """The direct children of ``pid``, ended ones that nobody has waited for too."""
-    return _by_parent().get(pid, [])
+    return _read_all(_pids_by_parent().get(pid, []))
 
 
 def descendants(pid: int) -> list[Process]:
     """All living processes below ``pid``, nearest first."""
-    by_parent = _by_parent()
-    found: list[Process] = []
+    by_parent = _pids_by_parent()
+    found: list[int] = []
     parents = [pid]
     while parents:
         below = by_parent.get(parents.pop(0), [])
-        found += [process for process in below if process.state not in "ZX"]
-        parents += [process.pid for process in below]
-    return found
+        found += below
+        parents += below
+    return [process for process in _read_all(found) if process.state not in "ZX"]
 
 
-def _by_parent() -> dict[int, list[Process]]:
-    table: dict[int, list[Process]] = {}
+def _pids_by_parent() -> dict[int, list[int]]:
+    """Of the whole machine. No more is read of a stranger than that, since this happens before and after each test."""
+    table: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (process := read(int(entry))) is not None:
-            table.setdefault(process.parent, []).append(process)
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb", buffering=0) as file:
+                parent = file.read(4096).rpartition(b") ")[2].split(b" ", 2)[1]
+                table.setdefault(int(parent), []).append(int(entry))
     return table
+
+
+def _read_all(pids: Iterable[int]) -> list[Process]:
+    return [process for process in map(read, pids) if process is not None]
 
 
 def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0, poll_s: float = 0.01) -> _T:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-_EPOCHS = 12
+_EPOCHS = 8
 _STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
 _DATA = """
 import torch
