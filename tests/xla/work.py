@@ -276,9 +276,10 @@ def collectives() -> list[list[torch.Tensor]]:
         rows = torch.tensor([[rank, 10.0 * rank], [float("inf"), 0.0]]).to(device)
         flags = torch.tensor([rank == 0, True]).to(device)
         received = torch.tensor([rank, 7]).to(device)
-        xla_collectives.all_reduce([total])
-        gathered = [xla_collectives.all_gather(tensor, rank, 2) for tensor in (rows, flags)]
-        xla_collectives.broadcast([received], rank, source=1)
+        between = xla_collectives.BetweenDevices(rank, 2)
+        between.all_reduce([total])
+        gathered = [between.all_gather(tensor) for tensor in (rows, flags)]
+        between.broadcast([received], source=1)
         return [total, *gathered, received]
 
     return _on_two_devices(work)
@@ -295,7 +296,7 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.fill_(1.0)
-        parallel = xla_collectives.DataParallel(net, 2)
+        parallel = xla_collectives.DataParallel(net, 2, xla_collectives.BetweenDevices(rank, 2))
         x = torch.full((1, 2), 1.0 + rank).to(device)
         with parallel.no_sync():
             parallel(x).sum().backward()

@@ -52,7 +52,7 @@ def check(
     else:
         findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
         if devices.platform is not None:
-            findings += devices.platform.findings(config.num_processes)
+            findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
             findings += forkable.check()
         elif devices.kind == "GPU":
