@@ -40,6 +40,14 @@ def executions() -> int:
     return int(found[0]) if found else 0
 
 
+def values_read() -> int:
+    """How many values were read back from the device by now."""
+    import torch_xla.debug.metrics as metrics
+
+    found = metrics.metric_data("TransferFromDeviceTime")
+    return int(found[0]) if found else 0
+
+
 def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]:
     """Trains; the device, the parameters' identity, and compilations and computed graphs after each batch."""
     set_seed(3)
@@ -73,18 +81,12 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
 
 def transfers(steps: int) -> tuple[int, int]:
     """Values read back from the device in two epochs of accumulation, and batches in them."""
-    import torch_xla.debug.metrics as metrics
-
-    def read() -> int:
-        found = metrics.metric_data("TransferFromDeviceTime")
-        return int(found[0]) if found else 0
-
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     own = model()
     net, optimizer, loader = accelerator.prepare(
         own, torch.optim.SGD(own.parameters(), lr=0.1), DataLoader(data(), batch_size=4)
     )
-    before, batches = read(), 0
+    before, batches = values_read(), 0
     for _ in range(2):
         for x, y in loader:
             with accelerator.accumulate(net):
@@ -92,7 +94,7 @@ def transfers(steps: int) -> tuple[int, int]:
                 optimizer.step()
                 optimizer.zero_grad()
             batches += 1
-    return read() - before, batches
+    return values_read() - before, batches
 
 
 def resume(folder: pathlib.Path) -> tuple[list[float], list[float]]:

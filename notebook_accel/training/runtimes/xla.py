@@ -63,7 +63,7 @@ class XlaDevice:
         self._collectives: xla_collectives.Collectives = (
             xla_collectives.BetweenDevices(place.rank, place.world_size)
             if is_joined
-            else xla_collectives.ThroughHost(self._host)
+            else xla_collectives.ThroughHost(self._host, self._compute)
         )
         self._compilations = Compilations()
         self.seed(torch.initial_seed())
@@ -99,7 +99,7 @@ class XlaDevice:
         return used_and_total
 
     def release_memory(self) -> None:
-        self.end_step()
+        self._compute()
 
     def place_model(self, model: torch.nn.Module) -> None:
         # On its way a model is on the host once more, in each rank: those that share one had it there once for all.
@@ -119,7 +119,7 @@ class XlaDevice:
             model.to(self.device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        self.end_step()  # what it takes to get there is no part of the first step
+        self._compute()  # what it takes to get there is no part of the first step
 
     def _wait_for_device(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -131,7 +131,7 @@ class XlaDevice:
         swap(leaf, leaf.detach().to(self.device).requires_grad_())
 
     def to_host(self, state: Any) -> Any:
-        self.end_step()
+        self._compute()
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
     def uploader(self) -> _Uploader:
@@ -143,6 +143,16 @@ class XlaDevice:
         torch_xla.sync()
         self._compilations.step_ended()
         reporter().release_metrics()
+
+    def _compute(self) -> None:
+        """Has the device compute what was asked of it so far, in the middle of a step or outside of one."""
+        import torch_xla.core.xla_model as xm
+
+        # torch_xla takes it for a step's end, after which it draws other numbers. But a training that is resumed
+        # computes at other moments, and is to draw the same.
+        drawn = xm.get_rng_state(str(self.device))
+        self.end_step()
+        xm.set_rng_state(drawn, str(self.device))
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
         global _precision
@@ -167,16 +177,19 @@ class XlaDevice:
     def generator_state(self) -> Mapping[str, Any]:
         import torch_xla.core.xla_model as xm
 
+        self._compute()  # so that the next step goes on from here, as it does where this is put back
         return {"xla": xm.get_rng_state(str(self.device))}
 
     def set_generator_state(self, state: Mapping[str, Any]) -> None:
+        import torch_xla.core.xla_model as xm
+
         if "xla" in state:
-            self.seed(state["xla"])
+            xm.set_rng_state(state["xla"], str(self.device))
 
     # The others
 
     def barrier(self) -> None:
-        self.end_step()
+        self._compute()
         self._host.barrier()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -216,7 +229,7 @@ class XlaDevice:
                 fix="leave DistributedDataParallelKwargs out",
             )
         self._collectives.broadcast([*model.parameters(), *model.buffers()], source=0)
-        self.end_step()
+        self._compute()
         return xla_collectives.DataParallel(model, self.place.world_size, self._collectives)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,10 +88,12 @@ class ThroughHost:
 
     Args:
         host: The way to the other ranks for what is on the host.
+        compute: Has the device compute all that was asked of it so far.
     """
 
-    def __init__(self, host: Runtime) -> None:
+    def __init__(self, host: Runtime, compute: Callable[[], None]) -> None:
         self._host = host
+        self._compute = compute
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
         ordered = sorted(tensors, key=_dtype_name)
@@ -103,9 +105,9 @@ class ThroughHost:
         sizes = [tensor.numel() for tensor in tensors]
         self._check(sum(sizes))
         together = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        total = _on_host(together)
+        total = self._read(together)
         self._host.all_reduce(total)
-        parts = total.to(together.device).split(sizes)
+        parts = torch.split(total.to(together.device), sizes)
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 whole = part.reshape(tensor.shape)
@@ -122,26 +124,22 @@ class ThroughHost:
             )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._host.all_gather(_on_host(tensor)).to(tensor.device)
+        return self._host.all_gather(self._read(tensor)).to(tensor.device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         with torch.no_grad():
             for tensor in tensors:
-                value = _on_host(tensor)
+                value = self._read(tensor)
                 self._host.broadcast(value, source)
                 tensor.copy_(value)
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._compute()  # not only what this tensor takes: the rest would compute that once more
+        return tensor.detach().cpu().contiguous()
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    import torch_xla
-
-    # All that was asked for, not only what this tensor takes: the rest would compute that once more.
-    torch_xla.sync()
-    return tensor.detach().cpu().contiguous()
 
 
 class DataParallel(torch.nn.Module):
