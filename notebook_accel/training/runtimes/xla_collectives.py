@@ -96,18 +96,16 @@ class ThroughHost:
         self._compute = compute
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-        ordered = sorted(tensors, key=_dtype_name)
-        for _, group in itertools.groupby(ordered, _dtype_name):
-            self._all_reduce(list(group), scale)
+        self._check(sum(tensor.numel() for tensor in tensors))
+        for _, same in itertools.groupby(sorted(tensors, key=_dtype_name), _dtype_name):
+            self._all_reduce(list(same), scale)
 
     def _all_reduce(self, tensors: list[torch.Tensor], scale: float) -> None:
         """That of tensors of one type, in one transfer each way."""
-        sizes = [tensor.numel() for tensor in tensors]
-        self._check(sum(sizes))
         together = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        total = self._read(together)
+        [total] = self._read([together])
         self._host.all_reduce(total)
-        parts = torch.split(total.to(together.device), sizes)
+        parts = torch.split(total.to(together.device), [tensor.numel() for tensor in tensors])
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 whole = part.reshape(tensor.shape)
@@ -124,18 +122,19 @@ class ThroughHost:
             )
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._host.all_gather(self._read(tensor)).to(tensor.device)
+        [own] = self._read([tensor])
+        return self._host.all_gather(own).to(tensor.device)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         with torch.no_grad():
-            for tensor in tensors:
-                value = self._read(tensor)
+            for tensor, value in zip(tensors, self._read(tensors), strict=True):
                 self._host.broadcast(value, source)
                 tensor.copy_(value)
 
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._compute()  # not only what this tensor takes: the rest would compute that once more
-        return tensor.detach().cpu().contiguous()
+    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same on the host."""
+        self._compute()  # not only what these take: the rest would compute that once more
+        return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
