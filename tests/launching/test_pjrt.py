@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import types
+from typing import Any, Literal
 
 import pytest
 
@@ -134,6 +136,19 @@ def test_preflight_asks_what_pjrt_can_give_and_what_a_fork_can(with_torch_xla: N
         "mixed_precision='fp16' was asked for, and the ranks run on 8 TPUs.",
         "3 processes were asked for, and PJRT has 8 TPU devices.",
     ]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
+    with_torch_xla: None, monkeypatch: pytest.MonkeyPatch, method: Literal["fork", "spawn"]
+) -> None:
+    compiled: Any = types.ModuleType("_XLAC")
+    compiled._xla_runtime_is_initialized = lambda: True
+    monkeypatch.setitem(sys.modules, "_XLAC", compiled)
+    devices = Devices("TPU", 8, pjrt.Platform("TPU", 8))
+    [finding] = preflight.check(LaunchConfig(start_method=method), devices)
+    assert finding.refuses
+    assert "XLA is initialised in this kernel" in finding.what and "holds the TPU" in finding.why
 
 
 def test_looking_imports_nothing() -> None:

@@ -57,6 +57,8 @@ def check(
             findings += forkable.check()
         elif devices.kind == "GPU":
             findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
+        elif devices.kind == "TPU":
+            findings.append(kernel_state.xla_in_use())
         findings.append(kernel_state.captured_on_gpu(captured))
     return tuple(finding for finding in findings if finding is not None)
 
