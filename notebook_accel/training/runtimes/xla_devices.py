@@ -27,6 +27,8 @@ _SHAPE = {
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
     "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
 }
+# With less than all chips in its bounds, a process leaves the others to others.
+# https://github.com/tensorflow/tensorflow/blob/02268826b7ed/tensorflow/core/tpu/tpu_initializer_helper.cc
 _ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
 
 
