@@ -72,7 +72,7 @@ def test_one_rank_alone_needs_no_others(rank: ranks.Ranks) -> None:
     assert rank.run(work.alone, deadline_s=_DEADLINE_S) == [[[0, 1, 2], [0, 1, 2], [0, 1, 2], ["a"]]]
 
 
-def test_set_seed_seeds_the_device(rank: ranks.Ranks) -> None:
+def test_set_seed_seeds_the_device_and_a_wait_changes_nothing(rank: ranks.Ranks) -> None:
     [(first, other, again)] = rank.run(work.seeded, deadline_s=_DEADLINE_S)
     assert first == again != other
 

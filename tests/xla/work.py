@@ -227,15 +227,17 @@ def alone() -> list[Any]:
 
 
 def seeded() -> tuple[list[float], list[float], list[float]]:
-    """Numbers that the device draws: after a seed, after another, after the first again."""
+    """Numbers that the device draws: after a seed, after another, after the first again and a wait for other ranks."""
     accelerator = Accelerator()
 
-    def drawn(seed: int) -> list[float]:
+    def drawn(seed: int, *, waits: bool = False) -> list[float]:
         set_seed(seed)
+        if waits:
+            accelerator.wait_for_everyone()
         numbers: list[float] = torch.rand(3, device=accelerator.device).tolist()
         return numbers
 
-    return drawn(1), drawn(2), drawn(1)
+    return drawn(1), drawn(2), drawn(1, waits=True)
 
 
 # Two devices of one process, each used by a thread --------------------------------------------------------------------
