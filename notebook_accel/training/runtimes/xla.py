@@ -148,8 +148,8 @@ class XlaDevice:
         """Has the device compute what was asked of it so far, in the middle of a step or outside of one."""
         import torch_xla.core.xla_model as xm
 
-        # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other and read
-        # what they save at moments on which no draw should depend.
+        # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other, and
+        # read what they save, at moments on which no draw should depend.
         drawn = xm.get_rng_state(str(self.device))
         self.end_step()
         xm.set_rng_state(drawn, str(self.device))
