@@ -24,6 +24,7 @@ def test_steps_are_compiled_at_first_and_not_again(rank: ranks.Ranks) -> None:
     warm = found["compiled"][3:]  # the first steps' graphs: an optimizer without state, and one with it
     assert 1 <= warm[0] <= 3
     assert set(warm) == {warm[0]}
+    assert found["says"][0] and not any(found["says"][4:])  # what the panel says of it
     graphs = found["executed"][1:]
     assert {later - earlier for earlier, later in itertools.pairwise(graphs)} == {1}
     assert found["threads"] == []  # the loader's are gone

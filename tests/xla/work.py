@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from notebook_accel import Accelerator, host_memory
+from notebook_accel.reporting import reporter
 from notebook_accel.training.runtimes import xla_collectives, xla_compiling
 from notebook_accel.utils import broadcast, set_seed
 from tests import processes
@@ -49,16 +50,17 @@ def values_read() -> int:
 
 
 def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]:
-    """Trains; the device, the parameters' identity, and compilations and computed graphs after each batch."""
+    """Trains; the device, the parameters' identity, and of each batch whether it is said to compile, and counts."""
     set_seed(3)
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     own = model()
     parameters = [*own.parameters()]
     optimizer = torch.optim.Adam(own.parameters(), lr=0.05)
     net, optimizer, loader = accelerator.prepare(own, optimizer, DataLoader(data(), batch_size=batch, shuffle=True))
-    compiled, executed, losses = [], [], []
+    says, compiled, executed, losses = [], [], [], []
     for _ in range(epochs):
         for x, y in loader:
+            says.append(reporter()._is_compiling)
             with accelerator.accumulate(net):
                 loss = F.cross_entropy(net(x), y)
                 accelerator.backward(loss)
@@ -72,6 +74,7 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
         "device": str(accelerator.device),
         "kept": all(a is b for a, b in zip(parameters, own.parameters(), strict=True)),
         "on_device": all(parameter.device == accelerator.device for parameter in own.parameters()),
+        "says": says,
         "compiled": [count - compiled[0] for count in compiled],
         "executed": executed,
         "losses": [float(loss) for loss in losses],
