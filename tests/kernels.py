@@ -89,6 +89,11 @@ class Cell:
         self._read_until(lambda: is_there() or any(self._contents("error")), f"output {text!r}", deadline)
         assert is_there(), f"the cell has failed instead of writing {text!r}:\n{self.finish().traceback}"
 
+    def wait_for_display(self, timeout_s: float = 60.0) -> None:
+        """Waits until something was displayed."""
+        deadline = time.monotonic() + timeout_s
+        self._read_until(lambda: any(self._contents("display_data")), "a display", deadline)
+
     def answer(self, text: str, timeout_s: float = 60.0) -> str:
         """Waits until the cell asks for input and gives it; returns the question."""
         question = self.wait_for_question(timeout_s)

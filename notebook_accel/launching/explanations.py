@@ -44,7 +44,8 @@ def of_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, st
         if end.shortage is None:
             return "", _KILLED, ""
         used = f"The rank had used up to {in_words(end.peak_bytes)}. " if end.peak_bytes else ""
-        return ": out of host memory", used + of_shortage(end.shortage), _LESS_MEMORY
+        fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
+        return ": out of host memory", used + of_shortage(end.shortage), fix
     if end.signal == signal.SIGBUS:
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
     if end.signal == signal.SIGSEGV and start_method == "fork":

@@ -21,6 +21,11 @@ SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, 
             "spawn",
             "The rank had used up to 8.0 GiB.",
         ),
+        (
+            Ended(signal=signal.SIGKILL, shortage=SHORTAGE),
+            "fork",
+            "pass it as an argument: ranks then share it; or fewer ranks",
+        ),
         (Ended(signal=signal.SIGSEGV), "spawn", "Native code has crashed"),
         (Ended(signal=signal.SIGSEGV), "fork", "build it in another cell and pass it as an argument"),
         (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import types
+from typing import Any, Literal
 
 import pytest
 
@@ -58,9 +60,8 @@ def test_a_machine_with_eight_chips_gives_eight_or_one(tmp_path: pathlib.Path, w
     _machine(tmp_path, "0x0063", 8)
     found = pjrt.find({}, tmp_path)
     assert found == pjrt.Platform("TPU", 8)
-    assert found.counts == (1, 8)
     assert found.variables() == {"PJRT_DEVICE": "TPU"}
-    assert [found.findings(asked) for asked in (None, 8, 1)] == [[], [], []]
+    assert [found.findings(count) for count in (8, 1)] == [[], []]
     [finding] = found.findings(4)
     assert finding.refuses
     assert finding.what == "4 processes were asked for, and PJRT has 8 TPU devices."
@@ -68,7 +69,7 @@ def test_a_machine_with_eight_chips_gives_eight_or_one(tmp_path: pathlib.Path, w
 
 
 @pytest.mark.parametrize(("kind", "variables"), [("0x0027", {}), ("", {"TPU_ACCELERATOR_TYPE": "v3-8"})])
-def test_chips_of_two_cores_give_one_rank_and_say_why(
+def test_chips_of_two_cores_give_a_rank_each_and_say_what_stays_idle(
     tmp_path: pathlib.Path, with_torch_xla: None, kind: str, variables: dict[str, str]
 ) -> None:
     if kind:
@@ -77,10 +78,14 @@ def test_chips_of_two_cores_give_one_rank_and_say_why(
         _driver_files(tmp_path, "accel{}", 4)
     found = pjrt.find(variables, tmp_path)
     assert found == pjrt.Platform("TPU", 4, cores=2)
-    assert found.findings(1) == []
-    [finding] = found.findings(None)  # not silently fewer than there are
-    assert finding.refuses
-    assert "8 TPU devices" in finding.what and "for threads" in finding.why and "--num_processes 1" in finding.fix
+    for count, said in ((4, "4 ranks will compute on 4 of this TPU's 8 cores."), (1, "1 rank will compute on 1 of")):
+        [warning] = found.findings(count)
+        assert not warning.refuses
+        assert warning.what.startswith(said) and "by way of the host" in warning.why
+    [refusal] = found.findings(8)
+    assert refusal.refuses
+    assert "8 TPU devices" in refusal.what and "for threads" in refusal.why
+    assert refusal.fix.startswith("--num_processes 1 or --num_processes 4;")
 
 
 def test_files_of_a_driver_that_others_use_too_need_a_word(tmp_path: pathlib.Path) -> None:
@@ -93,8 +98,9 @@ def test_files_of_a_driver_that_others_use_too_need_a_word(tmp_path: pathlib.Pat
 def test_the_cpu_in_the_place_of_a_tpu(tmp_path: pathlib.Path, with_torch_xla: None) -> None:
     assert pjrt.find({"PJRT_DEVICE": "CPU"}, tmp_path) == pjrt.Platform("XLA CPU", 1)
     two = pjrt.find({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}, tmp_path)
-    assert two is not None
-    assert (two.counts, len(two.findings(None)), two.variables()) == ((1,), 1, {"PJRT_DEVICE": "CPU"})
+    assert two == pjrt.Platform("XLA CPU", 2)
+    assert [two.findings(count) for count in (1, 2, 3)] == [[], [], []]
+    assert two.variables() == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}  # that of each rank
 
 
 def test_other_machines_have_none(tmp_path: pathlib.Path) -> None:
@@ -130,6 +136,19 @@ def test_preflight_asks_what_pjrt_can_give_and_what_a_fork_can(with_torch_xla: N
         "mixed_precision='fp16' was asked for, and the ranks run on 8 TPUs.",
         "3 processes were asked for, and PJRT has 8 TPU devices.",
     ]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
+    with_torch_xla: None, monkeypatch: pytest.MonkeyPatch, method: Literal["fork", "spawn"]
+) -> None:
+    compiled: Any = types.ModuleType("_XLAC")
+    compiled._xla_runtime_is_initialized = lambda: True
+    monkeypatch.setitem(sys.modules, "_XLAC", compiled)
+    devices = Devices("TPU", 8, pjrt.Platform("TPU", 8))
+    [finding] = preflight.check(LaunchConfig(start_method=method), devices)
+    assert finding.refuses
+    assert "XLA is initialised in this kernel" in finding.what and "holds the TPU" in finding.why
 
 
 def test_looking_imports_nothing() -> None:

@@ -151,6 +151,31 @@ None""")
 
 
 @pytest.mark.parametrize("method", SEVERAL)
+def test_panel_stands_under_the_cell_until_its_summary_does(
+    notebook: kernels.Kernel, method: str, tmp_path: pathlib.Path
+) -> None:
+    cell = notebook.start(f"""%%distributed -n 2 --view panel --start_method {method}
+from notebook_accel import report
+report(loss=0.25)
+print("hello")
+while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)""")
+    cell.wait_for_display()
+    (tmp_path / "go").touch()
+    panel, summary = (display["data"] for display in ok(cell.finish()).displays)
+    assert "application/vnd.jupyter.widget-view+json" in panel
+    assert "finished, 2 CPUs, " in summary["text/plain"]
+    assert "0.25" in summary["text/html"] and summary["text/html"].count("│ </span>hello") == 2
+
+
+@pytest.mark.parametrize("method", SEVERAL)
+def test_stacks_name_the_users_line(run: Run, method: str) -> None:
+    ok(run(f"%%distributed -n 2 --background --out job --view none --start_method {method}\ntime.sleep(60)"))
+    ok(run("while str(job.stacks()).count('time.sleep(60)') < 2: time.sleep(0.05)"))
+    assert run("sum('time.sleep(60)' in str(stack) for stack in job.stacks())").result == "2"
+    ok(run("job.stop()"))
+
+
+@pytest.mark.parametrize("method", SEVERAL)
 def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, method: str) -> None:
     with kernels.running(tmp_path) as kernel:
         prepare(kernel)
@@ -271,6 +296,21 @@ def test_fork_that_hangs_at_its_birth(notebook: kernels.Kernel, run: Run, way: s
     assert expected in cell.finish().traceback
     assert not fork.is_alive
     ok(run("asleep.clear()"))
+    assert ok(run("%%distributed -n 2 --start_method fork\n1")).result == "[1, 1]"
+
+
+def test_fork_that_is_killed_takes_its_ranks_along(notebook: kernels.Kernel, run: Run) -> None:
+    processes.wait_until(lambda: len(processes.children(notebook.pid)) == 1, "the fork of the run before is gone")
+    standing = set(processes.children(notebook.pid))
+    cell = notebook.start("%%distributed -n 2 --start_method fork\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("0 │ up")
+    cell.wait_for_output("1 │ up")
+    [fork] = set(processes.children(notebook.pid)) - standing
+    ranks = processes.descendants(fork.pid)
+    os.kill(fork.pid, signal.SIGKILL)
+    outcome = cell.finish()
+    assert outcome.error_name == "SupervisorLostError" and "has died, and the ranks with it" in outcome.traceback
+    processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
     assert ok(run("%%distributed -n 2 --start_method fork\n1")).result == "[1, 1]"
 
 

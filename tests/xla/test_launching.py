@@ -66,11 +66,65 @@ def test_forked_rank_trains_the_digits(notebook: kernels.Kernel) -> None:
     assert notebook.run("'torch_xla' in __import__('sys').modules").result == "False"
 
 
-def test_example_notebook_trains_on_the_device(notebook: kernels.Kernel) -> None:
+def test_two_forked_ranks_train_one_model_on_a_device_each(notebook: kernels.Kernel) -> None:
+    ok(notebook.run(_MODEL, _CELL_S))
+    outcome = ok(
+        notebook.run(
+            """%%distributed -n 2 --pull model
+from notebook_accel import Accelerator, report
+accelerator = Accelerator()
+net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(5):
+    for a, b in loader:
+        loss = torch.nn.functional.cross_entropy(net(a), b)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(loss=loss)
+print("done on", accelerator.device)
+model = accelerator.unwrap_model(net)
+(accelerator.process_index, len(loader), accelerator.gather(model[0].weight.detach().sum()).unique().numel())""",
+            _CELL_S,
+        )
+    )
+    assert outcome.result == "[(0, 28, 1), (1, 28, 1)]"  # half of the batches each, and the same weights
+    assert "Launching training on 2 XLA CPUs" in outcome.stdout
+    for rank in range(2):
+        assert f"{rank} │ done on xla:0" in outcome.stdout
+        assert re.search(rf"rank {rank}  finished  epoch 5  step 28/28 .*loss \d\.\d+", outcome.stdout)
+    accuracy = notebook.run("float((model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean())").result
+    assert float(accuracy) > 0.9
+
+
+def test_first_failing_rank_and_an_interrupt(notebook: kernels.Kernel) -> None:
+    beginning = """%%distributed -n 2
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+total = accelerator.reduce(torch.ones(1, device=accelerator.device))
+"""
+    outcome = notebook.run(
+        beginning + "if accelerator.process_index == 1: raise ValueError(f'no: {total.item()}')", 200
+    )
+    assert outcome.error_name == "RankFailedError"
+    assert "rank 1 of 2" in outcome.traceback and "ValueError: no: 2.0" in outcome.traceback
+    cell = notebook.start(
+        beginning + "print('waits', flush=True)\nif accelerator.process_index == 0: accelerator.reduce(total)\n"
+        "import time; time.sleep(250)"
+    )
+    for rank in range(2):
+        cell.wait_for_output(f"{rank} │ waits", _CELL_S)
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert ok(notebook.run("%%distributed -n 2\nint(os.environ['RANK'])", _CELL_S)).result == "[0, 1]"
+
+
+def test_example_notebook_trains_on_two_devices(notebook: kernels.Kernel) -> None:
     path = pathlib.Path(__file__).parents[2] / "example_notebooks" / "04_tpu.ipynb"
     sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    ok(notebook.run("os.environ['CPU_NUM_DEVICES'] = '2'"))
     *_, training, test = [ok(notebook.run(source, _CELL_S)) for source in sources]
-    assert "trained on 1 x xla" in training.stdout
+    ok(notebook.run("del os.environ['CPU_NUM_DEVICES']"))
+    assert "trained on 2 x xla" in training.stdout
     accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
     assert accuracy is not None, test.stdout
     assert float(accuracy[1]) >= 95
@@ -101,10 +155,13 @@ def test_without_an_xla_device_ranks_are_on_the_cpu(notebook: kernels.Kernel) ->
 
 
 def test_number_that_pjrt_cannot_give_is_refused_with_those_that_it_can(notebook: kernels.Kernel) -> None:
+    pretend = "find, pjrt.find = pjrt.find, lambda: pjrt.Platform('TPU', 8)"
+    ok(notebook.run(f"from notebook_accel.launching.checks import pjrt\n{pretend}"))
     outcome = notebook.run("%%distributed -n 3\n1", _CELL_S)
+    ok(notebook.run("pjrt.find = find"))
     assert outcome.error_name == "PreflightError"
-    assert "3 processes were asked for, and PJRT has 1 XLA CPU device." in outcome.error_value
-    assert "--num_processes 1; or --use_cpu" in outcome.error_value
+    assert "3 processes were asked for, and PJRT has 8 TPU devices." in outcome.error_value
+    assert "--num_processes 1 or --num_processes 8; or --use_cpu" in outcome.error_value
 
 
 def test_xla_that_is_initialised_in_the_kernel_is_refused_with_the_cell(notebook: kernels.Kernel) -> None:

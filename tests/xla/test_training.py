@@ -24,6 +24,7 @@ def test_steps_are_compiled_at_first_and_not_again(rank: ranks.Ranks) -> None:
     warm = found["compiled"][3:]  # the first steps' graphs: an optimizer without state, and one with it
     assert 1 <= warm[0] <= 3
     assert set(warm) == {warm[0]}
+    assert found["says"][0] and not any(found["says"][4:])  # what the panel says of it
     graphs = found["executed"][1:]
     assert {later - earlier for earlier, later in itertools.pairwise(graphs)} == {1}
     assert found["threads"] == []  # the loader's are gone
@@ -72,7 +73,7 @@ def test_one_rank_alone_needs_no_others(rank: ranks.Ranks) -> None:
     assert rank.run(work.alone, deadline_s=_DEADLINE_S) == [[[0, 1, 2], [0, 1, 2], [0, 1, 2], ["a"]]]
 
 
-def test_set_seed_seeds_the_device(rank: ranks.Ranks) -> None:
+def test_set_seed_seeds_the_device_and_a_wait_changes_nothing(rank: ranks.Ranks) -> None:
     [(first, other, again)] = rank.run(work.seeded, deadline_s=_DEADLINE_S)
     assert first == again != other
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from notebook_accel import Accelerator, host_memory
+from notebook_accel.reporting import reporter
 from notebook_accel.training.runtimes import xla_collectives, xla_compiling
 from notebook_accel.utils import broadcast, set_seed
 from tests import processes
@@ -40,17 +41,26 @@ def executions() -> int:
     return int(found[0]) if found else 0
 
 
+def values_read() -> int:
+    """How many values were read back from the device by now."""
+    import torch_xla.debug.metrics as metrics
+
+    found = metrics.metric_data("TransferFromDeviceTime")
+    return int(found[0]) if found else 0
+
+
 def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]:
-    """Trains; the device, the parameters' identity, and compilations and computed graphs after each batch."""
+    """Trains; the device, the parameters' identity, and of each batch whether it is said to compile, and counts."""
     set_seed(3)
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     own = model()
     parameters = [*own.parameters()]
     optimizer = torch.optim.Adam(own.parameters(), lr=0.05)
     net, optimizer, loader = accelerator.prepare(own, optimizer, DataLoader(data(), batch_size=batch, shuffle=True))
-    compiled, executed, losses = [], [], []
+    says, compiled, executed, losses = [], [], [], []
     for _ in range(epochs):
         for x, y in loader:
+            says.append(reporter()._is_compiling)
             with accelerator.accumulate(net):
                 loss = F.cross_entropy(net(x), y)
                 accelerator.backward(loss)
@@ -64,6 +74,7 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
         "device": str(accelerator.device),
         "kept": all(a is b for a, b in zip(parameters, own.parameters(), strict=True)),
         "on_device": all(parameter.device == accelerator.device for parameter in own.parameters()),
+        "says": says,
         "compiled": [count - compiled[0] for count in compiled],
         "executed": executed,
         "losses": [float(loss) for loss in losses],
@@ -73,18 +84,12 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
 
 def transfers(steps: int) -> tuple[int, int]:
     """Values read back from the device in two epochs of accumulation, and batches in them."""
-    import torch_xla.debug.metrics as metrics
-
-    def read() -> int:
-        found = metrics.metric_data("TransferFromDeviceTime")
-        return int(found[0]) if found else 0
-
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     own = model()
     net, optimizer, loader = accelerator.prepare(
         own, torch.optim.SGD(own.parameters(), lr=0.1), DataLoader(data(), batch_size=4)
     )
-    before, batches = read(), 0
+    before, batches = values_read(), 0
     for _ in range(2):
         for x, y in loader:
             with accelerator.accumulate(net):
@@ -92,7 +97,7 @@ def transfers(steps: int) -> tuple[int, int]:
                 optimizer.step()
                 optimizer.zero_grad()
             batches += 1
-    return read() - before, batches
+    return values_read() - before, batches
 
 
 def resume(folder: pathlib.Path) -> tuple[list[float], list[float]]:
@@ -225,15 +230,17 @@ def alone() -> list[Any]:
 
 
 def seeded() -> tuple[list[float], list[float], list[float]]:
-    """Numbers that the device draws: after a seed, after another, after the first again."""
+    """Numbers that the device draws: after a seed, after another, after the first again and a wait for other ranks."""
     accelerator = Accelerator()
 
-    def drawn(seed: int) -> list[float]:
+    def drawn(seed: int, *, waits: bool = False) -> list[float]:
         set_seed(seed)
+        if waits:
+            accelerator.wait_for_everyone()
         numbers: list[float] = torch.rand(3, device=accelerator.device).tolist()
         return numbers
 
-    return drawn(1), drawn(2), drawn(1)
+    return drawn(1), drawn(2), drawn(1, waits=True)
 
 
 # Two devices of one process, each used by a thread --------------------------------------------------------------------
@@ -276,9 +283,10 @@ def collectives() -> list[list[torch.Tensor]]:
         rows = torch.tensor([[rank, 10.0 * rank], [float("inf"), 0.0]]).to(device)
         flags = torch.tensor([rank == 0, True]).to(device)
         received = torch.tensor([rank, 7]).to(device)
-        xla_collectives.all_reduce([total])
-        gathered = [xla_collectives.all_gather(tensor, rank, 2) for tensor in (rows, flags)]
-        xla_collectives.broadcast([received], rank, source=1)
+        between = xla_collectives.BetweenDevices(rank, 2)
+        between.all_reduce([total])
+        gathered = [between.all_gather(tensor) for tensor in (rows, flags)]
+        between.broadcast([received], source=1)
         return [total, *gathered, received]
 
     return _on_two_devices(work)
@@ -295,7 +303,7 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.fill_(1.0)
-        parallel = xla_collectives.DataParallel(net, 2)
+        parallel = xla_collectives.DataParallel(net, 2, xla_collectives.BetweenDevices(rank, 2))
         x = torch.full((1, 2), 1.0 + rank).to(device)
         with parallel.no_sync():
             parallel(x).sum().backward()

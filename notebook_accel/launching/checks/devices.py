@@ -35,7 +35,7 @@ class Devices:
         """Those of this machine, with these options."""
         platform = None if config.use_cpu else pjrt.find()
         if platform is not None:
-            return cls(platform.kind, 1 if config.start_method == "inline" else platform.counts[-1], platform)
+            return cls(platform.kind, 1 if config.start_method == "inline" else platform.processes, platform)
         gpus = 0 if config.use_cpu else visible_gpus()
         if gpus and config.start_method == "inline":
             gpus = 1  # one process is one rank

@@ -63,7 +63,7 @@ def xla_in_use() -> Finding | None:
     since = f" since {_xla_origin}" if _xla_origin else ""
     return Finding(
         f"XLA is initialised in this kernel{since}: something has used an XLA device or asked for one.",
-        "A fork would share the TPU's connection with the kernel, which ends both.",
+        "The kernel holds the TPU then. A fork would share its connection, which ends both; no other process gets one.",
         "restart the kernel, and call torch_xla's functions only inside the cell or function",
     )
 

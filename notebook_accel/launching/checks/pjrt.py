@@ -36,36 +36,28 @@ class Platform:
 
     Attributes:
         kind: The devices: TPUs, or the CPU in the place of one.
-        processes: How many processes it takes to use all.
-        cores: Devices that each of them would have. A rank is a process, so with more than one only one can be used.
+        processes: The most processes that would have a device of their own, and how many ranks run by default.
+        cores: Devices that each of them would have. A rank is a process and computes on one.
     """
+
+    # Where a process has several devices, torch_xla gives each to a thread. Ranks can't be threads here, for two
+    # reasons. What Python has once in a process they would share: the names that a cell assigns, the model, random
+    # generators, variables, standard output, interrupts. And where it can be tried, on the CPU, it doesn't hold.
+    # Threads that end a step at the same time each compile it, and wait for each other's collectives in vain until PJRT
+    # ends the process (tests/xla/two_threads.py: always). A lock around that doesn't help, since the end of a step
+    # waits for the step before, which waits for the other thread. With ends of steps in turns, one run of fifty has
+    # still crashed, while both threads were in an all-reduce.
 
     kind: Literal["TPU", "XLA CPU"]
     processes: int
     cores: int = 1
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The numbers of ranks that it can give, all of its devices last."""
-        # With several cores, torch_xla gives each to a thread. Ranks can't be threads here, for two reasons. What
-        # Python has once in a process they would share: the names that a cell assigns, the model, random generators,
-        # variables, standard output, interrupts. And where it can be tried, on the CPU, it doesn't hold. Threads that
-        # end a step at the same time each compile it, and wait for each other's collectives in vain until PJRT ends
-        # the process (tests/xla/two_threads.py: always). A lock around that doesn't help, since the end of a step
-        # waits for the step before, which waits for the other thread. With ends of steps in turns, one run of fifty
-        # has still crashed, while both threads were in an all-reduce.
-        return (1,) if self.cores > 1 or self.processes == 1 else (1, self.processes)
-
     def variables(self) -> dict[str, str]:
         """What tells a rank to use it."""
-        return {_ASKED_FOR: "TPU" if self.kind == "TPU" else "CPU"}
+        return {_ASKED_FOR: "TPU"} if self.kind == "TPU" else {_ASKED_FOR: "CPU", _CPU_DEVICES: "1"}
 
-    def findings(self, asked: int | None) -> list[Finding]:
-        """What speaks against so many ranks on it.
-
-        Args:
-            asked: The number of ranks, ``None`` for as many as there are devices.
-        """
+    def findings(self, count: int) -> list[Finding]:
+        """What speaks against so many ranks on it."""
         found = []
         if not _is_installed("torch_xla"):
             found.append(
@@ -75,35 +67,44 @@ class Platform:
                     "pip install 'torch_xla[tpu]', of the same version as torch; or --use_cpu",
                 )
             )
-        count = self.processes * self.cores if asked is None else asked
-        if count not in self.counts:
-            possible = " or ".join(f"--num_processes {number}" for number in self.counts)
-            found.append(Finding(self._what(asked, count), self._why(), f"{possible}; or --use_cpu"))
+        if self.kind == "TPU" and count not in (1, self.processes):
+            found.append(self._wrong_number(count))
+        elif self.cores > 1:
+            found.append(self._idle_cores(count))
         return found
 
-    def _what(self, asked: int | None, count: int) -> str:
-        there = f"{self.processes * self.cores} {self.kind} device{'' if self.processes * self.cores == 1 else 's'}"
-        if asked is None:
-            return f"PJRT has {there}, and ranks can't be on all of them."
-        return f"{count} processes were asked for, and PJRT has {there}."
+    def _wrong_number(self, count: int) -> Finding:
+        possible = "--num_processes 1" + (f" or --num_processes {self.processes}" if self.processes > 1 else "")
+        return Finding(
+            f"{count} processes were asked for, and PJRT has {_count(self.processes * self.cores, 'TPU device')}.",
+            f"It gives each process {self.cores} devices, for threads; a rank here is a process, and has one."
+            if self.cores > 1
+            else "It gives one device to one process, or all of them to as many processes.",
+            f"{possible}; or --use_cpu",
+        )
 
-    def _why(self) -> str:
-        if self.cores > 1:
-            return f"It gives each process {self.cores} devices, for threads; a rank here is a process, and has one."
-        return "It gives one device to one process, or all of them to as many processes."
+    def _idle_cores(self, count: int) -> Finding:
+        return Finding(
+            f"{_count(count, 'rank')} will compute on {count} of this TPU's {self.processes * self.cores} cores.",
+            f"Each of its chips has {self.cores}, for threads of one process. A rank here is a process and uses one; "
+            "and gradients are averaged by way of the host, since PJRT joins all cores or none.",
+            "leave it so; or take a TPU of a later generation (v4, v5e, v5p, v6e), which is used whole",
+            refuses=False,
+        )
 
 
 def find(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
     """What PJRT would give, ``None`` if there is nothing or if ``PJRT_DEVICE`` says so.
 
     Args:
-        environ: ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is installed.
+        environ: ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is installed. Any number
+            of ranks can have that; ``CPU_NUM_DEVICES`` do by default.
         root: The folder that ``/dev`` and ``/sys`` are in.
     """
     asked = environ.get(_ASKED_FOR, "").upper()
     if asked == "CPU":
         count = environ.get(_CPU_DEVICES, "")
-        return Platform("XLA CPU", 1, int(count) if count.isdigit() else 1) if _is_installed("torch_xla") else None
+        return Platform("XLA CPU", max(1, int(count)) if count.isdigit() else 1) if _is_installed("torch_xla") else None
     if asked not in ("", "TPU"):
         return None
     kinds = chips(root) if root != _ROOT else _chips_here()
@@ -132,6 +133,10 @@ def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
 @functools.cache  # it is looked for at every launch, and TPUs come with a machine
 def _chips_here() -> tuple[str, ...]:
     return chips()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _is_installed(module: str) -> bool:

@@ -52,11 +52,13 @@ def check(
     else:
         findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
         if devices.platform is not None:
-            findings += devices.platform.findings(config.num_processes)
+            findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
             findings += forkable.check()
         elif devices.kind == "GPU":
             findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
+        elif devices.kind == "TPU":
+            findings.append(kernel_state.xla_in_use())
         findings.append(kernel_state.captured_on_gpu(captured))
     return tuple(finding for finding in findings if finding is not None)
 

@@ -19,10 +19,10 @@ import torch
 from torch.utils import _pytree
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import reporter
 from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from notebook_accel.training.runtimes import turns, xla_collectives
+from notebook_accel.training.runtimes import turns, xla_collectives, xla_devices
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 from notebook_accel.training.runtimes.xla_compiling import Compilations
@@ -43,7 +43,9 @@ def is_asked_for() -> bool:
 
 
 class XlaDevice:
-    """A ``Runtime`` on one XLA device. What is on the host travels between ranks by gloo.
+    """A ``Runtime`` on one XLA device.
+
+    What is on the host travels between ranks by gloo; what is on devices, between them where PJRT has joined them.
 
     Args:
         place: This rank's place.
@@ -57,7 +59,12 @@ class XlaDevice:
         self.place = place
         cpu = torch.device("cpu")
         self._host = SingleProcess(place, cpu) if place.world_size == 1 else TorchDistributed(place, cpu, options)
-        self.device = _device(place)
+        self.device, is_joined = xla_devices.join(place)
+        self._collectives: xla_collectives.Collectives = (
+            xla_collectives.BetweenDevices(place.rank, place.world_size)
+            if is_joined
+            else xla_collectives.ThroughHost(self._host, self._compute)
+        )
         self._compilations = Compilations()
         self.seed(torch.initial_seed())
         reporter().hold_metrics()
@@ -92,7 +99,7 @@ class XlaDevice:
         return used_and_total
 
     def release_memory(self) -> None:
-        self.end_step()
+        self._compute()
 
     def place_model(self, model: torch.nn.Module) -> None:
         # On its way a model is on the host once more, in each rank: those that share one had it there once for all.
@@ -112,7 +119,7 @@ class XlaDevice:
             model.to(self.device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        self.end_step()  # what it takes to get there is no part of the first step
+        self._compute()  # what it takes to get there is no part of the first step
 
     def _wait_for_device(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -124,7 +131,7 @@ class XlaDevice:
         swap(leaf, leaf.detach().to(self.device).requires_grad_())
 
     def to_host(self, state: Any) -> Any:
-        self.end_step()
+        self._compute()
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
     def uploader(self) -> _Uploader:
@@ -136,6 +143,16 @@ class XlaDevice:
         torch_xla.sync()
         self._compilations.step_ended()
         reporter().release_metrics()
+
+    def _compute(self) -> None:
+        """Has the device compute what was asked of it so far, in the middle of a step or outside of one."""
+        import torch_xla.core.xla_model as xm
+
+        # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other, and
+        # read what they save, at moments on which no draw should depend.
+        drawn = xm.get_rng_state(str(self.device))
+        self.end_step()
+        xm.set_rng_state(drawn, str(self.device))
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
         global _precision
@@ -160,34 +177,37 @@ class XlaDevice:
     def generator_state(self) -> Mapping[str, Any]:
         import torch_xla.core.xla_model as xm
 
+        self._compute()  # so that the next step goes on from here, as it does where this is put back
         return {"xla": xm.get_rng_state(str(self.device))}
 
     def set_generator_state(self, state: Mapping[str, Any]) -> None:
+        import torch_xla.core.xla_model as xm
+
         if "xla" in state:
-            self.seed(state["xla"])
+            xm.set_rng_state(state["xla"], str(self.device))
 
     # The others
 
     def barrier(self) -> None:
-        self.end_step()
+        self._compute()
         self._host.barrier()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._is_on_host(tensor):
             return self._host.all_gather(tensor)
-        return xla_collectives.all_gather(tensor, self.place.rank, self.place.world_size)
+        return self._collectives.all_gather(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if self._is_on_host(tensor):
             self._host.all_reduce(tensor)
         else:
-            xla_collectives.all_reduce([tensor])
+            self._collectives.all_reduce([tensor])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if self._is_on_host(tensor):
             self._host.broadcast(tensor, source)
         else:
-            xla_collectives.broadcast([tensor], self.place.rank, source)
+            self._collectives.broadcast([tensor], source)
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
         return self.place.world_size == 1 or tensor.device.type == "cpu"
@@ -205,35 +225,12 @@ class XlaDevice:
         if options != DistributedDataParallelKwargs():
             raise ConfigError(
                 f"{options} has no effect on an XLA device.",
-                why="Gradients are averaged there by one collective in the graph of the step.",
+                why="Gradients are averaged there by one collective at the end of a backward pass.",
                 fix="leave DistributedDataParallelKwargs out",
             )
-        xla_collectives.broadcast([*model.parameters(), *model.buffers()], self.place.rank, source=0)
-        self.end_step()
-        return xla_collectives.DataParallel(model, self.place.world_size)
-
-
-def _device(place: RankPlace) -> torch.device:
-    """This process's device, of a group of as many as there are ranks."""
-    import torch_xla
-    import torch_xla.runtime
-    from torch_xla._internal import pjrt
-
-    if not torch_xla._XLAC._xla_runtime_is_initialized():
-        # Says which chip is this process's, before PJRT looks for one; and which devices take part in collectives.
-        if place.world_size == 1:
-            pjrt.initialize_singleprocess()
-        else:
-            pjrt.initialize_multiprocess(place.local_rank, place.local_world_size)
-    found = torch_xla.runtime.global_device_count()
-    if place.world_size not in (1, found):
-        raise TrainingError(
-            f"There are {place.world_size} ranks, and PJRT has a group of {found} devices.",
-            why="Each rank is a process with one XLA device, and all devices that PJRT finds take part.",
-            fix=f"num_processes={found}, or 1",
-        )
-    device: torch.device = torch_xla.device()
-    return device
+        self._collectives.broadcast([*model.parameters(), *model.buffers()], source=0)
+        self._compute()
+        return xla_collectives.DataParallel(model, self.place.world_size, self._collectives)
 
 
 class _Uploader:

@@ -1,7 +1,11 @@
-"""Collectives between XLA devices. They become parts of a graph, which is computed when a step ends.
+"""Collectives of XLA devices, and the gradients that they average.
 
-All ranks' graphs have to be the same program, or they wait for each other for ever. So what differs between ranks, such
-as which of them gives its values, goes in as data: never as a constant, a shape, or an operation more.
+Where PJRT has joined the devices, collectives become parts of a graph, which is computed when a step ends. All ranks'
+graphs have to be the same program then, or they wait for each other for ever. So what differs between ranks, such as
+which of them gives its values, goes in as data: never as a constant, a shape, or an operation more.
+
+Where it hasn't, values go through the host's memory, by gloo. A step is two graphs then: all before its collective, and
+the rest.
 
 Knows torch_xla, and imports it when it is first used.
 """
@@ -9,53 +13,132 @@ Knows torch_xla, and imports it when it is first used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DataParallel", "all_gather", "all_reduce", "broadcast"]
+from notebook_accel.errors import CollectiveError
+from notebook_accel.training.runtimes.runtime import Runtime
+
+__all__ = ["BetweenDevices", "Collectives", "DataParallel", "ThroughHost"]
 
 
-def all_reduce(tensors: Iterable[torch.Tensor], scale: float = 1.0) -> None:
-    """Replaces the tensors by their sums over the ranks, times ``scale``, in place, by one collective for all."""
-    import torch_xla.core.xla_model as xm
+class Collectives(Protocol):
+    """What ranks do with tensors on their devices. Every rank calls the same, with the same shapes."""
 
-    xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale, pin_layout=False)
+    def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+        """Replaces the tensors by their sums over the ranks, times ``scale``, in place, by one collective for all."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors of shape ``(n, ...)``, in order of rank: ``(world_size * n, ...)``."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Replaces the tensors by those of rank ``source``, in place."""
 
 
-def all_gather(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The ranks' tensors of shape ``(n, ...)``, in order of rank: ``(world_size * n, ...)``.
+class BetweenDevices:
+    """``Collectives`` of devices that PJRT has joined.
 
-    Each rank adds its own to zeros in the places of the others, because the order of torch_xla's own is that of the
-    devices, which needn't be that of the ranks.
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
     """
-    own = torch.arange(world_size) == rank
-    mask = own.reshape(-1, *[1] * tensor.ndim).to(tensor.device)
-    places = _summable(tensor).unsqueeze(0) * mask.to(_summable(tensor).dtype)
-    # Not only multiplied, which leaves an infinite value's trace in the places of other ranks.
-    places = torch.where(mask, places, torch.zeros_like(places))
-    all_reduce([places])
-    return places.reshape(-1, *tensor.shape[1:]).to(tensor.dtype)
 
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
 
-def broadcast(tensors: Iterable[torch.Tensor], rank: int, source: int) -> None:
-    """Replaces the tensors by those of one rank, in place, by one collective for all."""
-    tensors = list(tensors)
-    if not tensors:
-        return
-    is_source = torch.tensor(rank == source).to(tensors[0].device)
-    values = [torch.where(is_source, _summable(tensor), torch.zeros_like(_summable(tensor))) for tensor in tensors]
-    all_reduce(values)
-    with torch.no_grad():
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value.to(tensor.dtype))
+    def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale, pin_layout=False)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Each rank adds its own to zeros in the places of the others, because the order of torch_xla's own is that of
+        # the devices, which needn't be that of the ranks.
+        own = torch.arange(self._world_size) == self._rank
+        mask = own.reshape(-1, *[1] * tensor.ndim).to(tensor.device)
+        places = _summable(tensor).unsqueeze(0) * mask.to(_summable(tensor).dtype)
+        # Not only multiplied, which leaves an infinite value's trace in the places of other ranks.
+        places = torch.where(mask, places, torch.zeros_like(places))
+        self.all_reduce([places])
+        return places.reshape(-1, *tensor.shape[1:]).to(tensor.dtype)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        if not tensors:
+            return
+        is_source = torch.tensor(self._rank == source).to(tensors[0].device)
+        values = [torch.where(is_source, _summable(tensor), torch.zeros_like(_summable(tensor))) for tensor in tensors]
+        self.all_reduce(values)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value.to(tensor.dtype))
 
 
 def _summable(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to(torch.int32) if tensor.dtype is torch.bool else tensor
+
+
+class ThroughHost:
+    """``Collectives`` of devices that know nothing of each other.
+
+    Args:
+        host: The way to the other ranks for what is on the host.
+        compute: Has the device compute all that was asked of it so far.
+    """
+
+    def __init__(self, host: Runtime, compute: Callable[[], None]) -> None:
+        self._host = host
+        self._compute = compute
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+        self._check(sum(tensor.numel() for tensor in tensors))
+        for _, same in itertools.groupby(sorted(tensors, key=_dtype_name), _dtype_name):
+            self._all_reduce(list(same), scale)
+
+    def _all_reduce(self, tensors: list[torch.Tensor], scale: float) -> None:
+        """That of tensors of one type, in one transfer each way."""
+        together = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        [total] = self._read([together])
+        self._host.all_reduce(total)
+        parts = torch.split(total.to(together.device), [tensor.numel() for tensor in tensors])
+        with torch.no_grad():
+            for tensor, part in zip(tensors, parts, strict=True):
+                whole = part.reshape(tensor.shape)
+                tensor.copy_(whole if scale == 1 else whole * scale)
+
+    def _check(self, size: int) -> None:
+        sizes = self._host.all_gather(torch.tensor([size])).tolist()
+        if len(set(sizes)) > 1:  # gloo would end the process
+            shown = ", ".join(f"{count:,} on rank {rank}" for rank, count in enumerate(sizes))
+            raise CollectiveError(
+                f"Ranks are to add up different numbers of values: {shown}.",
+                why="A gradient is averaged where every rank has it, and some parameters have none on some ranks.",
+                fix="have every rank use the same parameters in its forward pass, if only multiplied by zero",
+            )
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        [own] = self._read([tensor])
+        return self._host.all_gather(own).to(tensor.device)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, self._read(tensors), strict=True):
+                self._host.broadcast(value, source)
+                tensor.copy_(value)
+
+    def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same on the host."""
+        self._compute()  # not only what these take: the rest would compute that once more
+        return [tensor.detach().cpu().contiguous() for tensor in tensors]
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype)
 
 
 class DataParallel(torch.nn.Module):
@@ -66,12 +149,14 @@ class DataParallel(torch.nn.Module):
     Args:
         model: The model, on the device.
         world_size: Number of ranks.
+        collectives: The way to the other ranks' devices.
     """
 
-    def __init__(self, model: torch.nn.Module, world_size: int) -> None:
+    def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
         super().__init__()
         self.module = model
         self._world_size = world_size
+        self._collectives = collectives
         self._syncs = True
         self._is_queued = False
         self._learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -100,7 +185,7 @@ class DataParallel(torch.nn.Module):
     def _average(self) -> None:
         self._is_queued = False
         gradients = [parameter.grad for parameter in self._learning if parameter.grad is not None]
-        all_reduce(gradients, scale=1 / self._world_size)
+        self._collectives.all_reduce(gradients, scale=1 / self._world_size)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.module,),)
