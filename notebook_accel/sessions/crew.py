@@ -239,13 +239,14 @@ class Crew:
     ) -> Question:
         number, sent_s = next(self._numbers), time.monotonic()
         orders: dict[int, tuple[bytes, Sequence[int]]] = {}
-        plain = messages.encode(make(number=number, sent_s=sent_s, **what)) if len(parcels) == 0 else b""
-        for rank in ranks:
-            orders[rank] = plain, ()
         for parcel in parcels:
             body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
             orders |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
-        return Question(number, orders)
+        have_all = [rank for rank in ranks if rank not in orders]
+        if have_all:
+            plain = messages.encode(make(number=number, sent_s=sent_s, **what))
+            orders |= {rank: (plain, ()) for rank in have_all}
+        return Question(number, dict(sorted(orders.items())))
 
     def _ask(
         self,

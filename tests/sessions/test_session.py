@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,12 @@ def test_some_ranks_only(session: Session) -> None:
     assert repr(session.execute("rank + 5", ranks=[1])) == "rank 1: 6"
     with pytest.raises(ConfigError, match="has no ranks 2-3"):
         session.execute("1", ranks=[1, 2, 3])
+
+
+def test_name_of_the_notebook_that_only_some_ranks_have_yet(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "only_here", "sent", raising=False)
+    assert repr(session.execute("only_here", ranks=[1])) == "rank 1: 'sent'"
+    assert repr(session.execute("only_here")) == "ranks 0-1: 'sent'"
 
 
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
