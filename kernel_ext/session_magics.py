@@ -149,7 +149,7 @@ class SessionMagics:
         session = self._needed("%%distributed")
         asked = asked_about(cell)
         if asked:
-            print("\n".join(session.describe(asked)) or f"Rank 0 has no name {asked!r}.")
+            print("\n".join(session.describe(asked)) or _why_nothing_is_known(session, asked))
             return None
         parsed = self._read(cell)
         if given.background:
@@ -220,6 +220,13 @@ class SessionMagics:
     def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
         [values] = session.pull_all(*wanted, ranks=[rank])
         self._shell.push(values)
+
+
+def _why_nothing_is_known(session: Session, asked: str) -> str:
+    if session.job.ranks[0].state == "ended":
+        return "Rank 0 has died. %distributed restart starts it again."
+    doing = session.job.doing()
+    return f"Rank 0 has no name {asked!r}." if doing == "idle" else f"The ranks can't be asked just now: {doing}."
 
 
 def _names_parser(magic: str) -> Parser:

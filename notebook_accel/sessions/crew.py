@@ -245,7 +245,7 @@ class Crew:
         have_all = [rank for rank in ranks if rank not in orders]
         if have_all:
             plain = messages.encode(make(number=number, sent_s=sent_s, **what))
-            orders |= {rank: (plain, ()) for rank in have_all}
+            orders |= dict.fromkeys(have_all, (plain, ()))
         return Question(number, dict(sorted(orders.items())))
 
     def _ask(
@@ -314,7 +314,7 @@ class Crew:
     def _value(self, answer: Answer) -> Any:
         if answer.value < 0:
             return None
-        return serialization.open_sealed(answer.value, origins=self.ledger.origins).value
+        return serialization.open_result(answer.value, self.ledger.origins)
 
     def _ask_quietly(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any

@@ -7,12 +7,13 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.unpicklable import StaysError
 
 __all__ = ["DistributedType", "PartialState", "ProcessControl"]
 
@@ -63,6 +64,13 @@ class ProcessControl:
         return (
             f"{type(self).__name__}(rank {self.process_index} of {self.num_processes}, "
             f"local rank {self.local_process_index}, {self.device}, {self.distributed_type.value})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StaysError(
+            self,
+            f"this {type(self).__name__} stands for the process that it was made in, rank {self.process_index} of "
+            f"{self.num_processes}, and a copy would take itself for the same",
         )
 
     @property

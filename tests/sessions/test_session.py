@@ -74,6 +74,10 @@ def test_of_too_much_output_the_beginning_and_the_end_are_shown(
     assert shown[0] == "0 │ line 0" and shown[-1] == "0 │ line 49999"
     assert len(shown) < 5000
     assert [line for line in shown if "47,980 lines left out here" in line]
+    session.execute("print('x' * 3_000_000)\nprint('half\\rwhole \\x1b[31mred')", ranks=[0])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"0 │ {'x' * 2000} … and 2,998,000 more characters"
+    assert second == "0 │ whole red"
 
 
 def test_function_is_called_on_all_ranks(session: Session) -> None:
@@ -108,8 +112,9 @@ def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
         session.push(line=Pair(file, 1))
     with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
         session.pull("nowhere")
-    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator"):
+    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator") as raised:
         session.execute("endless = (x for x in [1])") or session.pull("endless")
+    assert str(raised.value).count("Fix: ") == 1
     assert session.execute("rank", ranks=[1])[1] == "1"
 
 
