@@ -140,6 +140,18 @@ def test_error_of_all_ranks_at_one_place_leaves_their_group_alone(prepared: Sess
     assert goes_on(prepared)
 
 
+def test_interrupt_in_the_middle_of_a_contexts_end_leaves_no_mode_behind(prepared: Session) -> None:
+    modes = "torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), torch.autocast_increment_nesting()"
+    begin = "torch.no_grad().__enter__(), torch.autocast('cpu').__enter__()"
+    with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+        prepared.execute(f"{begin}\nraise KeyboardInterrupt")
+    assert repr(prepared.execute(modes)) == "ranks 0-1: (True, False, 1)"
+    prepared.execute("torch.autocast_decrement_nesting(), torch.set_grad_enabled(False)")
+    assert repr(prepared.execute(modes)) == "ranks 0-1: (False, False, 1)"  # which a cell may want
+    prepared.execute("torch.autocast_decrement_nesting(), torch.set_grad_enabled(True)")
+    assert goes_on(prepared)
+
+
 def test_what_the_code_made_itself_is_named_when_it_is_lost(
     prepared: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
