@@ -110,9 +110,12 @@ class Asking:
             self._kill(question)
         elif since_s > max(self._grace_s, 1.0) and not self._said:
             self._said = True
+            who = ranks_in_words(question.pending)
+            goes_on = (
+                f"{who} goes on although it was" if len(question.pending) == 1 else f"{who} go on although they were"
+            )
             sys.stderr.write(
-                f"[{ranks_in_words(question.pending)} goes on although it was interrupted. "
-                f"Interrupt to kill it; after {_PATIENCE_S:g} s it is killed anyway]\n"
+                f"[{goes_on} interrupted. Interrupt once more to kill; after {_PATIENCE_S:g} s that is done anyway]\n"
             )
 
     def _kill(self, question: Question) -> None:

@@ -53,6 +53,7 @@ class Crew:
         self._turns = Turns()
         self._is_closed = False
         self._failed_rank: int | None = None  # where the last error was
+        self._killed: set[int] = set()  # since they went on although they were interrupted
         self._meeting = Meeting()
         self._courier = Courier()
         self._output: Output | None = None
@@ -138,8 +139,9 @@ class Crew:
             self._finish_output(answers)
             # What was typed may have called something that only all ranks can do together.
             self._healing.after(self.alive, is_broken=bool(question.lost or asking.interrupted))
+        self._killed.update(asking.killed)
         if question.lost:
-            raise failing.how_it_died(self.job, rank)
+            raise self._how_it_died(rank)
         if console.refusal is not None:
             raise console.refusal
         for line in answers[rank].reply.lines:
@@ -173,6 +175,7 @@ class Crew:
         for rank in chosen:
             failing.how_it_died(self.job, rank)  # waits until that is known
             self.ledger.forget(rank)
+            self._killed.discard(rank)
             self.job.respawn(rank)
         if chosen:
             self._healing.renew([rank for rank in self.alive if rank not in chosen], rejoins=False)
@@ -219,8 +222,11 @@ class Crew:
         chosen = list(range(self.job.world_size)) if ranks is None else self._known(ranks)
         for rank in chosen:
             if rank not in self.alive:
-                raise failing.how_it_died(self.job, rank)
+                raise self._how_it_died(rank)
         return chosen
+
+    def _how_it_died(self, rank: int) -> RunError:
+        return failing.how_it_died(self.job, rank, was_killed=rank in self._killed)
 
     def _known(self, ranks: Sequence[int]) -> list[int]:
         unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
@@ -283,6 +289,7 @@ class Crew:
                 if reply.lacks_delivery and rank in parcel.ranks:
                     self.ledger.refused(parcel, rank)
         self._finish_output(question.answers)
+        self._killed.update(asking.killed)
         if question.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
@@ -302,8 +309,7 @@ class Crew:
 
     def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
         if question.lost:
-            rank = min(question.lost)
-            raise failing.how_it_died(self.job, rank, was_killed=rank in asking.killed)
+            raise self._how_it_died(min(question.lost))
         if asking.interrupt is not None:
             raise failing.interrupted(asking.interrupt, replies)
         failure = failing.first_failure(replies, asking.interrupted, self.job.world_size, self.ledger.origins)
