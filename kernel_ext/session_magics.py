@@ -37,7 +37,9 @@ HELP = """\
     %distributed stop              ends it
 """
 
-_HINT = "%%distributed cells run there, %%rank 0 in one; %push and %pull bring names; %distributed stop ends them."
+_HINT = (
+    "%%distributed cells run there, %%rank 0 cells in one; %push and %pull bring names; %distributed stop ends them."
+)
 
 
 class SessionMagics:
@@ -107,9 +109,8 @@ class SessionMagics:
         config = configuration.resolve(options.given(given), file=configuration.default_path())
         self.session = Session.from_config(config)
         job = self.session.job
-        print(
-            f"{'1 rank is' if job.world_size == 1 else f'{job.world_size} ranks are'} ready, on {job.devices}. {_HINT}"
-        )
+        ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
+        print(f"{ready} ready, on {job.devices}.\n{_HINT}")
 
     def _restart(self, arguments: list[str]) -> None:
         session = self._needed("%distributed restart")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ def test_it_does_not_leave_its_process(kind: Callable[..., Any]) -> None:
     assert raised.value.path == 'name "here"'
     assert f"this {kind.__name__} stands for the process that it was made in, rank 0 of 1" in raised.value.what
     assert "make it inside the cell" in raised.value.fix
+    assert copy.deepcopy(roots) == roots  # which stays in the process
 
 
 def decorated(control: Any) -> list[int | None]:
