@@ -131,7 +131,7 @@ class Crew:
         with self._turns.turn("the debugger", check=self._refuse_ended):
             self._chosen([rank])
             question = self._question(messages.Debug, {}, [rank], [])
-            asking = Asking(self._courier, self._output, self.job.config.grace_s, console)
+            asking = Asking(self._courier, self._output, self.job.config.grace_s, console=console)
             self._start_output()
             asking.ask(question)
             answers = dict(question.answers)
@@ -265,7 +265,7 @@ class Crew:
         parcels = self.ledger.pack(request, ranks)
         self._say_what_is_sent_again(parcels)
         question = self._question(make, what, ranks, parcels)
-        asking = Asking(self._courier, self._output, self.job.config.grace_s)
+        asking = Asking(self._courier, self._output, self.job.config.grace_s, stacks=self.job.stacks)
         self._start_output()
         self.job.expect_steps(ranks)
         try:
