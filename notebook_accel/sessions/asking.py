@@ -146,12 +146,12 @@ class Asking:
         self._look_s *= 2
         with contextlib.suppress(NotebookAccelError):  # not in time, or the session is over
             waiting = [stack for stack in self._stacks(_STACKS_DEADLINE_S) if stack.rank in question.pending]
-            lines = [f"rank {stack.rank} waits in {stack.waits_in} at {stack.user_line}"
+            lines = [f"rank {stack.rank} waits for others at {stack.user_line}"
                      for stack in waiting if stack.waits_in not in ("", "backward")]  # fmt: skip
             if lines:
                 self._stacks = None
                 others = ranks_in_words([rank for rank in self._courier.ranks if rank not in question.pending])
-                sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: to interrupt ends that]\n")
+                sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
     def _kill(self, question: Question) -> None:
         for rank in question.pending:

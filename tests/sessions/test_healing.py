@@ -170,7 +170,7 @@ def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
     cell.interrupt()
     assert cell.wait(60)
     assert re.fullmatch(
-        r"\[rank 1 waits in \w+ at session\[\w+\], line 1 in <module>, and nothing runs on rank 0: .*\n", said
+        r"\[rank 1 waits for others at session\[\w+\], line 1 in <module>, and nothing runs on rank 0: .*\n", said
     )
     assert goes_on(prepared)
 
