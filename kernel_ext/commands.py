@@ -69,7 +69,8 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
         raise UsageError(f"%distributed: a quote is not closed in: {line}") from None
     if command not in COMMANDS:
         raise UsageError(
-            f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}."
+            f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}. "
+            "%distributed? says what they do."
         )
     return COMMANDS[command](_read(command, words))
 
@@ -147,8 +148,11 @@ def _logs(order: _Order) -> None:
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     for rank in _ranks(order, entry.name, len(entry.log_files)):
-        print(f"rank {rank}, last lines of {entry.log_files[rank]}")
-        print("\n".join(plain_lines(logs.read(entry.log_files[rank], _LAST_LINES).rstrip("\n"))))
+        text = logs.read(entry.log_files[rank], _LAST_LINES).rstrip("\n")
+        print(
+            f"rank {rank}, last lines of {entry.log_files[rank]}" if text else f"rank {rank} has printed nothing yet."
+        )
+        print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
 def _stacks(order: _Order) -> None:

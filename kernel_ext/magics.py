@@ -28,21 +28,25 @@ _NAME = "distributed"
 _DESCRIPTION = """\
 Runs the cell in several processes, each a rank with a device of its own.
 
-The cell is the training function: it runs once in every rank, with the notebook's names that it uses. The value of its
-last expression is that rank's result; the cell's own value is all of them. If it ends with a `def`, that function is
-also defined in the notebook, and is what is run, with --args. Names that the cell assigns stay in the ranks, unless
-they are pulled.
+The cell is the training function: it runs once in every rank, with the
+notebook's names that it uses. The value of its last expression is that rank's
+result; the cell's own value is all of them. If it ends with a `def`, that
+function is also defined in the notebook, and is what is run, with --args.
+Names that the cell assigns stay in the ranks, unless they are pulled.
 """
 _EXAMPLES = """\
 examples:
-  %%distributed                                       one rank for each device
-  %%distributed -n 2 --pull model,losses              two ranks; rank 0's model and losses come back
-  %%distributed --mixed_precision bf16 --out results  results[1] is rank 1's value
-  %%distributed --args (5,)                           the cell ends with a function: it is called with 5
-  %%distributed --background --name long              goes on while other cells run
-  %%distributed --export train.py                     runs nothing: the cell becomes a script
+  %%distributed                           one rank for each device
+  %%distributed -n 2 --pull model,losses  rank 0's model and losses come back
+  %%distributed --mixed_precision bf16 --out results
+                                          results[1] is rank 1's value
+  %%distributed --args (5,)               calls the function that the cell ends
+                                          with, with 5
+  %%distributed --background --name long  goes on while other cells run
+  %%distributed --export train.py         runs nothing: it becomes a script
 
-Where there is a session (%distributed start), the cell runs in its ranks, and what it assigns stays there.
+Where there is a session (%distributed start), the cell runs in its ranks, and
+what it assigns stays there.
 """
 
 

@@ -77,7 +77,7 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     return (
         f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
         f"{faint(' · '.join(_about(facts, state)))} "
-        f'<span class="nba-times">{hint} {" ".join(times)}</span></div>{_lines_html(state)}'
+        f'<span class="nba-times">{hint} {" ".join(times)}</span>{_lines_html(state)}</div>'
     )
 
 

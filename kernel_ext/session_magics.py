@@ -37,7 +37,9 @@ HELP = """\
     %distributed stop              ends it
 """
 
-_HINT = "%%distributed cells run there, %%rank 0 in one; %push and %pull bring names; %distributed stop ends them."
+_HINT = (
+    "%%distributed cells run there, %%rank 0 cells in one; %push and %pull bring names; %distributed stop ends them."
+)
 
 
 class SessionMagics:
@@ -107,9 +109,8 @@ class SessionMagics:
         config = configuration.resolve(options.given(given), file=configuration.default_path())
         self.session = Session.from_config(config)
         job = self.session.job
-        print(
-            f"{'1 rank is' if job.world_size == 1 else f'{job.world_size} ranks are'} ready, on {job.devices}. {_HINT}"
-        )
+        ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
+        print(f"{ready} ready, on {job.devices}.\n{_HINT}")
 
     def _restart(self, arguments: list[str]) -> None:
         session = self._needed("%distributed restart")
@@ -149,7 +150,7 @@ class SessionMagics:
         session = self._needed("%%distributed")
         asked = asked_about(cell)
         if asked:
-            print("\n".join(session.describe(asked)) or f"Rank 0 has no name {asked!r}.")
+            print("\n".join(session.describe(asked)) or _why_nothing_is_known(session, asked))
             return None
         parsed = self._read(cell)
         if given.background:
@@ -220,6 +221,13 @@ class SessionMagics:
     def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
         [values] = session.pull_all(*wanted, ranks=[rank])
         self._shell.push(values)
+
+
+def _why_nothing_is_known(session: Session, asked: str) -> str:
+    if session.job.ranks[0].state == "ended":
+        return "Rank 0 has died. %distributed restart starts it again."
+    doing = session.job.doing()
+    return f"Rank 0 has no name {asked!r}." if doing == "idle" else f"The ranks can't be asked just now: {doing}."
 
 
 def _names_parser(magic: str) -> Parser:

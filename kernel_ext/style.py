@@ -163,6 +163,7 @@ _RULES = """
 .nba-panel .nba-errors b { color: var(--nba-bad); font-weight: 600; }
 .nba-panel .nba-errors pre.nba-output { padding: 4px 0 0; }
 .nba-panel .nba-said { margin: 0; padding: 8px 14px 0; font-size: 12px; color: var(--nba-faint); }
+.nba-panel .nba-header > .nba-said { flex: 1 0 100%; padding: 0; }
 .nba-panel mark { background: color-mix(in srgb, var(--nba-warn) 35%, transparent); color: inherit; }
 .nba-panel pre.nba-output { margin: 0 0 auto; padding: 10px 14px; border: 0; background: none; color: inherit;
   font: 12px/1.6 var(--jp-code-font-family, var(--vscode-editor-font-family, monospace));

@@ -8,13 +8,14 @@ script on every device.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import pathlib
 import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accel import __version__, config, end_signals, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError, PreflightError
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well, 1 if not, 2 for a command line that can't be understood.
     """
-    parsed = _parser().parse_args(arguments)
+    parsed, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        parsed.parser.refuse(unknown[0])
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
         status = run(parsed)
@@ -69,6 +72,12 @@ class _Parser(argparse.ArgumentParser):
             super().add_argument(*dashed, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
         return action
 
+    def refuse(self, word: str) -> NoReturn:
+        """Ends with the error that there is no such option."""
+        close = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions)
+        known = f"is it {close[0]}? " if close else ""
+        self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
@@ -77,24 +86,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     env = commands.add_parser("env", help="print what to paste into a bug report")
-    env.set_defaults(run=_env)
+    env.set_defaults(run=_env, parser=env)
     doctor = commands.add_parser(
         "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
     )
     doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
     options.add_flags(doctor)
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_doctor, parser=doctor)
     asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
     options.add_flags(asking)
     asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Where to. Default: where it is read.")
     asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
-    asking.set_defaults(run=_config)
+    asking.set_defaults(run=_config, parser=asking)
     launch = commands.add_parser(
         "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_OF_ACCELERATE
     )
     launch_command.add_arguments(launch)
-    launch.set_defaults(run=launch_command.run)
+    launch.set_defaults(run=launch_command.run, parser=launch)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["clipped", "plain_lines", "plain_text"]
+__all__ = ["clipped", "first_line", "plain_lines", "plain_text"]
 
 _MOST_CHARACTERS = 2000
 
@@ -17,6 +17,11 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 def plain_lines(text: str) -> Iterator[str]:
     """The lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
     return (clipped(plain_text(line)) for line in text.split("\n"))
+
+
+def first_line(text: str) -> str:
+    """The first line of a text, as ``plain_text`` leaves it."""
+    return next(plain_lines(text.strip()))
 
 
 def plain_text(line: str) -> str:

@@ -24,6 +24,7 @@ import cloudpickle
 
 from notebook_accel import definitions, host_memory, memory_files, unpicklable
 from notebook_accel.blocks import Block, Blocks, Whole
+from notebook_accel.errors import PayloadError
 
 __all__ = ["Opened", "Origins", "Pickled", "loads", "open_sealed", "pickle_by_value", "seal"]
 
@@ -130,6 +131,23 @@ def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, ori
     with _receiving({} if namespace is None else namespace, origins):
         _, value, shipped = pickle.loads(contents.pickle, buffers=contents.buffers)
     return Opened(value, shipped)
+
+
+def open_result(descriptor: int, origins: Origins) -> Any:
+    """What a rank has sent back, which was pickled there, and may not be fit to be made again here.
+
+    Raises:
+        PayloadError: It isn't.
+    """
+    try:
+        return open_sealed(descriptor, origins=origins).value
+    except Exception as error:
+        raise PayloadError(
+            f"A result has come from its rank, and can't be made again here: {type(error).__name__}: {error}",
+            path="result",
+            why="It was pickled there, and its class doesn't know how to undo that.",
+            fix="return something else, such as numbers, tensors or a state_dict()",
+        ) from error
 
 
 def loads(data: bytes, *, origins: Origins = ()) -> Any:

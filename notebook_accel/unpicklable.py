@@ -12,7 +12,7 @@ from typing import Any
 from notebook_accel.errors import PayloadError
 from notebook_accel.sizes import in_words
 
-__all__ = ["Failure", "OnDeviceError", "explain", "too_large"]
+__all__ = ["Failure", "OnDeviceError", "StaysError", "explain", "too_large"]
 
 _MOST_LISTED = 8
 
@@ -21,6 +21,19 @@ Failure = Callable[[Any], "Exception | None"]
 
 class OnDeviceError(pickle.PicklingError):
     """A tensor lives on a device, in memory that belongs to this process."""
+
+
+class StaysError(pickle.PicklingError):
+    """An object belongs to the process that it is in.
+
+    Args:
+        obj: The object.
+        why: What makes it so, as the end of a sentence.
+    """
+
+    def __init__(self, obj: object, why: str) -> None:
+        super().__init__(why)
+        self.obj = obj
 
 
 def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice: str) -> PayloadError:
@@ -76,6 +89,8 @@ def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str
             why="Its memory belongs to this process's device context.",
             fix="move it first with .cpu(), or make it inside the cell or the function",
         )
+    if isinstance(reason, StaysError):
+        return PayloadError(f"{way} can't be sent to another process: {reason}.", path=way, fix=advice)
     return PayloadError(
         f"{way} can't be sent to another process: it is {named}.",
         path=way,
@@ -101,6 +116,8 @@ def _descend(
 ) -> tuple[list[str], Any, Exception]:
     """Follows the parts that can't be pickled down to one whose own parts all can."""
     visited.add(id(obj))
+    if isinstance(reason, StaysError) and reason.obj is obj:
+        return path, obj, reason
     for label, part in _parts(obj):
         if id(part) in visited:
             continue

@@ -114,7 +114,7 @@ def parse(source: str, label: str) -> Cell:
         CellError: It is empty, or uses a magic that a rank doesn't have.
     """
     tree = ast.parse(source, label)
-    compile(source, label, "exec", dont_inherit=True)  # finds what parsing doesn't, such as `return` outside a function
+    _check_compiles(source, label)
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
@@ -127,6 +127,18 @@ def parse(source: str, label: str) -> Cell:
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
         assigns=_assigned_names(tree, label),
     )
+
+
+def _check_compiles(source: str, label: str) -> None:
+    """Finds what parsing doesn't, such as ``return`` outside a function."""
+    try:
+        compile(source, label, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if error.text is None and error.lineno is not None:  # Python would look for it in a file of the label's name
+            error.text = source.splitlines()[error.lineno - 1]
+        if error.msg.startswith("'await' outside"):
+            error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
+        raise
 
 
 def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
@@ -180,7 +192,12 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
         if not is_shell or node.func.attr not in ("run_line_magic", "run_cell_magic"):
             continue
         name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"
-        if node.func.attr == "run_cell_magic" or name not in LINE_MAGICS:
+        if node.func.attr == "run_cell_magic":
+            raise CellError(
+                f"{label}, line {node.lineno}: %%{name} can't stand inside of the cell.",
+                fix=f"put it above %%distributed, if it is to be about the whole run; else leave out %%{name}",
+            )
+        if name not in LINE_MAGICS:
             raise CellError(
                 f"{label}, line {node.lineno}: the magic %{name} needs the kernel, and a rank has none.",
                 why=f"In ranks there are: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",

@@ -28,6 +28,8 @@ _EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function build
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
+_NO_DEBUGGER = "A rank has no keyboard, so a debugger that asks in it ends at once."
+_DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
 # What torch's DataLoader says of a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
@@ -96,6 +98,8 @@ def of_exception(
         return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
         return f"Out of host memory. {of_shortage(end.shortage)}", _LESS_MEMORY
+    if failed.kind == "BdbQuit":
+        return _NO_DEBUGGER, _DEBUG_ELSEWHERE
     return "", _of_missing_name(failed, left_out)
 
 

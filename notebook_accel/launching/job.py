@@ -360,7 +360,7 @@ class Job:
         return self._engine_error is None and self._reason == "" and len(self._record.finished) == self.world_size
 
     def _read_results(self) -> Results:
-        opened = [serialization.open_sealed(file, origins=self._shipped).value for file in self._result_files]
+        opened = [serialization.open_result(file, self._shipped) for file in self._result_files]
         self._bind(opened[0][1])
         self._close_results()
         values = [value for value, _ in opened]

@@ -12,7 +12,7 @@ from notebook_accel import serialization
 from notebook_accel.errors import RankEnd, RankFailedError, signal_name
 from notebook_accel.events import Ended, Event, Failed, Finished, Memory, MemoryShortage, Output, Started
 from notebook_accel.launching import explanations
-from notebook_accel.plain_text import plain_lines
+from notebook_accel.plain_text import first_line, plain_lines
 
 __all__ = ["Ending", "Record", "cause_of"]
 
@@ -111,7 +111,7 @@ class Record:
         failed = self.failures.get(rank)
         if failed is None:
             return f"rank {self._number(rank)} {_how_it_died(self._ends[rank])}"
-        what = f"{failed.kind}: {_first_line(failed.message)}" if failed.message else failed.kind
+        what = f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
         return f"rank {self._number(rank)}: {what}" + (f" at {failed.line}" if failed.line else "")
 
     def start_over(self) -> None:
@@ -172,7 +172,7 @@ class Record:
 
     def _raised(self, rank: int, shipped: Sequence[Any]) -> RankFailedError:
         failed = self.failures[rank]
-        message = f": {_first_line(failed.message)}" if failed.message else ""
+        message = f": {first_line(failed.message)}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
         why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
@@ -202,7 +202,7 @@ class Record:
         )
 
     def _others(self, reported: int) -> tuple[RankEnd, ...]:
-        raised = {rank: f"{failed.kind}: {_first_line(failed.message)}" for rank, failed in self.failures.items()}
+        raised = {rank: f"{failed.kind}: {first_line(failed.message)}" for rank, failed in self.failures.items()}
         return tuple(
             # One that failed by itself may have been told to end all the same, in the moment before it did.
             RankEnd(
@@ -217,11 +217,6 @@ def _how_it_died(end: Ended) -> str:
     if end.signal is not None:
         return f"was killed by {signal_name(end.signal)}"
     return f"exited with status {end.exit_code} before its function returned"
-
-
-def _first_line(message: str) -> str:
-    """Of a message of several lines: a traceback has them all."""
-    return next(plain_lines(message.strip()))
 
 
 def _shown(traceback: str) -> str:

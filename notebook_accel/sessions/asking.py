@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
+from collections.abc import Callable
 
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching.stacks import Stacks
 from notebook_accel.sessions import messages
 from notebook_accel.sessions.console import Console
 from notebook_accel.sessions.courier import Courier, Question
@@ -16,6 +20,8 @@ __all__ = ["Asking"]
 
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # for the others to fail by themselves, when one has
+_ALONE_S = 3.0  # that some ranks may need longer than the others, before it is looked whether they wait for these
+_STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # with a rank that goes on although it was interrupted, as in a long call of C++ code
 
 
@@ -27,6 +33,7 @@ class Asking:
         output: Shows what they print and display meanwhile; ``None``: nothing.
         grace_s: How long a rank may take to come to an end that was interrupted, until something is said about it.
         console: Who answers a rank's debugger.
+        stacks: Gives where the ranks stand, at most after so many seconds, if it is to be said when one waits in vain.
 
     Attributes:
         interrupted: Ranks that were interrupted, because of the kernel's interrupt or of another rank.
@@ -34,11 +41,22 @@ class Asking:
         interrupt: The kernel's interrupt, if it has come, or what else has ended the waiting.
     """
 
-    def __init__(self, courier: Courier, output: Output | None, grace_s: float, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        courier: Courier,
+        output: Output | None,
+        grace_s: float,
+        *,
+        console: Console | None = None,
+        stacks: Callable[[float], Stacks] | None = None,
+    ) -> None:
         self._courier = courier
         self._output = output
         self._grace_s = grace_s
         self._console = console
+        self._stacks = stacks  # until it was said who waits in vain
+        self._alone_s: float | None = None  # since when ranks go on without the others
+        self._look_s = _ALONE_S  # how long they then may, before it is looked where they stand
         self._interrupt_s: float | None = None
         self._said = False
         self.interrupted: list[int] = []
@@ -80,6 +98,8 @@ class Asking:
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
                 self._urge(question, now_s - self._interrupt_s)
+            elif len(pending) < len(self._courier.ranks):
+                self._look_for_waiting(question, now_s)
             question.wait(_TICK_S)
             self._listen(question)
             if self._output is not None and time.monotonic() >= show_s:  # a short cell's in order of rank, at its end
@@ -110,10 +130,28 @@ class Asking:
             self._kill(question)
         elif since_s > max(self._grace_s, 1.0) and not self._said:
             self._said = True
-            sys.stderr.write(
-                f"[{ranks_in_words(question.pending)} goes on although it was interrupted. "
-                f"Interrupt to kill it; after {_PATIENCE_S:g} s it is killed anyway]\n"
+            who = ranks_in_words(question.pending)
+            goes_on = (
+                f"{who} goes on although it was" if len(question.pending) == 1 else f"{who} go on although they were"
             )
+            sys.stderr.write(
+                f"[{goes_on} interrupted. Interrupt once more to kill; after {_PATIENCE_S:g} s that is done anyway]\n"
+            )
+
+    def _look_for_waiting(self, question: Question, now_s: float) -> None:
+        """Says which ranks are in a collective when the others have ended what was asked, or weren't asked."""
+        self._alone_s = self._alone_s or now_s
+        if self._stacks is None or now_s - self._alone_s < self._look_s:
+            return
+        self._look_s *= 2
+        with contextlib.suppress(NotebookAccelError):  # not in time, or the session is over
+            waiting = [stack for stack in self._stacks(_STACKS_DEADLINE_S) if stack.rank in question.pending]
+            lines = [f"rank {stack.rank} waits for others at {stack.user_line}"
+                     for stack in waiting if stack.waits_in not in ("", "backward")]  # fmt: skip
+            if lines:
+                self._stacks = None
+                others = ranks_in_words([rank for rank in self._courier.ranks if rank not in question.pending])
+                sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
     def _kill(self, question: Question) -> None:
         for rank in question.pending:

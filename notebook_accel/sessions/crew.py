@@ -53,6 +53,7 @@ class Crew:
         self._turns = Turns()
         self._is_closed = False
         self._failed_rank: int | None = None  # where the last error was
+        self._killed: set[int] = set()  # since they went on although they were interrupted
         self._meeting = Meeting()
         self._courier = Courier()
         self._output: Output | None = None
@@ -130,7 +131,7 @@ class Crew:
         with self._turns.turn("the debugger", check=self._refuse_ended):
             self._chosen([rank])
             question = self._question(messages.Debug, {}, [rank], [])
-            asking = Asking(self._courier, self._output, self.job.config.grace_s, console)
+            asking = Asking(self._courier, self._output, self.job.config.grace_s, console=console)
             self._start_output()
             asking.ask(question)
             answers = dict(question.answers)
@@ -138,8 +139,9 @@ class Crew:
             self._finish_output(answers)
             # What was typed may have called something that only all ranks can do together.
             self._healing.after(self.alive, is_broken=bool(question.lost or asking.interrupted))
+        self._killed.update(asking.killed)
         if question.lost:
-            raise failing.how_it_died(self.job, rank)
+            raise self._how_it_died(rank)
         if console.refusal is not None:
             raise console.refusal
         for line in answers[rank].reply.lines:
@@ -173,6 +175,7 @@ class Crew:
         for rank in chosen:
             failing.how_it_died(self.job, rank)  # waits until that is known
             self.ledger.forget(rank)
+            self._killed.discard(rank)
             self.job.respawn(rank)
         if chosen:
             self._healing.renew([rank for rank in self.alive if rank not in chosen], rejoins=False)
@@ -219,8 +222,11 @@ class Crew:
         chosen = list(range(self.job.world_size)) if ranks is None else self._known(ranks)
         for rank in chosen:
             if rank not in self.alive:
-                raise failing.how_it_died(self.job, rank)
+                raise self._how_it_died(rank)
         return chosen
+
+    def _how_it_died(self, rank: int) -> RunError:
+        return failing.how_it_died(self.job, rank, was_killed=rank in self._killed)
 
     def _known(self, ranks: Sequence[int]) -> list[int]:
         unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
@@ -239,13 +245,14 @@ class Crew:
     ) -> Question:
         number, sent_s = next(self._numbers), time.monotonic()
         orders: dict[int, tuple[bytes, Sequence[int]]] = {}
-        plain = messages.encode(make(number=number, sent_s=sent_s, **what)) if len(parcels) == 0 else b""
-        for rank in ranks:
-            orders[rank] = plain, ()
         for parcel in parcels:
             body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
             orders |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
-        return Question(number, orders)
+        have_all = [rank for rank in ranks if rank not in orders]
+        if have_all:
+            plain = messages.encode(make(number=number, sent_s=sent_s, **what))
+            orders |= dict.fromkeys(have_all, (plain, ()))
+        return Question(number, dict(sorted(orders.items())))
 
     def _ask(
         self,
@@ -258,7 +265,7 @@ class Crew:
         parcels = self.ledger.pack(request, ranks)
         self._say_what_is_sent_again(parcels)
         question = self._question(make, what, ranks, parcels)
-        asking = Asking(self._courier, self._output, self.job.config.grace_s)
+        asking = Asking(self._courier, self._output, self.job.config.grace_s, stacks=self.job.stacks)
         self._start_output()
         self.job.expect_steps(ranks)
         try:
@@ -282,6 +289,7 @@ class Crew:
                 if reply.lacks_delivery and rank in parcel.ranks:
                     self.ledger.refused(parcel, rank)
         self._finish_output(question.answers)
+        self._killed.update(asking.killed)
         if question.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
@@ -301,8 +309,7 @@ class Crew:
 
     def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
         if question.lost:
-            rank = min(question.lost)
-            raise failing.how_it_died(self.job, rank, was_killed=rank in asking.killed)
+            raise self._how_it_died(min(question.lost))
         if asking.interrupt is not None:
             raise failing.interrupted(asking.interrupt, replies)
         failure = failing.first_failure(replies, asking.interrupted, self.job.world_size, self.ledger.origins)
@@ -313,7 +320,7 @@ class Crew:
     def _value(self, answer: Answer) -> Any:
         if answer.value < 0:
             return None
-        return serialization.open_sealed(answer.value, origins=self.ledger.origins).value
+        return serialization.open_result(answer.value, self.ledger.origins)
 
     def _ask_quietly(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any

@@ -9,6 +9,9 @@ import linecache
 import pdb  # noqa: T100 - this is the debugger that users ask for
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from notebook_accel import code_places
 
 __all__ = ["post_mortem"]
 
@@ -42,6 +45,13 @@ class _Debugger(pdb.Pdb):
     def canonic(self, filename: str) -> str:
         """Without this, ``In[7]`` would be taken for a file in the working directory, which has no such lines."""
         return filename if filename in linecache.cache else super().canonic(filename)
+
+    def get_stack(self, f: types.FrameType | None, t: types.TracebackType | None) -> tuple[list[Any], int]:
+        """Begins where the user's code left for this package's, if the error was raised in here; ``down`` goes on."""
+        stack, index = super().get_stack(f, t)
+        users = [at for at, (frame, _) in enumerate(stack) if not frame.f_code.co_filename.startswith(code_places.OURS)]
+        is_ours = bool(users) and users[-1] < index
+        return stack, users[-1] if is_ours else index
 
     def _ask(self) -> str:
         said = self._said.getvalue()

@@ -20,6 +20,7 @@ from notebook_accel.launching.ranks import displays, failure, interruption, nccl
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.sessions import looking, messages, showing
 from notebook_accel.sessions.meeting import join_session
+from notebook_accel.sessions.modes import Modes
 from notebook_accel.sessions.names import Names
 
 __all__ = ["serve"]
@@ -94,6 +95,7 @@ class _Rank:
 
     def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
         """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
+        modes = Modes()
         try:
             interruption.forget(sent_s)
             if is_interruptible:
@@ -101,7 +103,10 @@ class _Rank:
             facts = act()
             interruption.note_only()
         except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
-            facts = self._failed(interruption.settle(raised))
+            error = interruption.settle(raised)
+            if isinstance(error, KeyboardInterrupt):
+                modes.restore()
+            facts = self._failed(error)
         if os.getpid() != self._pid:  # a fork that the user's code has made, and forgot to end
             os._exit(0)
         return facts

@@ -16,6 +16,7 @@ from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.views.kernel_display import KernelDisplay
 from notebook_accel.launching.views.view import line_prefix
+from notebook_accel.plain_text import clipped, plain_text
 from notebook_accel.sessions.messages import Reply
 from notebook_accel.sessions.progress import CellProgress
 
@@ -95,7 +96,7 @@ class _Log:
             self._last.append(line)
 
     def _write(self, line: bytes) -> None:
-        sys.stdout.write(f"{self._prefix}{line.decode(errors='replace')}\n")
+        sys.stdout.write(f"{self._prefix}{clipped(plain_text(line.decode(errors='replace')))}\n")
 
 
 class Output:

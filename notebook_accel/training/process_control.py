@@ -7,12 +7,16 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.unpicklable import StaysError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["DistributedType", "PartialState", "ProcessControl"]
 
@@ -63,6 +67,16 @@ class ProcessControl:
         return (
             f"{type(self).__name__}(rank {self.process_index} of {self.num_processes}, "
             f"local rank {self.local_process_index}, {self.device}, {self.distributed_type.value})"
+        )
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self  # as what stands for this process: a model that has one as an attribute can be copied
+
+    def __reduce__(self) -> NoReturn:
+        raise StaysError(
+            self,
+            f"this {type(self).__name__} stands for the process that it was made in, rank {self.process_index} of "
+            f"{self.num_processes}, and a copy would take itself for the same",
         )
 
     @property

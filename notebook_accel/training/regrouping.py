@@ -60,7 +60,8 @@ def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list
         return []
     backend = dist.get_backend_config()
     members, others = torch_group.break_up()
-    lost = [f"{others} process groups that the code has made itself"] if others else []
+    groups = "a process group" if others == 1 else f"{others} process groups"
+    lost = [f"{groups} that the code has made itself"] if others else []
     lost += [
         f"{name}, which averages gradients and wasn't made by prepare: wrap {name}.module again"
         for name, value in namespace.items()

@@ -35,6 +35,8 @@ def test_run_that_has_ended_is_listed_with_its_logs(notebook: kernels.Kernel) ->
     assert re.fullmatch(r"(rank [01], last lines of /.*/rank_[01]\.log\nhello\n){2}", shown)
     shown = notebook.run("%distributed logs 1 --run first").stdout
     assert re.fullmatch(r"rank 1, last lines of /.*/rank_1\.log\nhello\n", shown)
+    assert notebook.run("%%distributed -n 1 --name quiet --view none\n1").result == "[1]"
+    assert notebook.run("%distributed logs").stdout == "rank 0 has printed nothing yet.\n"
 
 
 def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(notebook: kernels.Kernel) -> None:
@@ -62,6 +64,7 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     ("line", "said"),
     [
         ("stpo", "there is no command 'stpo'; there are status, stop, logs, stacks, config, doctor"),
+        ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
         ("logs 7 --run=first", "has no rank 7: it has 2 ranks"),
         ("stop one", "%distributed stop: there is no use for 'one'. A run is named with --run one."),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernel_ext import arguments
+from kernel_ext import arguments, magics
 from notebook_accel import config
 from tests import kernels
 
@@ -34,6 +34,7 @@ def test_help_has_every_option_with_its_default(notebook: kernels.Kernel) -> Non
             assert f"Default: {option.default}." in " ".join(shown.replace("\\n", " ").split())
     for flag in ("--args", "--out", "--pull", "--push", "--background", "--no-use_cpu"):
         assert flag in shown
+    assert max(map(len, (magics._DESCRIPTION + magics._EXAMPLES).splitlines())) <= 80  # longer ones are broken anywhere
 
 
 @pytest.mark.parametrize("name", ["notebook_accel", "kernel_ext"])

@@ -239,6 +239,7 @@ def test_why_ranks_were_started_again_is_shown_and_can_do_no_harm() -> None:
     state.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
     header = Document(header_html(made.facts(), state, 5.0))
     assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
+    assert header_html(made.facts(), state, 5.0).endswith("</p></div>")  # in the header, which breaks lines
     assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), state, 5.0).splitlines()
 
 

@@ -46,6 +46,7 @@ def test_next_cell_waits_its_turn_and_says_so(notebook: kernels.Kernel) -> None:
     notebook.run("%%distributed --background --out queued\norder.append('fourth')\norder")
     assert shown(notebook, "queued.status") == "'waiting'"
     assert "; In[" in notebook.run("%distributed status").stdout
+    assert notebook.run("%%distributed\norder?").stdout.startswith("The ranks can't be asked just now: busy with In[")
     notebook.run("open('on', 'w').close()")
     assert shown(notebook, "queued.results(30)[1]") == "['first', 'second', 'fourth']"
     assert shown(notebook, "%%distributed\norder") == "ranks 0-1: ['first', 'second', 'fourth']"

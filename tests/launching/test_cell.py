@@ -92,13 +92,24 @@ def test_what_is_not_python_is_a_syntax_error_that_names_the_cell(source: str) -
     with pytest.raises(SyntaxError) as caught:
         cell.parse(source, "In[7]")
     assert caught.value.filename == "In[7]"
+    assert (caught.value.text or "").rstrip("\n") == source  # which the notebook shows
 
 
-@pytest.mark.parametrize("source", [
-    "get_ipython().run_line_magic('timeit', '1')", "x = get_ipython().run_cell_magic('time', '', 'y')",
-])  # fmt: skip
-def test_magics_that_need_the_kernel_are_refused(source: str) -> None:
-    with pytest.raises(CellError, match="needs the kernel"):
+def test_await_says_what_to_write_instead() -> None:
+    with pytest.raises(SyntaxError, match=r"asyncio\.run") as caught:
+        cell.parse("import asyncio\nawait asyncio.sleep(1)", "In[7]")
+    assert (caught.value.lineno, caught.value.text) == (2, "await asyncio.sleep(1)")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("get_ipython().run_line_magic('timeit', '1')", "the magic %timeit needs the kernel"),
+        ("x = get_ipython().run_cell_magic('time', '', 'y')", "%%time can't stand inside of the cell"),
+    ],
+)
+def test_magics_that_ranks_cannot_have_are_refused(source: str, said: str) -> None:
+    with pytest.raises(CellError, match=said):
         cell.parse(source, "In[7]")
 
 

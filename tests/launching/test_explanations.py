@@ -62,6 +62,11 @@ def test_loader_worker_that_was_killed_is_explained_where_memory_was_short(end: 
     assert why.startswith(expected) and bool(why) == bool(expected)
 
 
+def test_debugger_that_nobody_can_answer_is_explained() -> None:
+    failed = Failed(kind="BdbQuit", message="", traceback="")
+    assert "--start_method inline" in explanations.of_exception(failed, None, {})[1]
+
+
 def test_device_memory_of_every_rank_that_has_said_it() -> None:
     failed = Failed(kind="OutOfMemoryError", message="CUDA out of memory.", traceback="")
     memory = {rank: Memory(used_bytes=(4 - rank) << 30, total_bytes=4 << 30, kind="device") for rank in (1, 0)}

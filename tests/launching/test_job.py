@@ -11,7 +11,14 @@ import pytest
 
 from notebook_accel import events, memory_files, serialization
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError, RankFailedError, RunError, RunStoppedError, RunTimeoutError
+from notebook_accel.errors import (
+    NotebookAccelError,
+    PayloadError,
+    RankFailedError,
+    RunError,
+    RunStoppedError,
+    RunTimeoutError,
+)
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.results import Results
@@ -63,6 +70,21 @@ def test_results_and_pulled_names(job: Job) -> None:
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+class Unmakable:
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("no number",)
+
+
+def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -> None:
+    write_result(job, 0, Unmakable())
+    write_result(job, 1, 1)
+    job.end("")
+    with pytest.raises(PayloadError, match="can't be made again here: ValueError: invalid literal") as raised:
+        job.results()
+    assert isinstance(raised.value.__cause__, ValueError)
+    job._close_results()  # which goes with the job otherwise
 
 
 def test_result_that_is_not_there_yet(job: Job) -> None:

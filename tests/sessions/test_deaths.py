@@ -61,6 +61,14 @@ def test_rank_that_is_killed_while_nothing_runs(whole: Session) -> None:
         whole.execute("1")
     assert whole.restart() == [1]
     assert repr(whole.execute("1")) == "ranks 0-1: 1"
+    stubborn = "import time\nwhile True:\n    try: time.sleep(100)\n    except KeyboardInterrupt: pass"
+    cell = whole.start(stubborn, ranks=[1])
+    cell.interrupt()
+    cell.interrupt()
+    for ask in (cell.results, lambda: whole.execute("1")):  # the cell itself, and those after it
+        with pytest.raises(RankFailedError, match="rank 1 of 2 went on although it was interrupted, and was killed"):
+            ask()
+    assert whole.restart() == [1]
 
 
 def test_living_ranks_can_be_started_again_too(whole: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 
@@ -11,7 +12,7 @@ import pytest
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.stacks import RankStack
-from notebook_accel.sessions import messages
+from notebook_accel.sessions import asking, messages
 from notebook_accel.sessions.session import Session
 from tests import processes
 from tests.sessions.conftest import interrupted, runs, waits
@@ -140,6 +141,40 @@ def test_error_of_all_ranks_at_one_place_leaves_their_group_alone(prepared: Sess
     assert goes_on(prepared)
 
 
+def test_interrupt_in_the_middle_of_a_contexts_end_leaves_no_mode_behind(prepared: Session) -> None:
+    modes = "torch.is_grad_enabled(), torch.is_autocast_enabled('cpu'), torch.autocast_increment_nesting()"
+    begin = "torch.no_grad().__enter__(), torch.autocast('cpu').__enter__()"
+    with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+        prepared.execute(f"{begin}\nraise KeyboardInterrupt")
+    assert repr(prepared.execute(modes)) == "ranks 0-1: (True, False, 1)"
+    prepared.execute("torch.autocast_decrement_nesting(), torch.set_grad_enabled(False)")
+    assert repr(prepared.execute(modes)) == "ranks 0-1: (False, False, 1)"  # which a cell may want
+    prepared.execute("torch.autocast_decrement_nesting(), torch.set_grad_enabled(True)")
+    assert goes_on(prepared)
+
+
+def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
+    prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "_ALONE_S", 0.1)
+    prepared.execute("time.sleep(0.5)", ranks=[0])  # which waits for nobody
+    cell = prepared.start("if rank == 1: accelerator.wait_for_everyone()")
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "nothing runs on" in said
+
+    processes.wait_until(is_said, "it is said that rank 1 waits")
+    cell.interrupt()
+    assert cell.wait(60)
+    assert re.fullmatch(
+        r"\[rank 1 waits for others at session\[\w+\], line 1 in <module>, and nothing runs on rank 0: .*\n", said
+    )
+    assert goes_on(prepared)
+
+
 def test_what_the_code_made_itself_is_named_when_it_is_lost(
     prepared: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +184,7 @@ def test_what_the_code_made_itself_is_named_when_it_is_lost(
         prepared.execute("time.sleep(100)")
     said = capsys.readouterr().err
     assert "own, which averages gradients and wasn't made by prepare: wrap own.module again" in said
-    assert "1 process groups that the code has made itself" in said
+    assert "a process group that the code has made itself" in said
     prepared.execute("del own, subgroup")
     assert goes_on(prepared)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def test_some_ranks_only(session: Session) -> None:
         session.execute("1", ranks=[1, 2, 3])
 
 
+def test_name_of_the_notebook_that_only_some_ranks_have_yet(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "only_here", "sent", raising=False)
+    assert repr(session.execute("only_here", ranks=[1])) == "rank 1: 'sent'"
+    assert repr(session.execute("only_here")) == "ranks 0-1: 'sent'"
+
+
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     session.execute("print('from', rank)\nos.system(f'echo a child of {rank}')\nsys.stdout.write('no end of line')")
     shown = capsys.readouterr().out.splitlines()
@@ -67,6 +74,10 @@ def test_of_too_much_output_the_beginning_and_the_end_are_shown(
     assert shown[0] == "0 │ line 0" and shown[-1] == "0 │ line 49999"
     assert len(shown) < 5000
     assert [line for line in shown if "47,980 lines left out here" in line]
+    session.execute("print('x' * 3_000_000)\nprint('half\\rwhole \\x1b[31mred')", ranks=[0])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"0 │ {'x' * 2000} … and 2,998,000 more characters"
+    assert second == "0 │ whole red"
 
 
 def test_function_is_called_on_all_ranks(session: Session) -> None:
@@ -101,8 +112,9 @@ def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
         session.push(line=Pair(file, 1))
     with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
         session.pull("nowhere")
-    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator"):
+    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator") as raised:
         session.execute("endless = (x for x in [1])") or session.pull("endless")
+    assert str(raised.value).count("Fix: ") == 1
     assert session.execute("rank", ranks=[1])[1] == "1"
 
 
@@ -187,8 +199,8 @@ def test_many_cells_leave_nothing(session: Session) -> None:
         "def objects():\n    gc.collect()\n    return len(gc.get_objects())"
     )
     session.execute("pass")
+    objects = int(session.execute("objects()")[0])  # also collects what earlier cells have left, on all ranks
     before = repr(session.execute(held)), len(os.listdir("/proc/self/fd"))
-    objects = int(session.execute("objects()")[0])
     sizes = [int(session.execute("resident()")[0])]
     for _ in range(400):
         session.execute("pass")

@@ -209,3 +209,4 @@ def test_a_cell_in_which_one_rank_ends_early(tmp_path: pathlib.Path) -> None:
     assert outcome.error_name == "RankFailedError"
     assert "rank 0: reduce at In[2], line 5" in outcome.traceback
     assert "rank 1: has ended" in outcome.traceback
+    assert ".py" not in outcome.traceback

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, serialization
+from notebook_accel.errors import PayloadError
 from notebook_accel.training import process_group
 from notebook_accel.training.process_control import PartialState
 from tests.training.ranks import Ranks
@@ -20,6 +24,17 @@ def test_alone() -> None:
     assert state.is_last_process
     assert not state.use_distributed
     assert PartialState(cpu=True).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", [Accelerator, PartialState])
+def test_it_does_not_leave_its_process(kind: Callable[..., Any]) -> None:
+    roots = {'name "here"': kind(cpu=True)}
+    with pytest.raises(PayloadError) as raised:
+        serialization.pickle_by_value(roots, roots=roots)
+    assert raised.value.path == 'name "here"'
+    assert f"this {kind.__name__} stands for the process that it was made in, rank 0 of 1" in raised.value.what
+    assert "make it inside the cell" in raised.value.fix
+    assert copy.deepcopy(roots) == roots  # which stays in the process
 
 
 def decorated(control: Any) -> list[int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 import types
@@ -14,6 +15,7 @@ from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up", "without_our_frames"]
 
+_STAND_INS = os.path.join(os.path.dirname(__file__), "stand_ins.py")  # which say all there is to say in their errors
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
@@ -34,7 +36,7 @@ def describe(
         saved: Whether the names to be pulled were saved.
     """
     text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
-    if isinstance(error, NotebookAccelError):
+    if isinstance(error, NotebookAccelError) or _is_said_by_a_stand_in(text):
         _end_at_the_users_line(text)
     if not environment.is_debugging():
         _fold_our_frames(text)
@@ -84,10 +86,14 @@ def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | 
     return tb
 
 
+def _is_said_by_a_stand_in(text: traceback.TracebackException) -> bool:
+    return bool(text.stack) and text.stack[-1].filename == _STAND_INS
+
+
 def _end_at_the_users_line(text: traceback.TracebackException) -> None:
     """For an error of ours: it says what happened and why, and where in here it was raised adds nothing to that."""
     text.__cause__ = text.__context__ = None
-    while text.stack and _is_ours(text.stack[-1].filename):
+    while text.stack and (_is_ours(text.stack[-1].filename) or text.stack[-1].filename == contextlib.__file__):
         text.stack.pop()
 
 
