@@ -6,11 +6,13 @@ import builtins
 import contextlib
 import enum
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.unpicklable import StaysError
@@ -60,8 +62,31 @@ class ProcessControl:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._joined = runtime
+        self._pid = os.getpid()
         self._is_triggered = False
+
+    @property
+    def _runtime(self) -> Runtime:
+        """The way to the others.
+
+        Raises:
+            TrainingError: This is a forked rank, and the object the notebook's.
+        """
+        if os.getpid() != self._pid:
+            self._refuse_the_notebooks()
+            self._pid = os.getpid()  # a loader's worker, which has its rank's place
+        return self._joined
+
+    def _refuse_the_notebooks(self) -> None:
+        here = process_group.rank_place()
+        if not process_group.is_at(here, self._joined):
+            raise TrainingError(
+                f"This {type(self).__name__} was made in the notebook, and this is rank {here.rank} of "
+                f"{here.world_size}, a fork of it.",
+                why="It knows of the notebook's process only: each rank would train by itself.",
+                fix="make it inside the cell or the function",
+            )
 
     def __repr__(self) -> str:
         return (

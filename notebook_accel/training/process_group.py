@@ -19,7 +19,7 @@ from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 from notebook_accel.training.runtimes.worker_process import WorkerProcess
 
-__all__ = ["current", "join", "rank_place", "seed_device"]
+__all__ = ["current", "is_at", "join", "rank_place", "seed_device"]
 
 # The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
 _latest: weakref.ref[Runtime] | None = None
@@ -75,7 +75,13 @@ def seed_device(seed: int) -> None:
 def current(*, cpu: bool = False) -> Runtime:
     """The way to the other ranks that this process has already; joins if it has none."""
     runtime = None if _latest is None else _latest()
-    return runtime if runtime is not None and not runtime.has_left else join(cpu=cpu)
+    is_ours = runtime is not None and not runtime.has_left and is_at(rank_place(), runtime)
+    return runtime if runtime is not None and is_ours else join(cpu=cpu)
+
+
+def is_at(place: RankPlace, runtime: Runtime) -> bool:
+    """Whether a runtime is that of a place. A forked rank has the notebook's too, if there is one."""
+    return (runtime.place.rank, runtime.place.world_size) == (place.rank, place.world_size)
 
 
 def rank_place() -> RankPlace:

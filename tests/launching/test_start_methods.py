@@ -244,6 +244,16 @@ def test_what_a_forked_rank_changes_stays_in_it(run: Run) -> None:
     assert run("numbers, tensor.tolist()").result == "([1], [0.0, 0.0, 0.0])"
 
 
+def test_an_accelerator_of_the_notebook_is_refused_in_a_forked_rank_which_has_its_own(run: Run) -> None:
+    ok(run("import notebook_accel\naccelerator = notebook_accel.Accelerator(cpu=True)"))
+    used = run("%%distributed -n 2 --start_method fork\naccelerator.num_processes")
+    assert used.status == "error"
+    assert re.search(r"This Accelerator was made in the notebook, and this is rank \d of 2, a fork of it", used.traceback)
+    own = ok(run("%%distributed -n 2 --start_method fork\nnotebook_accel.PartialState().num_processes"))
+    assert own.result == "[2, 2]"
+    ok(run("del accelerator"))
+
+
 def test_forked_ranks_hold_none_of_the_kernels_lines(run: Run) -> None:
     ok(run("import socket\nlistener = socket.create_server(('127.0.0.1', 0))"))
     ok(run("mine = {os.readlink(e.path) for e in os.scandir('/proc/self/fd') if os.path.islink(e.path)}"))
