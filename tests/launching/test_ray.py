@@ -1,4 +1,4 @@
-"""What of the engine for clusters needs no cluster. ``tests/ray`` has the rest."""
+"""What of the engine for clusters needs no cluster. ``tests/launching/ray`` has the rest."""
 
 from __future__ import annotations
 
