@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -48,8 +49,9 @@ class Way:
 def how(request: pytest.FixtureRequest) -> Way:
     """A start method here, or ranks on two nodes of a cluster, by the name that is the parameter."""
     if request.param == "ray":
-        options = f"address={request.getfixturevalue('cluster').address},strategy=SPREAD"
-        return Way(f"--engine ray --engine_options {options}", f"engine='ray', engine_options={options.split(',')}")
+        options = {"address": request.getfixturevalue("cluster").address, "strategy": "SPREAD"}
+        pairs = ",".join(f"{name}={value}" for name, value in options.items())
+        return Way(f"--engine ray --engine_options {pairs}", f"engine='ray', engine_options={options}")
     ranks = 1 if request.param == "inline" else 2
     return Way(f"--start_method {request.param}", f"start_method={request.param!r}", ranks)
 
@@ -62,6 +64,7 @@ def cluster() -> Iterator[Any]:
         try:
             yield made
         finally:
+            importlib.import_module("ray").shutdown()
             del os.environ["RAY_ADDRESS"]
 
 

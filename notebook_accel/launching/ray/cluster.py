@@ -118,13 +118,12 @@ class Cluster:
         """
         group = self.connection.call(lambda: self._group(world_size, resources))
         try:
-            self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
-            placement = Placement(group, self.connection.call(lambda: self._nodes(group)))
-            self._refuse_other_nodes(len(placement.nodes))
+            nodes = self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
+            self._refuse_other_nodes(len(nodes))
         except BaseException:
             self.release(group)
             raise
-        return placement
+        return Placement(group, nodes)
 
     def _wait_for(
         self,
@@ -133,11 +132,17 @@ class Cluster:
         missing: Callable[[], str],
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
-    ) -> None:
+    ) -> tuple[Node, ...]:
         wait_s = self._options.wait_s
         deadline_s = time.monotonic() + wait_s
         next_notice_s = time.monotonic() + _FIRST_NOTICE_S
-        while not self.connection.call(lambda: group.wait(_LOOK_PERIOD_S)):
+        while True:
+            is_reserved = self.connection.call(lambda: group.wait(_LOOK_PERIOD_S))
+            nodes = self.connection.call(lambda: self._nodes(group)) if is_reserved else ()
+            if nodes:
+                return nodes
+            if is_reserved:
+                time.sleep(_LOOK_PERIOD_S)  # until Ray has found that out, too
             now_s = time.monotonic()
             if not is_wanted():
                 raise NotWantedError
@@ -231,8 +236,11 @@ class Cluster:
         return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
+        """Where the reservations are; nothing if one of the nodes has just gone, so that Ray looks for another."""
         of_bundles: dict[int, str] = self._placement_groups().placement_group_table(group)["bundles_to_node_id"]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        if not addresses.keys() >= set(of_bundles.values()):
+            return ()
         by_node: dict[str, list[int]] = {}
         for bundle, node_id in sorted(of_bundles.items()):
             by_node.setdefault(node_id, []).append(bundle)

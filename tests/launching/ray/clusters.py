@@ -40,7 +40,6 @@ def running() -> Iterator[Any]:
         add_node(cluster, num_cpus=1)
         yield cluster
     finally:
-        importlib.import_module("ray").shutdown()
         cluster.shutdown()
 
 
@@ -72,6 +71,7 @@ def _patiently(ports: dict[str, int]) -> Iterator[None]:
             except RuntimeError:  # it isn't there yet, or who knows of it is too busy to say
                 if time.monotonic() > deadline_s:
                     raise
+                time.sleep(0.1)
 
     def say_ports_and_start(node: Any, *args: Any, **options: Any) -> None:
         for name, port in ports.items():

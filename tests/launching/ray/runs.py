@@ -10,7 +10,7 @@ from notebook_accel import notebook_launcher
 from notebook_accel.launching.job import Job
 from tests import processes
 
-__all__ = ["DEADLINE_S", "all_is_free", "are_gone", "have_begun", "launch"]
+__all__ = ["DEADLINE_S", "all_is_free", "are_gone", "connected", "have_begun", "launch"]
 
 DEADLINE_S = 120.0
 
@@ -23,14 +23,18 @@ def launch(function: Any, *args: Any, **options: Any) -> Job:
     return job
 
 
+def connected() -> Any:
+    """Ray, connected to the tests' cluster also if nothing was launched from this process yet."""
+    ray: Any = importlib.import_module("ray")
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    return ray
+
+
 def all_is_free() -> None:
     """The cluster has back what the ranks had."""
-    ray = importlib.import_module("ray")
-    if not ray.is_initialized():  # no test has launched from this process yet
-        ray.init(log_to_driver=False)
-    processes.wait_until(
-        lambda: ray.available_resources().get("CPU") == 2, "the cluster has all of its CPUs back", timeout_s=60
-    )
+    free = connected().available_resources
+    processes.wait_until(lambda: free().get("CPU") == 2, "the cluster has all of its CPUs back", timeout_s=60)
 
 
 def have_begun(folder: pathlib.Path) -> list[int]:

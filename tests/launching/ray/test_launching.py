@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import re
@@ -25,7 +24,7 @@ from notebook_accel.errors import (
 from notebook_accel.launching.ray import host
 from tests import kernels, processes
 from tests.launching.ray import clusters, work
-from tests.launching.ray.runs import DEADLINE_S, all_is_free, launch
+from tests.launching.ray.runs import DEADLINE_S, all_is_free, connected, launch
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -61,9 +60,8 @@ def test_failed_run_is_started_again(cluster: Any) -> None:
 def test_ranks_see_the_gpus_that_ray_has_reserved_for_them(cluster: Any) -> None:
     """The GPUs are Ray's word for it: no such device is there, and no rank uses one."""
     node = clusters.add_node(cluster, num_cpus=0, num_gpus=3)
-    processes.wait_until(
-        lambda: importlib.import_module("ray").cluster_resources().get("GPU") == 3, "the node is there", timeout_s=60
-    )
+    has = connected().cluster_resources
+    processes.wait_until(lambda: has().get("GPU") == 3, "the node is there", timeout_s=60)
     job = launch(work.visible_gpus, engine_options={})
     assert job.devices == "2 GPUs"
     [(visible, first), (also_visible, second)] = job.results(DEADLINE_S)
@@ -79,7 +77,7 @@ def test_what_the_cluster_does_not_have_is_said(cluster: Any) -> None:
     for ranks, said in (("64", "refused: 64 ranks need 64 CPU"), ("2", "Nothing speaks against a launch.")):
         shown = subprocess.run([*asked, ranks], capture_output=True, text=True, check=False, timeout=DEADLINE_S)
         assert said in shown.stdout and shown.returncode == int(ranks == "64"), shown
-    ray = importlib.import_module("ray")
+    ray = connected()
 
     @ray.remote(num_cpus=1)
     class Occupant:
