@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from notebook_accel import environment
-from notebook_accel.errors import ConfigError, SupervisorLostError
+from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
 
 __all__ = ["Answer", "Connection", "NotWantedError", "connect"]
 
@@ -29,7 +29,7 @@ _LOOK_PERIOD_S = 0.25
 _HEAD_PERIOD_S = 2.0
 _HEAD_PATIENCE_S = 30.0  # half of Ray's: a head that is started again in this time is the same to it
 _DIAL_TIMEOUT_S = 5.0
-_CALL_DEADLINE_S = 60.0
+_CALL_PATIENCE_S = 60.0
 
 
 class NotWantedError(Exception):
@@ -116,12 +116,16 @@ class Connection:
                 pending.discard(answer)
         return [answer.result() for answer in answers]
 
-    def call(self, what: Callable[[], _T]) -> _T:
+    def call(self, what: Callable[[], _T], patience_s: float = _CALL_PATIENCE_S) -> _T:
         """Asks Ray something for which it waits by itself: what the cluster has, for instance.
+
+        Args:
+            what: Asks it.
+            patience_s: How long to wait.
 
         Raises:
             SupervisorLostError: The connection has ended meanwhile, or before it.
-            TimeoutError: Nothing has come of it in time.
+            LaunchError: Nothing has come of it in time.
         """
         answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
@@ -139,8 +143,8 @@ class Connection:
             self._has_ended.wait(_LOOK_PERIOD_S)
         self.check()
         threading.Thread(target=ask, name="notebook-accel-ray-call", daemon=True).start()
-        if not self.first_of([answer], _CALL_DEADLINE_S):
-            raise TimeoutError(f"The cluster's head has not answered for {_CALL_DEADLINE_S:g} s.")
+        if not self.first_of([answer], patience_s):
+            raise LaunchError(f"The cluster has not answered for {patience_s:g} s.", fix="ray status shows how it is")
         if isinstance(answer.exception(), ConnectionError):
             self.check()
         return answer.result()

@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -28,7 +29,7 @@ __all__ = ["ClusterRun"]
 
 _PATIENCE_S = 1.0  # of a host that has nothing to say
 _SILENCE_S = 30.0  # after which one that should have answered is taken for dead
-_TRANSFER_DEADLINE_S = 1800.0  # of results; Ray notices a node that has gone before
+_TRANSFER_DEADLINE_S = 1800.0  # of payload and results; Ray notices a node that has gone before
 _FAREWELL_S = 10.0
 
 
@@ -56,8 +57,7 @@ class ClusterRun:
         self._job = job
         self._cluster = cluster
         self._connection = cluster.connection
-        data = pickle.PickleBuffer(memory_files.whole(payload))
-        self._payload = self._connection.call(lambda: cluster.ray.put(data))
+        self._payload = _put(cluster, payload)
         self._result_files = result_files
         self._resources = resources
         self._environment = environment
@@ -256,6 +256,19 @@ class ClusterRun:
             self._connection.answers(forgotten, _FAREWELL_S, lambda: True)
         if placement is not None:
             self._cluster.release(placement.group)
+
+
+def _put(cluster: Cluster, payload: int) -> Any:
+    """Puts the payload into the object store; Ray's reference to it."""
+    data = pickle.PickleBuffer(memory_files.whole(payload))
+    try:
+        return cluster.connection.call(lambda: cluster.ray.put(data), _TRANSFER_DEADLINE_S)
+    except cluster.ray.exceptions.RayError as error:
+        raise LaunchError(
+            "What is sent to the ranks could not be put into the cluster's object store.",
+            why=losses.last_line(error),
+            fix="ray start --object-store-memory=BYTES, or send less",
+        ) from None
 
 
 class _Logs:
