@@ -51,7 +51,11 @@ def how(request: pytest.FixtureRequest) -> Way:
     if request.param == "ray":
         options = {"address": request.getfixturevalue("cluster").address, "strategy": "SPREAD"}
         pairs = ",".join(f"{name}={value}" for name, value in options.items())
-        return Way(f"--engine ray --engine_options {pairs}", f"engine='ray', engine_options={options}")
+        way = Way(f"--engine ray --engine_options {pairs}", f"engine='ray', engine_options={options}")
+        if "notebook" in request.fixturenames:  # its first launch has the nodes start agents and templates
+            first = request.getfixturevalue("notebook").run(f"%%distributed -n 2 {way}\n1", FIRST_LAUNCH_S)
+            assert first.result == "[1, 1]", first.traceback
+        return way
     ranks = 1 if request.param == "inline" else 2
     return Way(f"--start_method {request.param}", f"start_method={request.param!r}", ranks)
 

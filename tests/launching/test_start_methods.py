@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import RAY, Way, prepare
+from tests.launching.conftest import FIRST_LAUNCH_S, RAY, Way, prepare
 
 Run = Callable[[str], kernels.Outcome]
 
@@ -183,6 +183,7 @@ def test_stacks_name_the_users_line(run: Run, how: Way) -> None:
 def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, how: Way) -> None:
     with kernels.running(tmp_path) as kernel:
         prepare(kernel)
+        assert kernel.run(f"%%distributed -n 2 {how}\n1", FIRST_LAUNCH_S).result == "[1, 1]"
         cell = kernel.start(f"""%%distributed -n 2 {how}
 import subprocess
 child = subprocess.Popen(["sleep", "300"])

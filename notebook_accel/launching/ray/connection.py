@@ -10,11 +10,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from notebook_accel import environment
@@ -216,10 +217,22 @@ def _connect(ray: Any, address: str) -> None:
     if why:
         raise _not_found(asked, why)
     try:
-        with environment.patched(as_it_is):
+        with environment.patched(as_it_is), _errors_only():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError, SystemExit) as error:
         raise _not_found(asked, str(error).splitlines()[0]) from None
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """Ray warns of being initialised in a thread, which is of no interest to whoever reads the cell."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _not_found(address: str, why: str) -> ConfigError:
