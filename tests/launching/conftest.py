@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +19,64 @@ from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import OnDeath
 from tests import kernels, processes
 from tests.launching import ranks
+from tests.launching.ray import clusters
 
 FIRST_LAUNCH_S = 120.0
+
+
+RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.timeout(240)])  # .ci/ray runs what has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How ranks are started: as text, the flags of a cell.
+
+    Attributes:
+        flags: These.
+        keywords: The same for ``notebook_launcher``.
+        ranks: How many a test has.
+    """
+
+    flags: str
+    keywords: str
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return self.flags
+
+
+@pytest.fixture
+def how(request: pytest.FixtureRequest) -> Way:
+    """A start method here, or ranks on two nodes of a cluster, by the name that is the parameter."""
+    if request.param == "ray":
+        options = {"address": request.getfixturevalue("cluster").address, "strategy": "SPREAD"}
+        pairs = ",".join(f"{name}={value}" for name, value in options.items())
+        way = Way(f"--engine ray --engine_options {pairs}", f"engine='ray', engine_options={options}")
+        if "notebook" in request.fixturenames:  # its first launch has the nodes start agents and templates
+            first = request.getfixturevalue("notebook").run(f"%%distributed -n 2 {way}\n1", FIRST_LAUNCH_S)
+            assert first.result == "[1, 1]", first.traceback
+        return way
+    ranks = 1 if request.param == "inline" else 2
+    return Way(f"--start_method {request.param}", f"start_method={request.param!r}", ranks)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of two nodes with one CPU each. Ranks there find this project where this process does."""
+    with clusters.running() as made:
+        os.environ["RAY_ADDRESS"] = made.address
+        try:
+            yield made
+        finally:
+            importlib.import_module("ray").shutdown()
+            del os.environ["RAY_ADDRESS"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("ray") is None:
+        for item in items:
+            if item.get_closest_marker("ray") is not None:
+                item.add_marker(pytest.mark.skip(reason="NOT TESTED: Ray isn't installed. .ci/ray does both"))
 
 
 @pytest.fixture(scope="module")

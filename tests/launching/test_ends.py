@@ -11,11 +11,11 @@ import time
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import prepare
+from tests.launching.conftest import RAY, Way, prepare
 
 RANK = "int(os.environ['RANK'])"
 WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
-how_ranks_start = pytest.mark.parametrize("method", ["spawn", "fork"])
+on_every_engine = pytest.mark.parametrize("how", ["spawn", "fork", RAY], indirect=True)
 
 
 def agent_of(kernel: kernels.Kernel) -> processes.Process:
@@ -36,10 +36,10 @@ def assert_nothing_of_the_run_is_left(kernel: kernels.Kernel) -> None:
 
 
 @pytest.mark.front_end
-@how_ranks_start
-def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel, method: str) -> None:
+@on_every_engine
+def test_first_failure_ends_the_run_at_once_and_is_the_one_shown(notebook: kernels.Kernel, how: Way) -> None:
     started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
+    outcome = notebook.run(f"""%%distributed -n 2 {how}
 print("before it")
 def deep(rank):
     if rank == 1:
@@ -87,9 +87,9 @@ except RankFailedError as error: caught = error""")
     assert notebook.run("caught.rank in (0, 1), caught.world_size, caught.exit_code").result == "(True, 2, 1)"
 
 
-@how_ranks_start
-def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel, method: str) -> None:
-    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
+@on_every_engine
+def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel, how: Way) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2 {how}
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 if {RANK} == 1:
@@ -119,9 +119,9 @@ finally:
     assert notebook.run(WORKS).result == "[0, 1]"
 
 
-@how_ranks_start
-def test_interrupt_ends_ranks_that_ignore_it(notebook: kernels.Kernel, method: str) -> None:
-    cell = notebook.start(f"""%%distributed -n 2 --grace_s 0.2 --start_method {method}
+@on_every_engine
+def test_interrupt_ends_ranks_that_ignore_it(notebook: kernels.Kernel, how: Way) -> None:
+    cell = notebook.start(f"""%%distributed -n 2 --grace_s 0.2 {how}
 signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("deaf", flush=True)
 time.sleep(60)""")
@@ -132,11 +132,9 @@ time.sleep(60)""")
     assert_nothing_of_the_run_is_left(notebook)
 
 
-@how_ranks_start
-def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel, method: str) -> None:
-    cell = notebook.start(
-        f"%%distributed -n 2 --start_method {method}\nprint('pid', os.getpid(), sep='=', flush=True)\ntime.sleep(60)"
-    )
+@on_every_engine
+def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel, how: Way) -> None:
+    cell = notebook.start(f"%%distributed -n 2 {how}\nprint('pid', os.getpid(), sep='=', flush=True)\ntime.sleep(60)")
     cell.wait_for_output("1 │ pid=")
     line = next(line for line in cell.stream("stdout").splitlines() if line.startswith("1 │ pid="))
     os.kill(int(line.partition("=")[2]), signal.SIGKILL)
@@ -153,9 +151,9 @@ def test_exit_in_the_users_code(notebook: kernels.Kernel) -> None:
     assert notebook.run("%%distributed -n 2\nimport sys\nsys.exit()").status == "ok"
 
 
-@how_ranks_start
-def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, method: str) -> None:
-    outcome = notebook.run(f"%%distributed -n 2 --timeout_s 0.5 --start_method {method}\ntime.sleep(60)")
+@on_every_engine
+def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, how: Way) -> None:
+    outcome = notebook.run(f"%%distributed -n 2 --timeout_s 0.5 {how}\ntime.sleep(60)")
     assert (outcome.error_name, "timeout_s of 0.5 s" in outcome.traceback) == ("RunTimeoutError", True)
     assert_nothing_of_the_run_is_left(notebook)
 
@@ -165,10 +163,10 @@ def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
     assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
 
 
-@how_ranks_start
-def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel, method: str) -> None:
+@on_every_engine
+def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel, how: Way) -> None:
     notebook.run("weights, step = torch.zeros(5000), 0")
-    cell = notebook.start(f"""%%distributed -n 2 --pull weights,step --start_method {method}
+    cell = notebook.start(f"""%%distributed -n 2 --pull weights,step {how}
 weights += 1
 step = 7
 print("half done", flush=True)
@@ -179,17 +177,16 @@ time.sleep(60)""")
     assert "weights, step: pulled as it was then in rank 0" in outcome.traceback
     assert notebook.run("float(weights.mean()), step").result == "(1.0, 7)"
     outcome = notebook.run(
-        f"%%distributed -n 1 --pull weights,late --start_method {method}\n"
-        "weights += 1\nif weights.sum(): raise ValueError\nlate = 1"
+        f"%%distributed -n 1 --pull weights,late {how}\nweights += 1\nif weights.sum(): raise ValueError\nlate = 1"
     )
     assert "Pulled all the same, as it was then in rank 0: weights" in outcome.traceback
     assert float(notebook.run("float(weights.mean())").result) == 2.0
 
 
-@how_ranks_start
-def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, method: str) -> None:
+@on_every_engine
+def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, how: Way) -> None:
     started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
+    outcome = notebook.run(f"""%%distributed -n 2 {how}
 import threading
 if {RANK}:
     threading.Thread(target=time.sleep, args=(60,)).start()
@@ -223,18 +220,17 @@ time.sleep(60)""")
     assert "rank 0: stopped by SIGKILL, since it went on after the grace" in outcome.traceback
 
 
-@how_ranks_start
-def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel, method: str) -> None:
+@on_every_engine
+def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel, how: Way) -> None:
     outcome = notebook.run(
-        f"%%distributed -n 1 --start_method {method}\nimport ctypes\n"
-        "def reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
+        f"%%distributed -n 1 {how}\nimport ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
     )
     assert "was killed by SIGSEGV" in outcome.traceback and "Native code has crashed" in outcome.traceback
     assert re.search(
         r'Traceback of rank 0:\n.*string_at\n  File "In\[\d+\]", line 4 in reads_nothing\n', outcome.traceback
     )
     of_memory = re.search(r"this rank had used up to \d+ MiB, and there is one of them", outcome.traceback)
-    assert (of_memory is not None) is (method == "fork")
+    assert (of_memory is not None) is ("fork" in how.flags)
 
 
 def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:
@@ -278,7 +274,7 @@ except RankFailedError as error: caught = error.__cause__""")
     assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
 
 
-@how_ranks_start
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel, method: str) -> None:
     cell = f"%%distributed -n 1 --start_method {method}\nimport subprocess\nsubprocess.Popen(['sleep', '300'])"
     assert "RankFailedError" in notebook.run(f"{cell}\nraise ValueError('done')").traceback
@@ -286,9 +282,9 @@ def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel, method: s
     assert [process for process in notebook.descendants() if "sleep" in str(process)] == []
 
 
-@how_ranks_start
-def test_background_job_can_be_stopped(notebook: kernels.Kernel, method: str) -> None:
-    notebook.run(f"%%distributed -n 2 --background --out job --view none --start_method {method}\ntime.sleep(60)")
+@on_every_engine
+def test_background_job_can_be_stopped(notebook: kernels.Kernel, how: Way) -> None:
+    notebook.run(f"%%distributed -n 2 --background --out job --view none {how}\ntime.sleep(60)")
     assert notebook.run("job.status in ('starting', 'running')").result == "True"
     assert "RunTimeoutError" in notebook.run("job.results(timeout_s=0.1)").traceback
     notebook.run("job.stop()\njob.wait(20)")

@@ -1,7 +1,8 @@
-"""What of the engine for clusters needs no cluster. ``tests/ray`` has the rest."""
+"""What of the engine for clusters needs no cluster. ``tests/launching/ray`` has the rest."""
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import msgspec
@@ -11,7 +12,7 @@ from notebook_accel import events, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import host, options, parts
+from notebook_accel.launching.ray import connection, host, options, parts
 from tests.launching import ranks
 
 
@@ -40,6 +41,14 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"needs Ray, which isn't installed here") as caught:
         notebook_launcher(ranks.rank, num_processes=2, engine="ray")
     assert "notebook-accel[ray]" in caught.value.fix
+
+
+def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert connection._why_not_reached(address) == ""
+    assert "Connection refused" in connection._why_not_reached(address)
+    assert connection._why_not_reached("auto") == ""  # which Ray knows what to do with
 
 
 def node_run() -> host._NodeRun:

@@ -1,4 +1,4 @@
-"""The same launch by every start method, and what each has of its own."""
+"""The same launch by every start method and on a cluster, and what each start method has of its own."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from collections.abc import Callable
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import prepare
+from tests.launching.conftest import FIRST_LAUNCH_S, RAY, Way, prepare
 
 Run = Callable[[str], kernels.Outcome]
 
-METHODS = ["spawn", "fork", "inline"]
-SEVERAL = ["spawn", "fork"]
+SEVERAL = ["spawn", "fork", RAY]
+METHODS = [*SEVERAL, "inline"]
 
 
 def ok(outcome: kernels.Outcome) -> kernels.Outcome:
     assert outcome.status == "ok", outcome.traceback
     return outcome
-
-
-def ranks_of(method: str) -> int:
-    return 1 if method == "inline" else 2
 
 
 def plain(text: str) -> str:
@@ -35,11 +31,11 @@ def plain(text: str) -> str:
 # What holds however ranks come into being ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_are_one_group_and_return_what_they_are(run: Run, method: str) -> None:
-    count = ranks_of(method)
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_ranks_are_one_group_and_return_what_they_are(run: Run, how: Way) -> None:
+    count = how.ranks
     outcome = ok(
-        run(f"""%%distributed -n {count} --start_method {method}
+        run(f"""%%distributed -n {count} {how}
 import torch, torch.distributed as dist
 totals = []
 for round in range(2):
@@ -48,27 +44,27 @@ for round in range(2):
     dist.all_reduce(total)
     totals.append(int(total))
     dist.destroy_process_group()
-(int(os.environ["LOCAL_RANK"]), os.environ["WORLD_SIZE"], totals)""")
+(int(os.environ["RANK"]), os.environ["WORLD_SIZE"], totals)""")
     )
     totals = [sum(rank + 1 + group for rank in range(count)) for group in range(2)]
     assert outcome.result == str([(rank, str(count), totals) for rank in range(count)])
     assert run("'RANK' in os.environ, torch.distributed.is_initialized()").result == "(False, False)"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_names_arguments_pulled_names_and_classes(run: Run, method: str) -> None:
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_names_arguments_pulled_names_and_classes(run: Run, how: Way) -> None:
     ok(run("class Model:\n    def __init__(self, size): self.size = size\nmodel, grown = Model(3), None"))
     outcome = ok(
-        run(f"""%%distributed -n {ranks_of(method)} --start_method {method} --pull grown --args (5,)
+        run(f"""%%distributed -n {how.ranks} {how} --pull grown --args (5,)
 grown = Model(model.size + 1)
 def work(x): return x + model.size""")
     )
-    assert outcome.result == str([8] * ranks_of(method))
+    assert outcome.result == str([8] * how.ranks)
     assert run("type(grown) is Model, grown.size").result == "(True, 4)"
     ok(
         run(f"""from notebook_accel import notebook_launcher
 def make(size, *, more): return Model(size + more), make, Model
-made = notebook_launcher(make, (1,), {ranks_of(method)}, start_method="{method}", kwargs={{"more": 2}})""")
+made = notebook_launcher(make, (1,), {how.ranks}, {how.keywords}, kwargs={{"more": 2}})""")
     )
     expected = "(True, 3, True, True)"
     assert (
@@ -76,16 +72,24 @@ made = notebook_launcher(make, (1,), {ranks_of(method)}, start_method="{method}"
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_failure_shows_its_own_line_and_has_its_exception(run: Run, method: str) -> None:
+@pytest.mark.parametrize("how", ["spawn", RAY], indirect=True)
+def test_what_cannot_be_sent_is_named_by_the_way_to_it(run: Run, how: Way) -> None:
+    ok(run("import threading\nbox = {'inner': [threading.Lock()]}"))
+    outcome = run(f"%%distributed -n 2 {how}\nlen(box)")
+    assert (outcome.status, outcome.error_name) == ("error", "PayloadError")
+    assert "global \"box\" -> item 'inner' -> item 0" in plain(outcome.traceback)
+
+
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_failure_shows_its_own_line_and_has_its_exception(run: Run, how: Way) -> None:
     ok(
         run(
             "from notebook_accel import RankFailedError, notebook_launcher\n"
             "def inner(x):\n    return x / 0  # this line"
         )
     )
-    count = ranks_of(method)
-    outcome = run(f"%%distributed -n {count} --start_method {method}\ntime.sleep(0)\ninner(3)")
+    count = how.ranks
+    outcome = run(f"%%distributed -n {count} {how}\ntime.sleep(0)\ninner(3)")
     assert (outcome.status, outcome.error_name) == ("error", "RankFailedError")
     for expected in (
         f"of {count} failed at In[",
@@ -96,51 +100,51 @@ def test_failure_shows_its_own_line_and_has_its_exception(run: Run, method: str)
     ):
         assert expected in outcome.traceback
     ok(
-        run(f"""try: notebook_launcher(inner, (3,), num_processes={count}, start_method="{method}")
+        run(f"""try: notebook_launcher(inner, (3,), num_processes={count}, {how.keywords})
 except RankFailedError as error: caught = error""")
     )
     assert run("type(caught.__cause__), caught.world_size").result == f"(ZeroDivisionError, {count})"
-    assert run(f"%%distributed -n {count} --start_method {method}\n'works'").result == str(["works"] * count)
+    assert run(f"%%distributed -n {count} {how}\n'works'").result == str(["works"] * count)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_interrupt_runs_finally_and_keeps_the_kernel(run: Run, notebook: kernels.Kernel, method: str) -> None:
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_interrupt_runs_finally_and_keeps_the_kernel(run: Run, notebook: kernels.Kernel, how: Way) -> None:
     ok(run("kept = []"))
-    cell = notebook.start(f"""%%distributed -n {ranks_of(method)} --start_method {method}
+    cell = notebook.start(f"""%%distributed -n {how.ranks} {how}
 try:
     print("in the loop", flush=True); time.sleep(60)
 finally:
     print("tidied up", flush=True)""")
-    for _ in range(ranks_of(method)):
+    for _ in range(how.ranks):
         cell.wait_for_output("in the loop")
-    if method != "inline":
+    if how.ranks > 1:
         cell.wait_for_output("1 │ in the loop")
     notebook.interrupt()
     outcome = cell.finish()
     assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
-    assert outcome.stdout.count("tidied up") == ranks_of(method)
+    assert outcome.stdout.count("tidied up") == how.ranks
     assert "rank 0 was at In[" in outcome.traceback and "line 3" in outcome.traceback
     assert run("kept").result == "[]"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_metrics_and_progress_are_shown(run: Run, method: str) -> None:
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_metrics_and_progress_are_shown(run: Run, how: Way) -> None:
     outcome = ok(
-        run(f"""%%distributed -n {ranks_of(method)} --start_method {method}
+        run(f"""%%distributed -n {how.ranks} {how}
 from notebook_accel import Accelerator, report
 for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
 accelerator = Accelerator()
 [batch] = accelerator.prepare(torch.utils.data.DataLoader(list(range(8)), batch_size=2)),
 sum(len(x) for x in batch)""")
     )
-    assert f"rank {ranks_of(method) - 1}  finished  epoch 1  step {8 // 2 // ranks_of(method)}" in outcome.stdout
+    assert f"rank {how.ranks - 1}  finished  epoch 1  step {8 // 2 // how.ranks}" in outcome.stdout
     assert "loss 0.25  step_size 4" in outcome.stdout
 
 
-@pytest.mark.parametrize("method", SEVERAL)
-def test_output_is_whole_and_in_order(run: Run, method: str) -> None:
+@pytest.mark.parametrize("how", SEVERAL, indirect=True)
+def test_output_is_whole_and_in_order(run: Run, how: Way) -> None:
     outcome = ok(
-        run(f"""%%distributed -n 2 --start_method {method}
+        run(f"""%%distributed -n 2 {how}
 for i in range(500): print("line", i)
 os.write(1, b"from C\\n")
 None""")
@@ -150,11 +154,11 @@ None""")
         assert mine == [*(f"line {i}" for i in range(500)), "from C"]
 
 
-@pytest.mark.parametrize("method", SEVERAL)
+@pytest.mark.parametrize("how", SEVERAL, indirect=True)
 def test_panel_stands_under_the_cell_until_its_summary_does(
-    notebook: kernels.Kernel, method: str, tmp_path: pathlib.Path
+    notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
 ) -> None:
-    cell = notebook.start(f"""%%distributed -n 2 --view panel --start_method {method}
+    cell = notebook.start(f"""%%distributed -n 2 --view panel {how}
 from notebook_accel import report
 report(loss=0.25)
 print("hello")
@@ -167,28 +171,30 @@ while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)""")
     assert "0.25" in summary["text/html"] and summary["text/html"].count("│ </span>hello") == 2
 
 
-@pytest.mark.parametrize("method", SEVERAL)
-def test_stacks_name_the_users_line(run: Run, method: str) -> None:
-    ok(run(f"%%distributed -n 2 --background --out job --view none --start_method {method}\ntime.sleep(60)"))
+@pytest.mark.parametrize("how", SEVERAL, indirect=True)
+def test_stacks_name_the_users_line(run: Run, how: Way) -> None:
+    ok(run(f"%%distributed -n 2 --background --out job --view none {how}\ntime.sleep(60)"))
     ok(run("while str(job.stacks()).count('time.sleep(60)') < 2: time.sleep(0.05)"))
     assert run("sum('time.sleep(60)' in str(stack) for stack in job.stacks())").result == "2"
     ok(run("job.stop()"))
 
 
-@pytest.mark.parametrize("method", SEVERAL)
-def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, method: str) -> None:
+@pytest.mark.parametrize("how", SEVERAL, indirect=True)
+def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, how: Way) -> None:
     with kernels.running(tmp_path) as kernel:
         prepare(kernel)
-        cell = kernel.start(f"""%%distributed -n 2 --start_method {method}
+        assert kernel.run(f"%%distributed -n 2 {how}\n1", FIRST_LAUNCH_S).result == "[1, 1]"
+        cell = kernel.start(f"""%%distributed -n 2 {how}
 import subprocess
-subprocess.Popen(["sleep", "300"])
+child = subprocess.Popen(["sleep", "300"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("up", flush=True)
+print("up as", os.getpid(), child.pid, flush=True)
 time.sleep(300)""")
-        cell.wait_for_output("0 │ up")
-        cell.wait_for_output("1 │ up")
-        everything = kernel.descendants()
-        assert len(everything) >= 6  # agent, template, two ranks, and a child of each
+        cell.wait_for_output("0 │ up as")
+        cell.wait_for_output("1 │ up as")
+        of_ranks = [int(pid) for pid in " ".join(re.findall(r"up as (\d+ \d+)", cell.stream("stdout"))).split()]
+        everything = {*kernel.descendants(), *filter(None, map(processes.read, of_ranks))}
+        assert len(of_ranks) == 4 and len(everything) >= 6  # two ranks, a child of each, agent and template
         kernel.kill()
         processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
 

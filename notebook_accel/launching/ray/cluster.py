@@ -1,4 +1,4 @@
-"""The cluster: how it is reached, what it has to reserve for the ranks, and where they then are."""
+"""What a cluster has, what it reserves for the ranks, and where they then are."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from notebook_accel import environment
-from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
+from notebook_accel.errors import Finding, LaunchError, ProcessStartError
 from notebook_accel.launching.ray import host
+from notebook_accel.launching.ray.connection import Connection, NotWantedError
 from notebook_accel.launching.ray.options import RayOptions
 
-__all__ = ["Cluster", "Node", "Placement", "connect"]
+__all__ = ["Cluster", "Node", "Placement"]
 
-_LOOK_PERIOD_S = 0.25
+_LOOK_PERIOD_S = 1  # Ray takes whole seconds
 _FIRST_NOTICE_S = 1.0
 _NOTICE_PERIOD_S = 5.0
 _SEAT_DEADLINE_S = 60.0
@@ -54,58 +53,27 @@ class Placement:
     nodes: tuple[Node, ...]
 
 
-def connect(options: RayOptions) -> Cluster:
-    """The cluster that the notebook is connected to, or becomes connected to here; it then stays so.
-
-    Raises:
-        ConfigError: Ray isn't installed, or there is no such cluster.
-    """
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError:
-        raise ConfigError(
-            "engine='ray' needs Ray, which isn't installed here.", fix="pip install 'notebook-accel[ray]'"
-        ) from None
-    if not ray.is_initialized():
-        _connect(ray, options)
-    return Cluster(ray, options)
-
-
-def _connect(ray: Any, options: RayOptions) -> None:
-    # Ray has breakpoint() open a debugger of its own, in the notebook too.
-    as_it_is = {"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT")}
-    try:
-        with environment.patched(as_it_is):
-            ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(
-            f"No Ray cluster was found at {options.address!r}.",
-            why=str(error).splitlines()[0],
-            fix="ray start --head on a machine of yours, or engine_options={'address': 'host:port'}",
-        ) from None
-
-
 class Cluster:
     """A cluster that this process is connected to.
 
     Args:
-        ray: The library.
+        connection: To it.
         options: Of the launch.
     """
 
-    def __init__(self, ray: Any, options: RayOptions) -> None:
-        self.ray = ray
+    def __init__(self, connection: Connection, options: RayOptions) -> None:
+        self.connection = connection
+        self.ray = connection.ray
         self._options = options
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the notebook still is. Ray takes every call without that for a wish to begin a cluster."""
-        return bool(self.ray.is_initialized())
 
     @property
     def gpus(self) -> int:
         """How many GPUs it has in all."""
-        return int(self.ray.cluster_resources().get("GPU", 0))
+        return int(self._has().get("GPU", 0))
+
+    def _has(self) -> Mapping[str, float]:
+        resources: Mapping[str, float] = self.connection.call(self.ray.cluster_resources)
+        return resources
 
     def resources_of_a_rank(self, *, use_cpu: bool) -> dict[str, float]:
         """What is reserved for each rank, by Ray's names."""
@@ -117,7 +85,7 @@ class Cluster:
 
     def check(self, world_size: int, resources: Mapping[str, float]) -> tuple[Finding, ...]:
         """What it could not reserve, whoever else uses it."""
-        has = self.ray.cluster_resources()
+        has = self._has()
         return tuple(
             Finding(
                 f"{world_size} ranks need {amount * world_size:g} {name}, and the cluster has {has.get(name, 0):g}.",
@@ -146,16 +114,16 @@ class Cluster:
 
         Raises:
             LaunchError: It can't have that, or not in time.
+            NotWantedError: Nobody does.
         """
-        group = self._group(world_size, resources)
+        group = self.connection.call(lambda: self._group(world_size, resources))
         try:
-            self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
-            placement = Placement(group, self._nodes(group))
-            self._refuse_other_nodes(len(placement.nodes))
+            nodes = self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
+            self._refuse_other_nodes(len(nodes))
         except BaseException:
             self.release(group)
             raise
-        return placement
+        return Placement(group, nodes)
 
     def _wait_for(
         self,
@@ -164,13 +132,21 @@ class Cluster:
         missing: Callable[[], str],
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
-    ) -> None:
+    ) -> tuple[Node, ...]:
         wait_s = self._options.wait_s
         deadline_s = time.monotonic() + wait_s
         next_notice_s = time.monotonic() + _FIRST_NOTICE_S
-        while not group.wait(_LOOK_PERIOD_S):
+        while True:
+            is_reserved = self.connection.call(lambda: group.wait(_LOOK_PERIOD_S))
+            nodes = self.connection.call(lambda: self._nodes(group)) if is_reserved else ()
+            if nodes:
+                return nodes
+            if is_reserved:
+                time.sleep(_LOOK_PERIOD_S)  # until Ray has found that out, too
             now_s = time.monotonic()
-            if not is_wanted() or now_s > deadline_s:
+            if not is_wanted():
+                raise NotWantedError
+            if now_s > deadline_s:
                 raise ProcessStartError(
                     f"The cluster could not reserve what {world_size} ranks need within {wait_s:g} s.",
                     why=missing(),
@@ -192,15 +168,17 @@ class Cluster:
     def release(self, group: Any) -> None:
         """Gives back what was reserved."""
         with contextlib.suppress(Exception):  # the cluster may be gone
-            self._placement_groups().remove_placement_group(group)
+            self.connection.call(lambda: self._placement_groups().remove_placement_group(group))
 
     def host(self, node: Node) -> Any:
         """The notebook's actor on a node, which may still have to start. It stays there for the next run.
 
         What the ranks need is reserved by the placement group; the actor itself needs next to nothing.
         """
-        connection = self.ray.get_runtime_context().get_job_id()
-        key = (f"{connection} {node.id}", json.dumps(self._options.runtime_env, sort_keys=True, default=str))
+        key = (
+            f"{self.connection.job_id} {node.id}",
+            json.dumps(self._options.runtime_env, sort_keys=True, default=str),
+        )
         if key not in _hosts:
             scheduling = importlib.import_module("ray.util.scheduling_strategies")
             options: dict[str, Any] = {
@@ -211,7 +189,8 @@ class Cluster:
             }
             if self._options.runtime_env:
                 options["runtime_env"] = self._options.runtime_env
-            _hosts[key] = self.ray.remote(host.NodeHost).options(**options).remote(node.address)
+            start = self.ray.remote(host.NodeHost).options(**options).remote
+            _hosts[key] = self.connection.call(lambda: start(node.address))
         return _hosts[key]
 
     def drop(self, actor: Any) -> None:
@@ -219,13 +198,27 @@ class Cluster:
         for key in [key for key, known in _hosts.items() if known is actor]:
             del _hosts[key]
         with contextlib.suppress(Exception):  # it is gone already
-            self.ray.kill(actor)
+            self.connection.call(lambda: self.ray.kill(actor))
 
-    def gpus_of(self, placement: Placement, node: Node, gpus: float) -> list[str]:
-        """The GPUs that Ray has reserved for the ranks on a node. Only an actor in a reservation is told."""
+    def gpus_of(self, placement: Placement, node: Node, gpus: float, is_wanted: Callable[[], bool]) -> list[str]:
+        """The GPUs that Ray has reserved for the ranks on a node. Only an actor in a reservation is told.
+
+        Raises:
+            NotWantedError: Nobody waits for them any more.
+            TimeoutError: They could not be asked in time.
+        """
+        seats: list[Any] = self.connection.call(lambda: self._seats(placement, node, gpus))
+        try:
+            found = self.connection.answers([seat.gpus.remote() for seat in seats], _SEAT_DEADLINE_S, is_wanted)
+        finally:
+            for seat in seats:
+                self.drop(seat)
+        return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
+
+    def _seats(self, placement: Placement, node: Node, gpus: float) -> list[Any]:
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
         seat = self.ray.remote(_Seat)
-        seats = [
+        return [
             seat.options(
                 num_cpus=0,
                 num_gpus=gpus,
@@ -233,30 +226,33 @@ class Cluster:
             ).remote()
             for bundle in node.bundles
         ]
-        try:
-            found: list[list[str]] = self.ray.get([seat.gpus.remote() for seat in seats], timeout=_SEAT_DEADLINE_S)
-        finally:
-            for seat in seats:
-                self.ray.kill(seat)
-        return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
+
+    def is_alive(self, node: Node) -> bool:
+        """Whether the cluster still has a node."""
+        return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
 
     def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:
         bundles = [dict(resources) for _ in range(world_size)]
         return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
+        """Where the reservations are; nothing if one of the nodes has just gone, so that Ray looks for another."""
         of_bundles: dict[int, str] = self._placement_groups().placement_group_table(group)["bundles_to_node_id"]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
+        if not addresses.keys() >= set(of_bundles.values()):
+            return ()
         by_node: dict[str, list[int]] = {}
         for bundle, node_id in sorted(of_bundles.items()):
             by_node.setdefault(node_id, []).append(bundle)
         return tuple(Node(node_id, addresses[node_id], tuple(bundles)) for node_id, bundles in by_node.items())
 
     def _missing(self, world_size: int, resources: Mapping[str, float]) -> str:
-        free = self.ray.available_resources()
-        return ", ".join(
+        free = self.connection.call(self.ray.available_resources)
+        amounts = ", ".join(
             f"{amount * world_size:g} {name} needed, {free.get(name, 0):g} free" for name, amount in resources.items()
         )
+        is_there = all(amount * world_size <= free.get(name, 0) for name, amount in resources.items())
+        return f"{amounts}, but not as strategy={self._options.strategy!r} wants it" if is_there else amounts
 
     def _placement_groups(self) -> Any:
         return importlib.import_module("ray.util.placement_group")

@@ -1,0 +1,50 @@
+"""What tests of runs on a cluster share."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from typing import Any
+
+from notebook_accel import notebook_launcher
+from notebook_accel.launching.job import Job
+from tests import processes
+
+__all__ = ["DEADLINE_S", "all_is_free", "are_gone", "connected", "have_begun", "launch"]
+
+DEADLINE_S = 120.0
+
+
+def launch(function: Any, *args: Any, **options: Any) -> Job:
+    """Starts a function on two ranks, one a node unless the options say something else."""
+    given = {"num_processes": 2, "engine": "ray", "engine_options": {"strategy": "SPREAD"}, "view": "none", **options}
+    job = notebook_launcher(function, args, background=True, **given)
+    assert isinstance(job, Job)
+    return job
+
+
+def connected() -> Any:
+    """Ray, connected to the tests' cluster also if nothing was launched from this process yet."""
+    ray: Any = importlib.import_module("ray")
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    return ray
+
+
+def all_is_free() -> None:
+    """The cluster has back what the ranks had."""
+    free = connected().available_resources
+    processes.wait_until(lambda: free().get("CPU") == 2, "the cluster has all of its CPUs back", timeout_s=60)
+
+
+def have_begun(folder: pathlib.Path) -> list[int]:
+    """The processes of two ranks that ``wait_to_be_ended``, as soon as they do."""
+    files = [folder / f"{rank}.began" for rank in (0, 1)]
+    processes.wait_until(lambda: all(file.exists() for file in files), "both ranks run", timeout_s=60)
+    processes.wait_until(lambda: all(file.read_text() for file in files), "both ranks have said who they are")
+    return [int(file.read_text()) for file in files]
+
+
+def are_gone(pids: list[int]) -> bool:
+    """Whether none of these processes is there."""
+    return not any(process is not None and process.is_alive for process in map(processes.read, pids))

@@ -1,0 +1,57 @@
+"""What ranks on a cluster run in tests."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+def wait_to_be_ended(folder: str) -> None:
+    """Says that it is there, and how it ends."""
+    here = pathlib.Path(folder, os.environ["RANK"])
+    here.with_suffix(".began").write_text(str(os.getpid()))
+    try:
+        time.sleep(120)
+    finally:
+        here.with_suffix(".ended").touch()
+
+
+def attempt() -> int:
+    """Which one this is, once all ranks have met."""
+    torch.distributed.init_process_group()
+    torch.distributed.barrier()
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def fails_once() -> int:
+    """The same, but rank 1 dies in the first attempt."""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(3)
+    return attempt()
+
+
+def place(model: torch.Tensor) -> dict[str, Any]:
+    """Where this rank is, whose template it comes from, and what it sees of the model after all have written to it."""
+    address = model.data_ptr()
+    rows = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    [row] = [row for row in rows if int(row.split("-")[0], 16) <= address < int(row.split("-")[1].split()[0], 16)]
+    torch.distributed.init_process_group()
+    model += 1 + torch.distributed.get_rank()
+    torch.distributed.barrier()
+    print(f"rank {torch.distributed.get_rank()} has added")
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "COLOUR")
+    return {name: os.environ.get(name) for name in names} | {
+        "template": os.getppid(),
+        "file": row.split()[4],
+        "value": model[0].item(),
+    }
+
+
+def visible_gpus() -> tuple[str | None, str | None]:
+    """What this rank may use, and which of it is its own."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_RANK")
