@@ -78,12 +78,12 @@ def _limits(machine: Room) -> list[Room]:
     return found
 
 
-def kills() -> int:
-    """How many processes the system has ever killed here for want of memory."""
-    counts = [_rows(folder / names.kills).get("oom_kill") for folder, names in _groups()]
-    known = [count for count in counts if count is not None]
+def kills() -> dict[pathlib.Path, int]:
+    """How many processes the system has ever killed for want of memory, by the control group that has counted them."""
+    counts = {folder: _rows(folder / names.kills).get("oom_kill") for folder, names in _groups()}
+    known = {folder: count for folder, count in counts.items() if count is not None}
     # The machine's count, where no group has one, is also of what is killed in the containers of others.
-    return sum(known) if known else _rows(_VMSTAT).get("oom_kill", 0)
+    return known or {_VMSTAT: _rows(_VMSTAT).get("oom_kill", 0)}
 
 
 def _groups() -> Sequence[tuple[pathlib.Path, _Names]]:

@@ -100,7 +100,7 @@ def test_notebook_objects_reach_the_ranks(run: Run) -> None:
 def test_loader_workers_find_notebook_and_cell_classes(run: Run, method: str) -> None:
     ok(run(DEFINITIONS))
     outcome = ok(
-        run(f"""%%distributed -n 2
+        run(f"""%%distributed -n 1
 OFFSET = 100
 class Shifted(Dataset):
     def __len__(self): return 4
@@ -109,14 +109,14 @@ class Sample:
     pass
 def samples(batch): return [Sample() for _ in batch]
 def drawn(data):
-    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="{method}")
+    loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="{method}")
     return [x for batch in loader for x in batch.tolist()]
 sample = next(iter(DataLoader(numbers, num_workers=1, multiprocessing_context="{method}", collate_fn=samples)))[0]
 assert type(sample) is Sample
 drawn(numbers), drawn(Shifted())""")
     )
     expected = ([0, 3, 6, 9, 12, 15, 18, 21], [100, 103, 106, 109])
-    assert outcome.result == f"[{expected}, {expected}]"
+    assert outcome.result == f"[{expected}]"
 
 
 @pytest.mark.front_end

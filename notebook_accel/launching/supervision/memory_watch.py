@@ -6,6 +6,7 @@ Runs in the agent. The last seconds are remembered, since memory is free again o
 from __future__ import annotations
 
 import collections
+import pathlib
 
 from notebook_accel import host_memory
 from notebook_accel.events import MemoryShortage
@@ -22,7 +23,7 @@ class MemoryWatch:
     """Looks once a second while it is told the time."""
 
     def __init__(self) -> None:
-        self._samples: collections.deque[tuple[Room, int]] = collections.deque(maxlen=_REMEMBERED_SAMPLES)
+        self._samples: collections.deque[tuple[Room, dict[pathlib.Path, int]]] = collections.deque(maxlen=_REMEMBERED_SAMPLES)
         self._next_look_s = 0.0
 
     def tick(self, now_s: float) -> None:
@@ -35,16 +36,18 @@ class MemoryWatch:
         """What the last seconds say, if they are a reason for processes to have been killed."""
         self._samples.append(_look())
         room = min((room for room, _ in self._samples), key=lambda room: room.free_bytes / room.limit_bytes)
-        kills = self._samples[-1][1] - self._samples[0][1]
+        earlier, now = self._samples[0][1], self._samples[-1][1]
+        # A control group that this process has been moved to since then has counted from nothing, as far as it goes.
+        was_seen = any(count > earlier.get(group, 0) for group, count in now.items())
         if room.free_bytes > _NEARLY_GONE * room.limit_bytes:
-            if kills <= 0:
+            if not was_seen:
                 return None
             room = self._samples[-1][0]  # it went faster than anybody looked: the limit that counts is the present one
         return MemoryShortage(
-            free_bytes=room.free_bytes, limit_bytes=room.limit_bytes, is_machine=room.is_machine, was_seen=kills > 0
+            free_bytes=room.free_bytes, limit_bytes=room.limit_bytes, is_machine=room.is_machine, was_seen=was_seen
         )
 
 
-def _look() -> tuple[Room, int]:
-    """The least room that there is, and how many processes the system has ever killed for want of memory."""
+def _look() -> tuple[Room, dict[pathlib.Path, int]]:
+    """The least room that there is, and how many processes the system has killed for want of memory."""
     return min(host_memory.rooms()), host_memory.kills()
