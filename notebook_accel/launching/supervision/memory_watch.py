@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+from typing import TypeAlias
 
 from notebook_accel import host_memory
 from notebook_accel.events import MemoryShortage
@@ -18,12 +19,14 @@ _PERIOD_S = 1.0
 _REMEMBERED_SAMPLES = 10
 _NEARLY_GONE = 0.05  # of the limit left
 
+_Sample: TypeAlias = tuple[Room, dict[pathlib.Path, int]]
+
 
 class MemoryWatch:
     """Looks once a second while it is told the time."""
 
     def __init__(self) -> None:
-        self._samples: collections.deque[tuple[Room, dict[pathlib.Path, int]]] = collections.deque(maxlen=_REMEMBERED_SAMPLES)
+        self._samples: collections.deque[_Sample] = collections.deque(maxlen=_REMEMBERED_SAMPLES)
         self._next_look_s = 0.0
 
     def tick(self, now_s: float) -> None:
@@ -48,6 +51,6 @@ class MemoryWatch:
         )
 
 
-def _look() -> tuple[Room, dict[pathlib.Path, int]]:
+def _look() -> _Sample:
     """The least room that there is, and how many processes the system has killed for want of memory."""
     return min(host_memory.rooms()), host_memory.kills()
