@@ -220,7 +220,7 @@ def _connect(ray: Any, address: str) -> None:
         with environment.patched(as_it_is), _errors_only():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError, SystemExit) as error:
-        raise _not_found(asked, str(error).splitlines()[0]) from None
+        raise _not_found(asked, (str(error) or type(error).__name__).splitlines()[0]) from None
 
 
 @contextlib.contextmanager
