@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import pathlib
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,12 @@ _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_U
 
 
 _MYPY = pytest.StashKey[beside.Program]()
+
+
+def pytest_configure() -> None:
+    """A shell that starts this in the background has it ignore SIGINT, which the tests send to themselves."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -20,11 +20,18 @@ from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching.checks import preflight
 from notebook_accel.launching.checks.devices import Devices
 from notebook_accel.launching.checks.machine import Machine
+from notebook_accel.launching.ray import options as ray_options
 
 __all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
 
 # What every file says, so that Accelerate can launch with it too. A form shows these first.
 BASIC = ("num_processes", "mixed_precision", "use_cpu")
+_WITHOUT_GPUS = Finding(
+    "With use_cpu, ranks leave the cluster's GPUs alone.",
+    "It is about where ranks run, not about this machine.",
+    "set use_cpu to false, unless the cluster has no GPU",
+    refuses=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +120,7 @@ class Draft:
     def error(self, name: str) -> ConfigError | None:
         """What is wrong with the value of one option, in the words in which a launch would say it."""
         try:
-            LaunchConfig().replace(**{name: self.values[name]})
+            _allowed({name: self.values[name]})
         except ConfigError as error:
             return error
         return None
@@ -124,7 +131,7 @@ class Draft:
         Raises:
             ConfigError: One of them isn't allowed.
         """
-        return LaunchConfig().replace(**self.values)
+        return _allowed(self.values)
 
     def findings(self) -> tuple[Finding, ...]:
         """What would speak against a launch with these options, if they are allowed at all."""
@@ -132,6 +139,8 @@ class Draft:
             launch = self.config()
         except ConfigError:
             return ()
+        if launch.engine != "local":  # the cluster is not asked as long as nobody launches
+            return (_WITHOUT_GPUS,) if launch.use_cpu else ()
         return preflight.check(launch, Devices("CPU", 1) if launch.use_cpu else self.machine.devices)
 
     def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -210,6 +219,12 @@ class Draft:
         config_file.write(self.path, content)
         self._look()
         return self.path
+
+
+def _allowed(values: Mapping[str, Any]) -> LaunchConfig:
+    launch = LaunchConfig().replace(**values)
+    ray_options.read(launch.engine_options)
+    return launch
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -205,3 +205,21 @@ def test_basic_config_imports_no_torch(file: pathlib.Path) -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout == f"{file} False\n"
+
+
+def test_cluster_is_written_with_its_options_which_are_known_without_it(file: pathlib.Path) -> None:
+    draft = Draft(file, _CPU)
+    draft.values |= {"engine": "ray", "engine_options": ("strategy=SPREAD", "pace=high"), "num_processes": 16}
+    error = draft.error("engine_options")
+    assert error is not None and error.what == "The engine option 'pace=high' is not known."
+    with pytest.raises(ConfigError, match="'pace=high' is not known"):
+        draft.write()
+    draft.values["engine_options"] = ("strategy=SPREAD", "nodes=2")
+    assert draft.error("engine_options") is None
+    assert [finding.what for finding in draft.findings()] == ["With use_cpu, ranks leave the cluster's GPUs alone."]
+    draft.values["use_cpu"] = False
+    assert draft.findings() == ()  # this machine's one CPU has no say
+    draft.write()
+    written = config.resolve({}, file=file, environ={})
+    assert (written.engine, written.engine_options) == ("ray", ("strategy=SPREAD", "nodes=2"))
+    assert (written.num_processes, written.use_cpu) == (16, False)

@@ -69,6 +69,13 @@ def test_more_ranks_than_gpus_names_how_many_there_are() -> None:
     assert two.describe(2) == "2 GPUs"
 
 
+def test_options_of_a_cluster_without_one_are_refused() -> None:
+    [finding] = preflight.check(LaunchConfig(use_cpu=True, engine_options=("strategy=SPREAD", "nodes=2")))
+    assert finding.refuses
+    assert finding.what == "engine_options='strategy=SPREAD, nodes=2' would do nothing."
+    assert "--engine ray" in finding.fix
+
+
 def test_more_ranks_than_cores_are_fine_on_the_cpu() -> None:
     assert preflight.check(LaunchConfig(num_processes=20, use_cpu=True)) == ()
 

@@ -46,7 +46,7 @@ def check(
     """
     devices = devices or Devices.find(config)
     findings = [_half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
-    findings.append(_restarts_of_what_is_no_template(config, devices))
+    findings += [_restarts_of_what_is_no_template(config, devices), _options_of_no_engine(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
@@ -69,6 +69,16 @@ def warn(findings: tuple[Finding, ...]) -> None:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)
             print(f"Warning: {finding}", file=sys.stderr)
+
+
+def _options_of_no_engine(config: LaunchConfig) -> Finding | None:
+    if not config.engine_options or config.engine != "local":
+        return None
+    return Finding(
+        f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
+        "They are for a cluster, and engine='local' runs ranks on this machine.",
+        "--engine ray (engine='ray'), or leave them out",
+    )
 
 
 def _inside_a_rank(environ: Mapping[str, str] = os.environ) -> Finding | None:

@@ -17,7 +17,8 @@ from notebook_accel.launching.ray.options import RayOptions
 
 __all__ = ["Cluster", "Node", "Placement"]
 
-_LOOK_PERIOD_S = 1  # Ray takes whole seconds
+_FIRST_PERIOD_S = 0.01
+_LONGEST_PERIOD_S = 0.5
 _FIRST_NOTICE_S = 1.0
 _NOTICE_PERIOD_S = 5.0
 _SEAT_DEADLINE_S = 60.0
@@ -136,13 +137,13 @@ class Cluster:
         wait_s = self._options.wait_s
         deadline_s = time.monotonic() + wait_s
         next_notice_s = time.monotonic() + _FIRST_NOTICE_S
+        period_s = _FIRST_PERIOD_S
         while True:
-            is_reserved = self.connection.call(lambda: group.wait(_LOOK_PERIOD_S))
-            nodes = self.connection.call(lambda: self._nodes(group)) if is_reserved else ()
+            nodes = self.connection.call(lambda: self._nodes(group))
             if nodes:
                 return nodes
-            if is_reserved:
-                time.sleep(_LOOK_PERIOD_S)  # until Ray has found that out, too
+            time.sleep(period_s)
+            period_s = min(2 * period_s, _LONGEST_PERIOD_S)
             now_s = time.monotonic()
             if not is_wanted():
                 raise NotWantedError
@@ -209,7 +210,9 @@ class Cluster:
         """
         seats: list[Any] = self.connection.call(lambda: self._seats(placement, node, gpus))
         try:
-            found = self.connection.answers([seat.gpus.remote() for seat in seats], _SEAT_DEADLINE_S, is_wanted)
+            found = self.connection.answers(
+                [self.connection.ask(seat.gpus.remote) for seat in seats], _SEAT_DEADLINE_S, is_wanted
+            )
         finally:
             for seat in seats:
                 self.drop(seat)
@@ -236,8 +239,11 @@ class Cluster:
         return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
-        """Where the reservations are; nothing if one of the nodes has just gone, so that Ray looks for another."""
-        of_bundles: dict[int, str] = self._placement_groups().placement_group_table(group)["bundles_to_node_id"]
+        """Where the reservations are; nothing until they are, or if one of the nodes has just gone."""
+        table: dict[str, Any] = self._placement_groups().placement_group_table(group)
+        if table.get("state") != "CREATED":
+            return ()
+        of_bundles: dict[int, str] = table["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self.ray.nodes() if node["Alive"]}
         if not addresses.keys() >= set(of_bundles.values()):
             return ()

@@ -2,7 +2,9 @@
 
 A wait inside Ray doesn't end when the notebook is disconnected, or ends the thread; and a process whose cluster has no
 head any more is ended by Ray after a minute, a notebook's kernel with all its variables too. So nothing here waits
-inside Ray, and a notebook is disconnected before that.
+inside Ray, and a notebook is disconnected before that. What is called while ``ray.shutdown()`` runs in another thread
+can end the process at once, and after it, it begins a cluster of its own. So every call is made while the lock is held
+that Ray's own connecting and disconnecting take.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -48,6 +51,8 @@ class Connection:
         self.ray = ray
         client = importlib.import_module("ray.util.client").ray
         self._client = client if client.is_connected() else None
+        self._worker = importlib.import_module("ray._private.worker")
+        self._node = weakref.ref(self._worker.global_worker.node) if self._client is None else None
         context = ray.get_runtime_context()
         self.job_id = str(context.get_job_id())
         self._head = "" if self._client else str(context.gcs_address)
@@ -75,6 +80,30 @@ class Connection:
                 fix="run the cell again: it connects to engine_options' address, or ray.init(...) before it",
             )
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Has another thread's ``ray.shutdown()`` wait, for calls that don't take long.
+
+        Raises:
+            SupervisorLostError: The connection has ended.
+        """
+        with self._worker._connect_or_shutdown_lock:
+            self.check()
+            yield
+
+    def ask(self, what: Callable[[], Any]) -> Answer:
+        """What will come of a call of an actor.
+
+        Args:
+            what: Calls it; gives Ray's reference to the answer.
+
+        Raises:
+            SupervisorLostError: The connection has ended.
+        """
+        with self.held():
+            answer: Answer = what().future()
+        return answer
+
     def first_of(self, answers: Collection[Answer], patience_s: float) -> set[Answer]:
         """Those of some answers that are there; waits for the first of them, and no longer than that.
 
@@ -91,11 +120,11 @@ class Connection:
             if done or left_s <= 0:
                 return done
 
-    def answers(self, references: Sequence[Any], patience_s: float, is_wanted: Callable[[], bool]) -> list[Any]:
+    def answers(self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool]) -> list[Any]:
         """What actors answer.
 
         Args:
-            references: Ray's, to the answers.
+            answers: As ``ask`` gives them.
             patience_s: How long to wait, in all.
             is_wanted: Whether anybody still waits for them.
 
@@ -105,7 +134,6 @@ class Connection:
             TimeoutError: They have not come in time.
             RayError: What one of them is instead of an answer.
         """
-        answers: list[Answer] = [reference.future() for reference in references]
         pending, deadline_s = set(answers), time.monotonic() + patience_s
         while pending:
             if not is_wanted():
@@ -132,7 +160,8 @@ class Connection:
 
         def ask() -> None:
             try:
-                answer.set_result(what())
+                with self.held():
+                    answer.set_result(what())
             except SystemExit:  # so Ray ends a thread that is inside it when it is shut down
                 answer.set_exception(ConnectionError("Ray was shut down."))
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits
@@ -153,9 +182,8 @@ class Connection:
     def _is_the_same(self) -> bool:
         if self._client is not None:
             return bool(self._client.is_connected())
-        with contextlib.suppress(Exception):  # it ends just now
-            return bool(self.ray.is_initialized()) and str(self.ray.get_runtime_context().get_job_id()) == self.job_id
-        return False
+        worker = self._worker.global_worker
+        return bool(worker.connected) and self._node is not None and worker.node is self._node()
 
     def _end(self, why: str) -> None:
         self._why_it_ended = self._why_it_ended or why
@@ -220,7 +248,7 @@ def _connect(ray: Any, address: str) -> None:
         with environment.patched(as_it_is), _errors_only():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError, SystemExit) as error:
-        raise _not_found(asked, str(error).splitlines()[0]) from None
+        raise _not_found(asked, (str(error) or type(error).__name__).splitlines()[0]) from None
 
 
 @contextlib.contextmanager

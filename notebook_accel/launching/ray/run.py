@@ -7,6 +7,7 @@ all have finished, all are ended when one has failed, and it is over when every 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import pickle
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel import events, memory_files
-from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError
+from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import Failure, Reason, Starting
 from notebook_accel.launching.ray import losses, parts
@@ -62,6 +63,7 @@ class ClusterRun:
         self._resources = resources
         self._environment = environment
         self._parts: list[NodePart] = []
+        self._is_launched = False
         self._wanted: parts.Tell | None = None  # by which somebody ends it
         self._reason: Reason = ""
         self._error: NotebookAccelError | None = None
@@ -89,6 +91,8 @@ class ClusterRun:
         self._tell("kill")
 
     def inspect(self) -> None:
+        if not self._is_launched:  # there is nobody yet who could be asked
+            self._job.take_dumps(())
         for part in self._parts:
             part.dumps = None
         self._tell("inspect")
@@ -100,9 +104,11 @@ class ClusterRun:
         self._tell("release")
 
     def _tell(self, what: parts.Tell) -> None:
-        for part in self._parts:
-            if not part.has_ended and self._connection.is_there:
-                part.actor.tell.remote(self._job.id, what)
+        with contextlib.suppress(SupervisorLostError):  # the thread finds that out
+            for part in self._parts:
+                if not part.has_ended:
+                    with self._connection.held():
+                        part.actor.tell.remote(self._job.id, what)
 
     # The thread ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +176,7 @@ class ClusterRun:
         self._parts = starter.hosts()
         gpus = self._resources.get("GPU", 0)
         starter.launch(self._parts, self._payload, self._environment, restarts=restarts, gpus=gpus)
+        self._is_launched = True
         if self._wanted is not None:  # somebody was quicker
             self._tell(self._wanted)
 
@@ -196,8 +203,7 @@ class ClusterRun:
 
     def _ask(self, part: NodePart) -> Answer:
         part.heard_s = part.heard_s or time.monotonic()
-        answer: Answer = part.actor.news.remote(self._job.id, _PATIENCE_S).future()
-        return answer
+        return self._connection.ask(lambda: part.actor.news.remote(self._job.id, _PATIENCE_S))
 
     def _heard(self, part: NodePart, said: parts.FromHost) -> None:
         if isinstance(said, parts.Said):
@@ -240,7 +246,7 @@ class ClusterRun:
         for part in self._parts:
             # If it is gone there is none, which the job notices.
             with contextlib.suppress(self._cluster.ray.exceptions.RayError):
-                asked = part.actor.results.remote(self._job.id)
+                asked = self._connection.ask(functools.partial(part.actor.results.remote, self._job.id))
                 [results] = self._connection.answers([asked], _TRANSFER_DEADLINE_S, lambda: True)
                 for rank, written in zip(part.ranks, results, strict=True):
                     data = memoryview(written)
@@ -248,11 +254,12 @@ class ClusterRun:
                         memory_files.fill(self._result_files[rank], data)
 
     def _let_go(self, placement: Placement | None) -> None:
-        there, self._parts = self._parts, []
+        there, self._parts, self._is_launched = self._parts, [], False
         if not self._connection.is_there:
             return
         with contextlib.suppress(Exception):  # some of it is gone already
-            forgotten = [part.actor.forget.remote(self._job.id) for part in there]
+            forget = [functools.partial(part.actor.forget.remote, self._job.id) for part in there]
+            forgotten = [self._connection.ask(order) for order in forget]
             self._connection.answers(forgotten, _FAREWELL_S, lambda: True)
         if placement is not None:
             self._cluster.release(placement.group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.ray import host, losses, parts
 from notebook_accel.launching.ray.cluster import Cluster, Node, Placement
+from notebook_accel.launching.ray.connection import Answer
 
 __all__ = ["NodePart", "Starter"]
 
@@ -63,6 +65,7 @@ class Starter:
         self._cluster = cluster
         self._placement = placement
         self._is_wanted = is_wanted
+        self._ask = cluster.connection.ask
         self._error: Any = cluster.ray.exceptions.RayError
 
     def hosts(self) -> list[NodePart]:
@@ -100,7 +103,7 @@ class Starter:
             NotWantedError: Nobody wants it any more.
         """
         job, store = self._job, on_nodes[0]
-        asked = store.actor.listen.remote(job.id, job.config.main_process_port or 0)
+        asked = self._ask(lambda: store.actor.listen.remote(job.id, job.config.main_process_port or 0))
         port = self._answer(store, asked, _START_DEADLINE_S, self._is_wanted)
         options = msgspec.json.encode(job.config)
         started = []
@@ -119,9 +122,9 @@ class Starter:
             encoded = parts.encode(
                 parts.Part(job_id=job.id, name=job.name, options=options, places=places, environment=variables)
             )
-            started.append(part.actor.launch.remote(encoded, payload))
-        for part, reference in zip(on_nodes, started, strict=True):
-            self._answer(part, reference, _TRANSFER_DEADLINE_S, lambda: True)
+            started.append(self._ask(functools.partial(part.actor.launch.remote, encoded, payload)))
+        for part, answer in zip(on_nodes, started, strict=True):
+            self._answer(part, answer, _TRANSFER_DEADLINE_S, lambda: True)
 
     def _facts(self, part: NodePart) -> parts.Facts:
         """What a host says of its node. One that has died since the last run is replaced once."""
@@ -143,13 +146,13 @@ class Starter:
             ) from None
 
     def _asked_for_facts(self, part: NodePart) -> parts.Facts:
-        asked = [part.actor.facts.remote()]
+        asked = [self._ask(part.actor.facts.remote)]
         [encoded] = self._cluster.connection.answers(asked, _START_DEADLINE_S, self._is_wanted)
         return msgspec.msgpack.decode(encoded, type=parts.Facts)
 
-    def _answer(self, part: NodePart, reference: Any, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
+    def _answer(self, part: NodePart, asked: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
         try:
-            [answer] = self._cluster.connection.answers([reference], patience_s, is_wanted)
+            [answer] = self._cluster.connection.answers([asked], patience_s, is_wanted)
         except self._cluster.ray.exceptions.RayTaskError as error:  # it is there, and can't do it
             raise ProcessStartError(
                 f"The ranks on the node {part.node.address} could not be started.", why=losses.last_line(error)
