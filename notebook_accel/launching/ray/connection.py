@@ -2,15 +2,18 @@
 
 A wait inside Ray doesn't end when the notebook is disconnected, or ends the thread; and a process whose cluster has no
 head any more is ended by Ray after a minute, a notebook's kernel with all its variables too. So nothing here waits
-inside Ray, and a notebook is disconnected before that. What is called while ``ray.shutdown()`` runs in another thread
-can end the process at once, and after it, it begins a cluster of its own. So every call is made while the lock is held
-that Ray's own connecting and disconnecting take.
+inside Ray, and a notebook is disconnected before that.
+
+A call of Ray, or the end of a reference to an object of its, while ``ray.shutdown()`` runs in another thread ends the
+process at once; a call after it begins a cluster. So calls are made while the lock is held that Ray's connecting and
+disconnecting take, and ``ray.shutdown()`` first has runs come to their ends.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -34,6 +37,7 @@ _HEAD_PERIOD_S = 2.0
 _HEAD_PATIENCE_S = 30.0  # half of Ray's: a head that is started again in this time is the same to it
 _DIAL_TIMEOUT_S = 5.0
 _CALL_PATIENCE_S = 60.0
+_LEAVE_DEADLINE_S = 10.0
 
 
 class NotWantedError(Exception):
@@ -57,6 +61,8 @@ class Connection:
         self.job_id = str(context.get_job_id())
         self._head = "" if self._client else str(context.gcs_address)
         self._why_it_ended = ""
+        self._users = 0
+        self._is_free = threading.Condition()
         self._has_ended = threading.Event()
         threading.Thread(target=self._watch, name="notebook-accel-ray-connection", daemon=True).start()
 
@@ -79,6 +85,24 @@ class Connection:
                 why=self._why_it_ended,
                 fix="run the cell again: it connects to engine_options' address, or ray.init(...) before it",
             )
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """For a thread that calls Ray, or has references to objects of its, which it gives up in here."""
+        with self._is_free:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._is_free:
+                self._users -= 1
+                self._is_free.notify_all()
+
+    def end(self, why: str) -> None:
+        """Ends it for those that use it, before the notebook is disconnected, and waits until they have noticed."""
+        self._end(why)
+        with self._is_free:
+            self._is_free.wait_for(lambda: self._users == 0, _LEAVE_DEADLINE_S)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -160,7 +184,7 @@ class Connection:
 
         def ask() -> None:
             try:
-                with self.held():
+                with self.used(), self.held():
                     answer.set_result(what())
             except SystemExit:  # so Ray ends a thread that is inside it when it is shut down
                 answer.set_exception(ConnectionError("Ray was shut down."))
@@ -208,6 +232,7 @@ class Connection:
 
 
 _current: Connection | None = None
+_waiting: set[Callable[..., None]] = set()
 _lock = threading.Lock()
 
 
@@ -233,7 +258,24 @@ def connect(address: str) -> Connection:
         if not ray.is_initialized():
             _connect(ray, address)
         _current = Connection(ray)
+        _have_shutdown_wait(ray)
         return _current
+
+
+def _have_shutdown_wait(ray: Any) -> None:
+    if ray.shutdown in _waiting:
+        return
+    original = ray.shutdown
+
+    @functools.wraps(original)
+    def shutdown(*args: Any, **options: Any) -> None:
+        if _current is not None and _current.is_there:
+            _current.end("ray.shutdown() was called.")
+        original(*args, **options)
+
+    _waiting.add(shutdown)
+    worker: Any = importlib.import_module("ray._private.worker")
+    ray.shutdown = worker.shutdown = shutdown
 
 
 def _connect(ray: Any, address: str) -> None:

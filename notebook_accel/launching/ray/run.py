@@ -113,11 +113,15 @@ class ClusterRun:
     # The thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._run_attempts()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
-            self._error = self._error or losses.of_run(error)
-        self._payload = None  # who keeps the job shall not keep it in the cluster's memory
+        with self._connection.used():
+            try:
+                self._run_attempts()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
+                self._error = self._error or losses.of_run(error)
+            # Who keeps the job, or its error, shall keep nothing in the cluster's memory.
+            self._payload = None
+            if self._error is not None:
+                self._error.__traceback__ = self._error.__context__ = None
         self._job.end(self._reason, self._error)
 
     def _run_attempts(self) -> None:

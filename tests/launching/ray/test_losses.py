@@ -50,6 +50,19 @@ def test_users_own_connection_is_used_and_its_end_ends_the_run(cluster: Any, tmp
     all_is_free()
 
 
+def test_notebook_lives_whenever_it_disconnects_from_a_run(cluster: Any, tmp_path: pathlib.Path) -> None:
+    """Ray ends a process in which a thread uses it while it is shut down: so runs end first."""
+    with kernels.running(tmp_path) as kernel:
+        ok(kernel.run(_IN_THE_BACKGROUND.format(address=cluster.address), DEADLINE_S))
+        ok(kernel.run("import ray, tempfile, time", DEADLINE_S))
+        for round_ in range(10):
+            ok(kernel.run("job = launch(work.wait_to_be_ended, tempfile.mkdtemp(dir='.'))", DEADLINE_S))
+            ok(kernel.run(f"time.sleep({0.03 * round_**2})\nray.shutdown()", DEADLINE_S))  # at any moment of its start
+            assert kernel.value("job.wait(20), job.status", DEADLINE_S) == "(True, 'failed')"
+        assert "ray.shutdown() was called" in kernel.value("str(job.error)")
+    all_is_free()
+
+
 def test_head_that_dies_ends_the_run_and_not_the_notebook(cluster: Any, tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
         with clusters.running() as doomed:
