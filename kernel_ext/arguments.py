@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
 from IPython.core.error import UsageError
+
+from notebook_accel import options
 
 __all__ = ["Parser", "name", "names", "split"]
 
@@ -39,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         """
         given, rest = self.parse_known_args(words)
         if rest:
-            close = difflib.get_close_matches(rest[0], self._option_string_actions)
-            self.error(f"there is no option {rest[0]}" + (f"; is it {close[0]}?" if close else ""))
+            close = options.closest(rest[0], self._option_string_actions)
+            self.error(f"there is no option {rest[0]}" + (f"; is it {close}?" if close else ""))
         return given
 
     @property

@@ -8,7 +8,6 @@ script on every device.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.metadata
 import pathlib
 import platform
@@ -74,8 +73,8 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, word: str) -> NoReturn:
         """Ends with the error that there is no such option."""
-        close = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions)
-        known = f"is it {close[0]}? " if close else ""
+        close = options.closest(word, self._option_string_actions)
+        known = f"is it {close}? " if close else ""
         self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
 
 

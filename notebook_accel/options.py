@@ -6,11 +6,13 @@ The magics and the command line add these to their own parsers.
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from notebook_accel import config
 
-__all__ = ["add_flags", "given"]
+__all__ = ["add_flags", "closest", "given"]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,3 +49,14 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
     return {
         option.name: value for option in config.fields() if (value := getattr(namespace, option.name, None)) is not None
     }
+
+
+def closest(word: str, flags: Iterable[str]) -> str:
+    """The flag that somebody may have meant by one that isn't there; empty if there is none.
+
+    One of which it is a part, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of the same length.
+    """
+    name = word.partition("=")[0]
+    flags = list(flags)
+    longer = [flag for flag in flags if name.strip("-") in flag.strip("-").split("_")]
+    return next(iter([*longer, *difflib.get_close_matches(name, flags)]), "")

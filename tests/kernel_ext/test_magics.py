@@ -66,6 +66,7 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("--timeout_s soon", "timeout_s='soon' is not a number."),
         ("--nonsense 3", "there is no option --nonsense"),
         ("--num_proceses 3", "there is no option --num_proceses; is it --num_processes? %%distributed?"),
+        ("--cpu", "there is no option --cpu; is it --use_cpu? %%distributed?"),
         ("--pull modle", "the cell neither assigns nor uses 'modle'"),
         ("--num_processes", "expected one argument"),
         ("--pull a-b", "'a-b' is no name"),
