@@ -1,10 +1,15 @@
-"""How sizes are written for people."""
+"""How sizes and numbers of things are written for people."""
 
 from __future__ import annotations
 
-__all__ = ["in_words"]
+__all__ = ["counted", "in_words"]
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def in_words(size_bytes: int) -> str:

@@ -14,7 +14,7 @@ from notebook_accel.events import Ended, Event, Failed, Finished, Memory, Memory
 from notebook_accel.launching import explanations
 from notebook_accel.plain_text import first_line, plain_lines
 
-__all__ = ["Ending", "Record", "cause_of"]
+__all__ = ["Ending", "Record", "cause_of", "raised_in_words"]
 
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
@@ -111,8 +111,7 @@ class Record:
         failed = self.failures.get(rank)
         if failed is None:
             return f"rank {self._number(rank)} {_how_it_died(self._ends[rank])}"
-        what = f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
-        return f"rank {self._number(rank)}: {what}" + (f" at {failed.line}" if failed.line else "")
+        return f"rank {self._number(rank)}: {raised_in_words(failed)}" + (f" at {failed.line}" if failed.line else "")
 
     def start_over(self) -> None:
         """All ranks are started again: what they have come to is over."""
@@ -172,11 +171,10 @@ class Record:
 
     def _raised(self, rank: int, shipped: Sequence[Any]) -> RankFailedError:
         failed = self.failures[rank]
-        message = f": {first_line(failed.message)}" if failed.message else ""
         where = f" at {failed.line}" if failed.line else ""
         why, fix = explanations.of_exception(failed, self._ends.get(rank), self._memory, self._left_out)
         error = RankFailedError(
-            f"rank {self._number(rank)} of {self.world_size} failed{where}: {failed.kind}{message}",
+            f"rank {self._number(rank)} of {self.world_size} failed{where}: {raised_in_words(failed)}",
             rank=self._number(rank),
             world_size=self.world_size,
             why=why,
@@ -227,6 +225,11 @@ def _shown(traceback: str) -> str:
         return "\n".join(lines)
     first = lines[:_FIRST_TRACEBACK_LINES]
     return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
+
+
+def raised_in_words(failed: Failed) -> str:
+    """What a rank has raised, in a line: ``ValueError: no images in data/``."""
+    return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
 def cause_of(failed: Failed, shipped: serialization.Origins) -> BaseException:

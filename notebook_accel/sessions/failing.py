@@ -11,8 +11,7 @@ from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.events import Failed
 from notebook_accel.launching import explanations
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.record import cause_of
-from notebook_accel.plain_text import first_line
+from notebook_accel.launching.record import cause_of, raised_in_words
 from notebook_accel.sessions.messages import Reply
 from notebook_accel.sessions.showing import ranks_in_words
 
@@ -33,14 +32,14 @@ def first_failure(
     rank = min(failures, key=lambda rank: _order(rank in interrupted, failures[rank]))
     failed = failures[rank]
     others = [
-        RankEnd(other, stopped=other in interrupted, error=_in_a_line(said))
+        RankEnd(other, stopped=other in interrupted, error=raised_in_words(said))
         for other, said in sorted(failures.items())
         if other != rank
     ]
     where = f" at {failed.line}" if failed.line else ""
     why, fix = explanations.of_exception(failed, None, {})
     error = RankFailedError(
-        f"rank {rank} of {world_size} failed{where}: {_in_a_line(failed)}",
+        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
         rank=rank,
         world_size=world_size,
         why=why,
@@ -50,10 +49,6 @@ def first_failure(
     )
     error.__cause__ = cause_of(failed, origins)
     return error
-
-
-def _in_a_line(failed: Failed) -> str:
-    return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
 def _order(was_interrupted: bool, failed: Failed) -> tuple[bool, bool, float]:

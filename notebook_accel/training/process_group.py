@@ -75,8 +75,9 @@ def seed_device(seed: int) -> None:
 def current(*, cpu: bool = False) -> Runtime:
     """The way to the other ranks that this process has already; joins if it has none."""
     runtime = None if _latest is None else _latest()
-    is_ours = runtime is not None and not runtime.has_left and is_at(rank_place(), runtime)
-    return runtime if runtime is not None and is_ours else join(cpu=cpu)
+    if runtime is None or runtime.has_left or not is_at(rank_place(), runtime):
+        return join(cpu=cpu)
+    return runtime
 
 
 def is_at(place: RankPlace, runtime: Runtime) -> bool:

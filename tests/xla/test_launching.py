@@ -23,12 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
 loader = DataLoader(data, batch_size=32, shuffle=True, drop_last=True)
 kernel_pid = os.getpid()
 """
-_TRAINING = """%%distributed --pull model,optimizer
-from notebook_accel import Accelerator, report
-from notebook_accel.training.runtimes import xla_compiling
-accelerator = Accelerator()
-net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-counts = []
+_EPOCHS = """
 for epoch in range(5):
     for a, b in loader:
         loss = torch.nn.functional.cross_entropy(net(a), b)
@@ -36,7 +31,14 @@ for epoch in range(5):
         optimizer.step()
         optimizer.zero_grad()
         report(loss=loss)
-        counts.append(xla_compiling.count())
+"""
+_TRAINING = f"""%%distributed --pull model,optimizer
+from notebook_accel import Accelerator, report
+from notebook_accel.training.runtimes import xla_compiling
+accelerator = Accelerator()
+net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+counts = []
+{_EPOCHS}        counts.append(xla_compiling.count())
 accelerator.print("on", accelerator.device)
 model = accelerator.unwrap_model(net)
 (os.environ["PJRT_DEVICE"], len(counts), counts[5] == counts[-1], os.getppid() != kernel_pid)
@@ -70,17 +72,11 @@ def test_two_forked_ranks_train_one_model_on_a_device_each(notebook: kernels.Ker
     ok(notebook.run(_MODEL, _CELL_S))
     outcome = ok(
         notebook.run(
-            """%%distributed -n 2 --pull model
+            f"""%%distributed -n 2 --pull model
 from notebook_accel import Accelerator, report
 accelerator = Accelerator()
 net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(5):
-    for a, b in loader:
-        loss = torch.nn.functional.cross_entropy(net(a), b)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        report(loss=loss)
+{_EPOCHS}
 print("done on", accelerator.device)
 model = accelerator.unwrap_model(net)
 (accelerator.process_index, len(loader), accelerator.gather(model[0].weight.detach().sum()).unique().numel())""",

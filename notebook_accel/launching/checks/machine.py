@@ -18,7 +18,7 @@ from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.checks import pjrt
 from notebook_accel.launching.checks.devices import Devices
-from notebook_accel.sizes import in_words
+from notebook_accel.sizes import counted, in_words
 
 __all__ = ["Gpu", "Machine", "host"]
 
@@ -88,10 +88,10 @@ class Machine:
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What to tell a person: pairs of a word and what there is."""
         facts = [("devices", self._devices())]
-        facts.append(("machine", f"{_count(self.cores, 'CPU core')}, {in_words(self.memory_bytes)} of memory"))
+        facts.append(("machine", f"{counted(self.cores, 'CPU core')}, {in_words(self.memory_bytes)} of memory"))
         if self.tpus:
             kinds = " and ".join(sorted(set(self.tpus)))
-            facts.append(("TPU", f"{_count(len(self.tpus), 'chip')} {kinds}"))
+            facts.append(("TPU", f"{counted(len(self.tpus), 'chip')} {kinds}"))
         if self.host:
             facts.append(("notebook", self.host))
         return tuple(facts)
@@ -145,7 +145,3 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):  # its parent isn't there, or is something odd
         return False
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -232,7 +232,6 @@ class Connection:
 
 
 _current: Connection | None = None
-_waiting: set[Callable[..., None]] = set()
 _lock = threading.Lock()
 
 
@@ -262,9 +261,8 @@ def connect(address: str) -> Connection:
         return _current
 
 
+@functools.cache  # once is enough
 def _have_shutdown_wait(ray: Any) -> None:
-    if ray.shutdown in _waiting:
-        return
     original = ray.shutdown
 
     @functools.wraps(original)
@@ -273,7 +271,6 @@ def _have_shutdown_wait(ray: Any) -> None:
             _current.end("ray.shutdown() was called.")
         original(*args, **options)
 
-    _waiting.add(shutdown)
     worker: Any = importlib.import_module("ray._private.worker")
     ray.shutdown = worker.shutdown = shutdown
 
