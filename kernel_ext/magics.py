@@ -7,6 +7,7 @@ import contextlib
 import linecache
 import pathlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.launching import cell as cells
 from notebook_accel.launching import following, launcher, local
 from notebook_accel.launching.exporting import export
+from notebook_accel.launching.job import Job
+from notebook_accel.launching.results import Results
 
 __all__ = ["register", "unregister"]
 
@@ -105,26 +108,30 @@ class Magics:
         config = configuration.resolve(options.given(given), file=configuration.default_path())
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
-        job = launcher.launch_cell(
-            parsed,
-            config,
-            namespace=self._shell.user_ns,
-            args=args,
-            push=given.push,
-            pull=given.pull,
-            bind=self._shell.push,
-            background=given.background,
-        )
-        if given.background:
-            self._define_here(parsed)
-            self._bind(given.out, job)
+
+        jobs: list[Job] = []
+
+        def launch(attended: threading.Lock | None = None) -> Job:
+            job = launcher.launch_cell(
+                parsed,
+                config,
+                namespace=self._shell.user_ns,
+                args=args,
+                push=given.push,
+                pull=given.pull,
+                bind=self._shell.push,
+                attended=attended,
+            )
+            jobs.append(job)
             return job
+
         try:
-            results = following.follow(job)
-        finally:  # not before: an interrupt in it would leave the run to itself
-            self._define_here(parsed)
-        self._bind(given.out, results)
-        return results if any(value is not None for value in results) else None
+            outcome = launch() if given.background else following.launched(launch)
+        finally:  # not before: it may import what takes its time, and the panel would stand still
+            if jobs:
+                self._define_here(parsed)
+        self._bind(given.out, outcome)
+        return None if isinstance(outcome, Results) and all(value is None for value in outcome) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
         chosen = options.given(given)

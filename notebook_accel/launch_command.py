@@ -69,8 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     chosen = _options(parsed)
     with end_signals.as_interrupts() as received:
         try:
-            name = chosen.name or script.name[:80]
-            following.follow(launcher.launch_function(script.run, (), {}, chosen.replace(name=name)))
+            named = chosen.replace(name=chosen.name or script.name[:80])
+            following.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)

@@ -125,6 +125,17 @@ def _rollup(pid: int) -> str:
         return ""
 
 
+def memory_files(pid: int) -> set[str]:
+    """Names of the anonymous memory files of ours that a process holds open."""
+    found = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if target.startswith("/memfd:notebook-accel"):
+                found.add(target.removeprefix("/memfd:").removesuffix(" (deleted)"))
+    return found
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of what its descendants leave behind, so that ``descendants`` still finds it."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -21,6 +21,7 @@ from notebook_accel import environment, events, memory_files
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
+from notebook_accel.latch import Latch
 from notebook_accel.launching import messages, undisturbed
 from notebook_accel.launching.control import Fed
 from notebook_accel.launching.elastic_options import Elastic
@@ -83,7 +84,7 @@ class AgentProcess:
         self._errors = memory_files.memory_file("notebook-accel-agent-log")
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
-        self._has_started = threading.Event()
+        self._has_started = Latch()
         self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
         self._thread.start()
         self._has_started.wait(_SEND_DEADLINE_S)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -32,7 +33,8 @@ class Request:
         devices: What the ranks run on, such as ``2 CPUs``.
         variables: Those of the ranks' environment variables that are the launch's own.
         may_stay: Those of the target's names that are sent if they can be, and stay behind if not.
-        is_background: Whether nobody will wait for it in the cell.
+        attended: Held as long as the cell that starts it waits for it, which it doesn't survive: an engine that starts
+            processes ends them when it is free. ``None`` for a run in the background.
         bind: Takes the pulled names and their values.
         on_death: What becomes of the other ranks when one has died.
     """
@@ -44,7 +46,7 @@ class Request:
     devices: str
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     may_stay: Sequence[str] = ()
-    is_background: bool = False
+    attended: threading.Lock | None = None
     bind: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
 
@@ -62,7 +64,7 @@ class Request:
             spec,
             self.config,
             devices=self.devices,
-            is_background=self.is_background,
+            is_background=self.attended is None,
             shipped=shipped,
             result_files=result_files,
             log_folder=log_folder,

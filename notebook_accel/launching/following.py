@@ -16,7 +16,7 @@ from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
 
-__all__ = ["draw_in_background", "follow", "show_panel"]
+__all__ = ["draw_in_background", "launched", "show_panel"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
@@ -29,15 +29,25 @@ _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
 
 
-def follow(job: Job) -> Results:
-    """Waits for a job in the foreground, with its view drawn; its results.
+def launched(launch: Callable[[threading.Lock], Job]) -> Results:
+    """Launches a run and waits for it in the foreground, with its view drawn; its results.
 
     An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
+
+    Args:
+        launch: Starts it. The lock is held until it is no longer waited for, for whatever reason, and a run that goes
+            on then is ended: also if an interrupt comes before or while the one before it is heeded here.
 
     Raises:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
+    attended = threading.Lock()
+    with attended:
+        return _follow(launch(attended))
+
+
+def _follow(job: Job) -> Results:
     view: View | None = None
     try:
         if job.run_here is None:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from notebook_accel import serialization
 from notebook_accel.channel import Connection
 from notebook_accel.errors import ProcessStartError
+from notebook_accel.latch import Latch
 from notebook_accel.launching import local, sealing, undisturbed
 from notebook_accel.launching.agent_process import TemplateLine
 from notebook_accel.launching.engine import Request
@@ -45,7 +46,7 @@ class ForkEngine:
 
     def launch(self, request: Request) -> Job:
         """Starts the ranks. See ``Engine``."""
-        return undisturbed.call(lambda: self._launch(request), Job.kill)
+        return undisturbed.call(lambda: self._launch(request), Job.discard, request.attended)
 
     def _launch(self, request: Request) -> Job:
         shipped = _definitions(request)
@@ -84,7 +85,7 @@ class _Forking:
         self._ours, self._theirs = Connection.pair()
         self._pid, self._pidfd = 0, -1
         self._error: OSError | None = None
-        self._has_forked = threading.Event()
+        self._has_forked = Latch()
 
     def template(self) -> TemplateLine:
         """Forks it.

@@ -33,7 +33,7 @@ class InlineEngine:
 
     def launch(self, request: Request) -> Job:
         """Makes the job; whoever follows it runs it. See ``Engine``."""
-        if request.is_background:
+        if request.attended is None:
             raise ConfigError(
                 "start_method='inline' runs in the cell itself, which can't go on in the background.",
                 fix="leave out background, or start_method",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import pathlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     LaunchError,
@@ -24,12 +21,14 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.events import Event
+from notebook_accel.latch import Latch
 from notebook_accel.launching import explanations, logs
 from notebook_accel.launching.attempts import Attempts
 from notebook_accel.launching.control import Control
 from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.record import Ending, Record
+from notebook_accel.launching.result_files import ResultFiles
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.stacks import Stacks
@@ -38,6 +37,7 @@ from notebook_accel.launching.watch import Watch
 __all__ = ["Job"]
 
 _MOST_PENDING_EVENTS = 100_000
+_DISCARD_DEADLINE_S = 10.0
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
 
@@ -100,13 +100,12 @@ class Job:
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._bind = bind or (lambda _: None)
         self._shipped = shipped
-        self._result_files = result_files
-        self._close_results = weakref.finalize(self, _close_all, tuple(result_files))
+        self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
+        self._is_discarded = False
         self._control: Control | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self._record = Record(spec.world_size, config.start_method, spec.left_out)
         self._attempts = Attempts(config, spec.world_size, self._record)
@@ -122,7 +121,7 @@ class Job:
     @property
     def done(self) -> bool:
         """Whether the run has ended, in whatever way."""
-        return self._ended.is_set()
+        return self._ended.is_set
 
     @property
     def status(self) -> Status:
@@ -174,7 +173,7 @@ class Job:
             raise error
         with self._lock:
             if self._outcome is None:
-                self._outcome = self._read_results()
+                self._outcome = self._files.read(self.first_rank, self.world_size)
         return self._outcome
 
     def interrupt(self, *, escalate: bool = True) -> None:
@@ -271,12 +270,16 @@ class Job:
         Nothing if rank 0 was killed, or had none of the names yet.
         """
         with self._lock:
-            if not self.done or not self._close_results.alive or self._has_all_results():
+            if not self.done or not self._files.are_open or self._has_all_results():
                 return ()
-            _, pulled = serialization.open_sealed(self._result_files[0], origins=self._shipped).value
-            self._close_results()
-        self._bind(pulled)
-        return tuple(pulled)
+            return self._files.bind_saved()
+
+    def discard(self) -> None:
+        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results."""
+        self._is_discarded = True
+        self.kill()
+        if self.wait(_DISCARD_DEADLINE_S):  # else its end lets go of them, which an engine may be filling until then
+            self._files.close()
 
     # What views and engines call ------------------------------------------------------------------------------------
 
@@ -339,8 +342,8 @@ class Job:
             said = "timeout_s has run out" if self._reason == "timeout" else self._record.in_a_line
             said = said if elsewhere is None else elsewhere.in_a_line
             self.ending.why = said if error is None else error.what
-        if not self._has_all_results() and not self._record.has_saved:
-            self._close_results()
+        if self._is_discarded or not (self._has_all_results() or self._record.has_saved):
+            self._files.close()
         self._ended.set()
         self._watch.end()
 
@@ -358,14 +361,6 @@ class Job:
 
     def _has_all_results(self) -> bool:
         return self._engine_error is None and self._reason == "" and len(self._record.finished) == self.world_size
-
-    def _read_results(self) -> Results:
-        opened = [serialization.open_result(file, self._shipped) for file in self._result_files]
-        self._bind(opened[0][1])
-        self._close_results()
-        values = [value for value, _ in opened]
-        here, others = values[: self.world_size], values[self.world_size :]
-        return Results([*others[: self.first_rank], *here, *others[self.first_rank :]] if others else here)
 
     def _make_error(self) -> NotebookAccelError:
         if self._engine_error is not None:
@@ -390,8 +385,3 @@ class Job:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""
         return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
-
-
-def _close_all(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def launch_function(
     kwargs: dict[str, Any],
     config: LaunchConfig,
     *,
-    background: bool = False,
+    attended: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     show: Callable[[Job], None] = following.draw_in_background,
 ) -> Job:
@@ -40,7 +41,7 @@ def launch_function(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         config: The options.
-        background: Whether nobody will wait for it in the cell.
+        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
         on_death: What becomes of the other ranks when one has died.
         show: Shows a run in the background.
     """
@@ -49,9 +50,7 @@ def launch_function(
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(
-        target, roots, config, background=background, show=show, name=config.name or label, on_death=on_death
-    )
+    return _launch(target, roots, config, attended=attended, show=show, name=config.name or label, on_death=on_death)
 
 
 def launch_cell(
@@ -63,7 +62,7 @@ def launch_cell(
     push: Sequence[str] = (),
     pull: Sequence[str] = (),
     bind: Callable[[dict[str, Any]], object] | None = None,
-    background: bool = False,
+    attended: threading.Lock | None = None,
 ) -> Job:
     """Starts a cell on all ranks and returns its job.
 
@@ -75,7 +74,7 @@ def launch_cell(
         push: Further names to send.
         pull: Names whose values on rank 0 come back.
         bind: Takes them when the results are read; also after a failure or an interrupt, as they were then.
-        background: Whether nobody will wait for it in the cell.
+        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -85,7 +84,7 @@ def launch_cell(
         Target(names=names, args=args, submodules=cell.submodules(names)),
         roots,
         config,
-        background=background,
+        attended=attended,
         name=config.name or cell.calls or cell.label,
         sources={cell.label: Source(cell.label, cell.source)},
         may_stay=cell.may_stay(names, push),
@@ -102,7 +101,7 @@ def _launch(
     roots: Mapping[str, Any],
     config: LaunchConfig,
     *,
-    background: bool,
+    attended: threading.Lock | None,
     show: Callable[[Job], None] = following.draw_in_background,
     **how: Any,
 ) -> Job:
@@ -116,8 +115,8 @@ def _launch(
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(target, roots, config, devices, cluster, is_background=background, **how)
-    if background:
+    job = _start(target, roots, config, devices, cluster, attended=attended, **how)
+    if attended is None:
         show(job)
     return job
 
@@ -130,7 +129,11 @@ def try_out(config: LaunchConfig) -> float:
     """
     cluster = _cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
-    return trial.run(lambda target, options: _start(target, {}, options, devices, cluster, name=options.name), config)
+
+    def start(target: Target, options: LaunchConfig, attended: threading.Lock) -> Job:
+        return _start(target, {}, options, devices, cluster, name=options.name, attended=attended)
+
+    return trial.run(start, config)
 
 
 def check(config: LaunchConfig) -> tuple[Finding, ...]:
@@ -156,7 +159,7 @@ def _start(
     cluster: RayEngine | None,
     *,
     name: str,
-    is_background: bool = False,
+    attended: threading.Lock | None = None,
     may_stay: Sequence[str] = (),
     bind: Callable[[dict[str, Any]], object] | None = None,
     on_death: OnDeath = "stop",
@@ -187,7 +190,7 @@ def _start(
         config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         variables=variables,
-        is_background=is_background,
+        attended=attended,
         may_stay=may_stay,
         bind=bind,
         on_death=on_death,

@@ -71,7 +71,9 @@ class LocalEngine:
         if elastic is not None:
             names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
             elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
-        return undisturbed.call(lambda: self._launch(request, pickled, left_out, elastic), Job.kill)
+        return undisturbed.call(
+            lambda: self._launch(request, pickled, left_out, elastic), Job.discard, request.attended
+        )
 
     def _launch(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,8 +142,11 @@ def notebook_launcher(
         },
         environ={},
     )
-    job = launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, background=background)
-    return job if background else following.follow(job)
+
+    def launch(attended: threading.Lock | None = None) -> Job:
+        return launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, attended=attended)
+
+    return launch() if background else following.launched(launch)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:

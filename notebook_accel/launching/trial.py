@@ -7,6 +7,7 @@ each other.
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,25 +20,26 @@ from notebook_accel.launching.ranks.worker import Target
 __all__ = ["run"]
 
 _DEADLINE_S = 120.0  # eight GPUs take their time to find each other
-_KILL_DEADLINE_S = 3.0
 
 
-def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> float:
+def run(start: Callable[[Target, LaunchConfig, threading.Lock], Job], config: LaunchConfig) -> float:
     """Holds a trial run; the seconds that it took.
 
     Args:
-        start: Starts ranks.
+        start: Starts ranks, which end when the lock is free.
         config: The options of the launch that it stands for.
 
     Raises:
         PreflightError: It has failed, or took too long.
     """
     started_s = time.monotonic()
-    job = start(Target(names={}, function=use_device), _options(config))
+    attended = threading.Lock()
     try:
-        if job.run_here is not None:
-            job.run_here()
-        job.results()
+        with attended:
+            job = start(Target(names={}, function=use_device), _options(config), attended)
+            if job.run_here is not None:
+                job.run_here()
+            job.results()
     except RunError as error:
         finding = Finding(
             "The trial run before the launch has failed: its ranks met, used their devices and summed a number, "
@@ -46,10 +48,6 @@ def run(start: Callable[[Target, LaunchConfig], Job], config: LaunchConfig) -> f
             "mend that first; notebook-accel doctor --trial tries again. Without the debug mode there is no trial run",
         )
         raise PreflightError((finding,)) from error
-    except BaseException:
-        job.kill()
-        job.wait(_KILL_DEADLINE_S)
-        raise
     return time.monotonic() - started_s
 
 

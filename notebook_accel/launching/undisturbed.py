@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from notebook_accel.latch import Latch
 
 __all__ = ["call"]
 
@@ -13,59 +16,71 @@ _T = TypeVar("_T")
 _PATIENCE_S = 10.0
 
 
-def call(act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None) -> _T:
+def call(
+    act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None, attended: threading.Lock | None = None
+) -> _T:
     """Does something in a thread, where no KeyboardInterrupt can come, and waits for its end.
 
     Args:
         act: What to do.
         undo: Takes its result back, should an interrupt have come meanwhile, so that nobody gets it.
+        attended: A lock that the caller holds, by ``with``, as long as it looks after the result: once it is free, the
+            result is taken back too. An interrupt can come between any two steps of the caller's, also where it
+            handles the one before; but it can't leave the block without letting go of the lock.
 
     Raises:
         KeyboardInterrupt: An interrupt has come. What was done is undone, or will be as soon as it is done.
         Exception: What ``act`` has raised.
     """
-    doing = _Doing(act, undo)
-    thread = threading.Thread(target=doing.run, name="notebook-accel-undisturbed", daemon=True)
+    doing = _Doing(act, undo, attended)
     try:
-        thread.start()
-        thread.join()
+        # Not a Thread of threading's, whose start() and join() an interrupt can break.
+        _thread.start_new_thread(doing.run, ())
+        doing.is_over.wait()
     except BaseException:
         doing.abandon()
-        if thread.is_alive():  # it may not have come so far
-            thread.join(_PATIENCE_S)
+        doing.is_over.wait(_PATIENCE_S)
         raise
     return doing.result()
 
 
 class _Doing(Generic[_T]):
-    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any]) -> None:
+    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], attended: threading.Lock | None) -> None:
+        self.is_over = Latch()
         self._act = act
         self._undo = undo
+        self._attended = attended
         self._context = contextvars.copy_context()  # whose cell it is that prints
         self._lock = threading.Lock()
-        self._abandoned = threading.Event()
+        self._is_abandoned = False
         self._results: list[_T] = []
         self._raised: BaseException | None = None
 
     def run(self) -> None:
         """In the thread."""
-        if self._abandoned.is_set():
-            return
         try:
             result = self._context.run(self._act)
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
             self._raised = error
+            self.is_over.set()
             return
         with self._lock:
-            if not self._abandoned.is_set():
+            is_wanted = not self._is_abandoned
+            if is_wanted:
                 self._results.append(result)
+        if is_wanted:
+            self.is_over.set()
+            if self._attended is None:
                 return
+            with self._attended:
+                pass
         self._undo(result)
+        self.is_over.set()
 
     def abandon(self) -> None:
         """Nobody waits for the result any more."""
         with self._lock:
-            self._abandoned.set()
+            self._is_abandoned = True
         for result in self._results:
             self._undo(result)
 

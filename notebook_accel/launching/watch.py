@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel.events import Event, Silent
+from notebook_accel.latch import Latch
 from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.rank_info import RankInfo
 from notebook_accel.launching.silence import SilenceWatch
@@ -28,7 +28,7 @@ class Watch:
         self._infos = [RankInfo(rank) for rank in range(world_size)]
         self._sources = sources
         self._silence = SilenceWatch(world_size)
-        self._changed = threading.Condition()
+        self._asked = Latch()  # until the next answer, or the end
         self._stacks: Stacks | None = None  # the latest answer
         self._is_over = False
 
@@ -59,26 +59,24 @@ class Watch:
 
     def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
         """Has the ranks asked where they stand and waits for the answer; ``None`` if none comes in time."""
-        before = self._stacks
+        asked = self._asked
         if not self._is_over:
             ask()
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._stacks is not before, timeout_s)
-            if self._is_over:
-                return Stacks([RankStack(info.rank, info.pid, "ended") for info in self._infos])
-            return None if self._stacks is before else self._stacks
+        is_answered = self._is_over or asked.wait(timeout_s)
+        if self._is_over:
+            return Stacks([RankStack(info.rank, info.pid, "ended") for info in self._infos])
+        return self._stacks if is_answered else None
 
     def answer(self, dumps: Sequence[RankDump], now_s: float) -> list[tuple[int, Silent]]:
         """Takes the ranks' answers; which of them wait, and for whom, if ranks have been silent for long."""
         answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
         stacks = Stacks([answered.get(info.rank, RankStack(info.rank, None, "unarmed")) for info in self._infos])
-        with self._changed:
-            self._stacks = stacks
-            self._changed.notify_all()
+        self._stacks = stacks
+        asked, self._asked = self._asked, Latch()
+        asked.set()
         return self._silence.judge(stacks, now_s)
 
     def end(self) -> None:
         """The run is over: nobody will answer any more."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._is_over = True
+        self._asked.set()

@@ -64,7 +64,6 @@ class Crew:
                 (str(self._meeting.folder), self._meeting.secret),
                 {},
                 config.replace(name=config.name or "session"),
-                background=True,
                 show=following.show_panel,
                 on_death="keep",
             )

@@ -83,12 +83,12 @@ def one_round(trouble: Trouble, round_: Round) -> str:
         end = trouble.check(round_, trouble.happen(round_))
         processes.wait_until(lambda: not left(round_.kernel), "no process is left", CLEAN_S)
         if round_.kernel.process.is_alive:
-            assert memory_files(round_.kernel) <= {"notebook-accel-agent-log"}
+            processes.wait_until(lambda: not files_left(round_.kernel), "no memory file is left", CLEAN_S)
             works = round_.kernel.run(WORKS)
             assert works.result == "[0, 1]", works
     except AssertionError as error:
-        remaining = "\n".join(map(str, left(round_.kernel)))
-        raise AssertionError(f"{described}, seed {SEED}:\n{error}\nprocesses:\n{remaining}") from error
+        remaining = "\n".join([*map(str, left(round_.kernel)), *files_left(round_.kernel)])
+        raise AssertionError(f"{described}, seed {SEED}:\n{error}\nleft:\n{remaining}") from error
     return f"{described}: {end}"
 
 
@@ -98,12 +98,6 @@ def left(kernel: kernels.Kernel) -> list[processes.Process]:
     return [process for process in processes.descendants(os.getpid()) if process.pid not in kept]
 
 
-def memory_files(kernel: kernels.Kernel) -> set[str]:
-    """Names of the anonymous memory files of ours that the kernel holds."""
-    found = set()
-    for descriptor in os.listdir(f"/proc/{kernel.pid}/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/{kernel.pid}/fd/{descriptor}")
-            if target.startswith("/memfd:notebook-accel"):
-                found.add(target.removeprefix("/memfd:").removesuffix(" (deleted)"))
-    return found
+def files_left(kernel: kernels.Kernel) -> set[str]:
+    """What the kernel holds of runs that are over."""
+    return processes.memory_files(kernel.pid) - {"notebook-accel-agent-log"} if kernel.process.is_alive else set()

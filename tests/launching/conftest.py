@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,12 +124,13 @@ def launch(template: None) -> Iterator[Callable[..., Job]]:
 
     def start(function: Callable[..., Any], *args: Any, on_death: OnDeath = "stop", **options: Any) -> Job:
         config = LaunchConfig(num_processes=2, use_cpu=True, view="none").replace(**options)
-        jobs.append(launcher.launch_function(function, args, {}, config, on_death=on_death))
+        jobs.append(launcher.launch_function(function, args, {}, config, on_death=on_death, attended=attended))
         return jobs[-1]
 
-    yield start
+    attended = threading.Lock()  # so that none of them is a run in the background, whose events a view takes
+    with attended:
+        yield start
     for job in jobs:
-        job.kill()
         assert job.wait(20)
 
 

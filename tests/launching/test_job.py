@@ -53,13 +53,13 @@ def job() -> Iterator[Job]:
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
     pickled = serialization.pickle_by_value((value, pulled or {}), roots={})
-    serialization.seal(job._result_files[rank], pickled)
+    serialization.seal(job._files._descriptors[rank], pickled)
     job.deliver(rank, events.Finished(result_bytes=1))
     job.deliver(rank, events.Ended(exit_code=0))
 
 
 def test_results_and_pulled_names(job: Job) -> None:
-    descriptors = list(job._result_files)
+    descriptors = list(job._files._descriptors)
     write_result(job, 1, "one")
     write_result(job, 0, "zero", {"model": 3})
     assert (job.done, job.status) == (False, "starting")
@@ -84,7 +84,7 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     with pytest.raises(PayloadError, match="can't be made again here: ValueError: invalid literal") as raised:
         job.results()
     assert isinstance(raised.value.__cause__, ValueError)
-    job._close_results()  # which goes with the job otherwise
+    job._files.close()  # which goes with the job otherwise
 
 
 def test_result_that_is_not_there_yet(job: Job) -> None:

@@ -74,4 +74,4 @@ class RayEngine:
                 run.start()
             return sealed.job
 
-        return undisturbed.call(start, Job.kill)
+        return undisturbed.call(start, Job.discard, request.attended)
