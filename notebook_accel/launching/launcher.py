@@ -117,7 +117,11 @@ def _launch(
         print(f"The trial run went well, in {try_out(config):.1f} s.")
     job = _start(target, roots, config, devices, cluster, attended=attended, **how)
     if attended is None:
-        show(job)
+        try:
+            show(job)
+        except BaseException:  # an interrupt, and nobody has the job's handle yet
+            job.discard()
+            raise
     return job
 
 

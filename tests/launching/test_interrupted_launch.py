@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from notebook_accel import notebook_launcher
-from notebook_accel.launching import following
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching import following, launcher
+from notebook_accel.launching.job import Job
 from tests import processes
 
 
@@ -80,3 +82,16 @@ def test_interrupt_at_any_moment_of_heeding_another(template: None, monkeypatch:
         if not second.has_come:
             break
     assert lines > 10
+
+
+def test_interrupt_before_a_run_in_the_background_is_handed_over(template: None) -> None:
+    standing = {process.pid for process in processes.descendants(os.getpid())}
+
+    def show(job: Job) -> None:
+        assert not job.done
+        raise KeyboardInterrupt
+
+    config = LaunchConfig(num_processes=2, use_cpu=True, view="none")
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch_function(time.sleep, (60,), {}, config, show=show)
+    processes.wait_until(lambda: _nothing_is_left(standing), "no rank is left, and no file for its result")

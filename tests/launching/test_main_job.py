@@ -281,6 +281,12 @@ def test_result_that_cannot_be_sent_is_named(run: Run) -> None:
     assert ".py" not in outcome.traceback
 
 
+def test_wrong_option_is_said_at_the_users_line(run: Run) -> None:
+    outcome = run("%%distributed -n 1\nfrom notebook_accel import Accelerator\nAccelerator(mixed_precison='bf16')")
+    assert "TypeError: Accelerator() got an unexpected keyword argument 'mixed_precison'" in outcome.traceback
+    assert "line 3" in outcome.traceback and ".py" not in outcome.traceback
+
+
 def test_input_says_that_there_is_nobody_to_ask(run: Run) -> None:
     said = run("%%distributed -n 1\ninput('really?')").traceback
     assert "a rank has no keyboard" in said and "input('really?')" in said

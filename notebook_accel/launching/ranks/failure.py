@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import traceback
 import types
@@ -15,7 +14,6 @@ from notebook_accel.launching.spec import JobSpec
 
 __all__ = ["describe", "look_up", "without_our_frames"]
 
-_STAND_INS = os.path.join(os.path.dirname(__file__), "stand_ins.py")  # which say all there is to say in their errors
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
@@ -36,7 +34,7 @@ def describe(
         saved: Whether the names to be pulled were saved.
     """
     text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
-    if isinstance(error, NotebookAccelError) or _is_said_by_a_stand_in(text):
+    if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
         _end_at_the_users_line(text)
     if not environment.is_debugging():
         _fold_our_frames(text)
@@ -86,8 +84,9 @@ def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | 
     return tb
 
 
-def _is_said_by_a_stand_in(text: traceback.TracebackException) -> bool:
-    return bool(text.stack) and text.stack[-1].filename == _STAND_INS
+def _is_raised_by_us(text: traceback.TracebackException) -> bool:
+    """Whether a statement of this package has raised it on purpose, and not what that has called."""
+    return bool(text.stack) and _is_ours(text.stack[-1].filename) and (text.stack[-1].line or "").startswith("raise ")
 
 
 def _end_at_the_users_line(text: traceback.TracebackException) -> None:
