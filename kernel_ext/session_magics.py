@@ -17,6 +17,7 @@ from notebook_accel import options
 from notebook_accel.errors import CellError, RunError
 from notebook_accel.launching import registry
 from notebook_accel.launching.cell import Cell
+from notebook_accel.sessions.interrupts import held
 from notebook_accel.sessions.showing import Shown, ranks_in_words
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class SessionMagics:
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
         config = configuration.resolve(options.given(given), file=configuration.default_path())
-        self.session = Session.from_config(config)
+        with held():  # ranks that have started, and that nothing refers to, could not be ended
+            self.session = Session.from_config(config)
         job = self.session.job
         ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
         print(f"{ready} ready, on {job.devices}.\n{_HINT}")
@@ -128,9 +130,10 @@ class SessionMagics:
 
     def close(self) -> None:
         """Ends the session, if there is one."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.close()
+        with held():
+            session, self.session = self.session, None
+            if session is not None:
+                session.close()
 
     def _needed(self, magic: str) -> Session:
         if self.session is None:
@@ -170,9 +173,10 @@ class SessionMagics:
                 f"%%distributed: --pull can't be said of a cell in the background. %pull {' '.join(given.pull)} in the "
                 "next cell waits until it has ended."
             )
-        handle = session.start_cell(parsed, self._shell.user_ns, push=given.push)
-        if given.out is not None:
-            self._shell.push({given.out: handle})
+        with held():
+            handle = session.start_cell(parsed, self._shell.user_ns, push=given.push)
+            if given.out is not None:
+                self._shell.push({given.out: handle})
         return handle
 
     def rank(self, line: str, cell: str) -> Shown | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import signal
 import sys
@@ -13,6 +14,7 @@ from notebook_accel.launching.stacks import Stacks
 from notebook_accel.sessions import messages
 from notebook_accel.sessions.console import Console
 from notebook_accel.sessions.courier import Courier, Question
+from notebook_accel.sessions.interrupts import held
 from notebook_accel.sessions.output import Output
 from notebook_accel.sessions.showing import ranks_in_words
 
@@ -59,6 +61,7 @@ class Asking:
         self._look_s = _ALONE_S  # how long they then may, before it is looked where they stand
         self._interrupt_s: float | None = None
         self._said = False
+        self._interrupts: collections.deque[BaseException] = collections.deque()  # that nobody has heeded yet
         self.interrupted: list[int] = []
         self.killed: list[int] = []
         self.interrupt: BaseException | None = None
@@ -69,28 +72,39 @@ class Asking:
         So is what else is raised here: the ranks would be left to themselves.
         """
         is_over = False
-        while not is_over:
-            try:
-                if not question.was_asked:
-                    self._courier.ask(question)
-                self._wait(question)
-                is_over = True
-            except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
-                self.interrupt_by(interrupt, question)
+        with held() as interrupts, interrupts.taken_by(lambda interrupt: self.interrupt_by(interrupt, question)):
+            while not is_over:
+                try:
+                    if not question.was_asked:
+                        self._courier.ask(question)
+                    self._wait(question)
+                    is_over = True
+                except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
+                    self.interrupt_by(interrupt, question)
+        self._heed(question)
 
     def interrupt_by(self, interrupt: BaseException, question: Question) -> None:
-        """Interrupts the ranks; the second time, kills those that go on. Any thread may call it."""
-        if self.interrupt is None:
-            self.interrupt = interrupt
-        elif isinstance(interrupt, KeyboardInterrupt):
-            self._kill(question)
+        """Interrupts the ranks; the second time, kills those that go on.
+
+        Any thread may call it, and a signal handler in the middle of anything: it is only noted here.
+        """
+        self._interrupts.append(interrupt)
         question.notify()
+
+    def _heed(self, question: Question) -> None:
+        while self._interrupts:
+            interrupt = self._interrupts.popleft()
+            if self.interrupt is None:
+                self.interrupt = interrupt
+            elif isinstance(interrupt, KeyboardInterrupt):
+                self._kill(question)
 
     def _wait(self, question: Question) -> None:
         failed_s: float | None = None
         show_s = time.monotonic() + _TICK_S
         while pending := question.pending:
             now_s = time.monotonic()
+            self._heed(question)
             if failed_s is None and (question.lost or any(a.reply.failed for a in list(question.answers.values()))):
                 failed_s = now_s
             is_over = self.interrupt is not None or (failed_s is not None and now_s - failed_s >= _HEAD_START_S)

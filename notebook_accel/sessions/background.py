@@ -10,14 +10,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from notebook_accel.errors import RunStoppedError, RunTimeoutError
+from notebook_accel.latch import Latch
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.stacks import Stacks
 from notebook_accel.sessions.asking import Asking
 from notebook_accel.sessions.courier import Question
+from notebook_accel.sessions.interrupts import held
 from notebook_accel.sessions.showing import Shown
 
 __all__ = ["BackgroundCell"]
 
+_LOOK_PERIOD_S = 0.1
 Status = Literal["waiting", "running", "succeeded", "failed", "stopped"]
 
 
@@ -39,8 +42,8 @@ class BackgroundCell:
         self._outcome: Results | None = None
         self._error: BaseException | None = None
         self._began_s = time.monotonic()
-        self._is_under_way = threading.Event()
-        self._ended = threading.Event()
+        self._is_under_way = Latch()
+        self._ended = Latch()
         self._lock = threading.Lock()
         self._is_interrupted = False
         self._asked: tuple[Asking, Question] | None = None
@@ -50,7 +53,7 @@ class BackgroundCell:
     @property
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self._ended.is_set()
+        return self._ended.is_set
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until it has ended; returns whether it has."""
@@ -107,16 +110,20 @@ class BackgroundCell:
 
         Raises:
             PayloadError: Something that they need can't be sent.
+            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is this.
         """
         context = contextvars.copy_context()  # so that output finds its cell
         thread = threading.Thread(target=context.run, args=(self._run, act), name=f"notebook-accel-{self.name}")
         thread.daemon = True
-        thread.start()
-        try:
-            self._is_under_way.wait()
-        except KeyboardInterrupt:
-            self.interrupt()
-            raise
+        with held() as interrupts:
+            thread.start()
+            try:
+                while not self._is_under_way.wait(_LOOK_PERIOD_S):
+                    interrupts.check()
+                interrupts.check()
+            except BaseException:
+                self.interrupt()
+                raise
         if self._error is not None and self._asked is None:
             raise self._error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from notebook_accel.errors import RunError
+from notebook_accel.sessions.interrupts import held
 
 __all__ = ["Console"]
 
@@ -32,7 +33,8 @@ class Console:
         sys.stdout.write(before + newline)
         sys.stdout.flush()
         try:
-            return input(prompt) + "\n"
+            with held() as interrupts, interrupts.opened():
+                return input(prompt) + "\n"
         except (EOFError, KeyboardInterrupt):
             sys.stdout.write("\n")
         except NotImplementedError:  # how a kernel says that its front end can't ask

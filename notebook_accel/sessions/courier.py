@@ -132,7 +132,7 @@ class Courier:
         question.close()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Sends a rank a signal. It has it when this returns, so that none is left over for a later cell."""
+        """Sends a rank a signal. It has it before what is sent to it afterwards, if not at once."""
         with self._closing:
             line = self._lines.get(rank)
             if line is not None:

@@ -21,6 +21,7 @@ from notebook_accel.sessions.background import BackgroundCell
 from notebook_accel.sessions.console import Console
 from notebook_accel.sessions.courier import Answer, Courier, Question
 from notebook_accel.sessions.healing import Healing
+from notebook_accel.sessions.interrupts import Interrupts, held
 from notebook_accel.sessions.ledger import Ledger, Parcel, Request
 from notebook_accel.sessions.meeting import Meeting
 from notebook_accel.sessions.output import Output
@@ -32,6 +33,7 @@ __all__ = ["Crew"]
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
 _LOOK_DEADLINE_S = 1.0
+_LOOK_PERIOD_S = 0.1
 
 
 class Crew:
@@ -54,30 +56,40 @@ class Crew:
         self._is_closed = False
         self._failed_rank: int | None = None  # where the last error was
         self._killed: set[int] = set()  # since they went on although they were interrupted
-        self._meeting = Meeting()
-        self._courier = Courier()
         self._output: Output | None = None
         self._job: Job | None = None
-        try:
-            self._job = launcher.launch_function(
+        with held() as interrupts:
+            self._meeting = Meeting()
+            self._courier = Courier()
+            try:
+                self._start(config, interrupts)
+            except BaseException:
+                self.close()
+                raise
+            atexit.register(self.close)  # before the engine's own, which would leave the meeting's folder
+
+    def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
+        with interrupts.opened():  # a cluster may take its time
+            launcher.launch_function(
                 loop.serve,
                 (str(self._meeting.folder), self._meeting.secret),
                 {},
                 config.replace(name=config.name or "session"),
-                show=following.show_panel,
+                show=self._launched,
                 on_death="keep",
             )
-            self.job: Job = self._job
-            self.job.expect_steps([])
-            self.job.doing = self._doing
-            self._output = Output(self.job)
-            self.ledger = Ledger(self.job.world_size)
-            self._healing = Healing(self.job.world_size, self._ask_quietly)
-            self._welcome(range(self.job.world_size))
-        except BaseException:
-            self.close()
-            raise
-        atexit.register(self.close)  # before the engine's own, which would leave the meeting's folder
+        assert self._job is not None
+        self.job: Job = self._job
+        self.job.expect_steps([])
+        self.job.doing = self._doing
+        self._output = Output(self.job)
+        self.ledger = Ledger(self.job.world_size)
+        self._healing = Healing(self.job.world_size, self._ask_quietly)
+        self._welcome(range(self.job.world_size), interrupts.check)
+
+    def _launched(self, job: Job) -> None:
+        self._job = job  # at once: an interrupt may come
+        following.show_panel(job)
 
     @property
     def alive(self) -> list[int]:
@@ -113,9 +125,10 @@ class Crew:
             KeyboardInterrupt: The kernel was interrupted, and so were they.
         """
         self._chosen(ranks)  # what can't be is said before it waits
-        check = self._refuse_ended if background is None else background.check
-        with self._turns.turn(called, says=background is None, check=check):
-            return self._ask(make, self._chosen(ranks), request, what, background)
+        with held() as interrupts:
+            check = background.check if background is not None else lambda: self._check_waiting(interrupts)
+            with self._turns.turn(called, says=background is None, check=check):
+                return self._ask(make, self._chosen(ranks), request, what, background)
 
     def debug(self, rank: int | None) -> None:
         """Lets the user look around where the last error of a rank was raised; by default of the one that failed last.
@@ -127,18 +140,17 @@ class Crew:
             raise RunError("Nothing has failed in this session yet, so there is nothing to look at.")
         [rank] = self._chosen([self._failed_rank or 0 if rank is None else rank])
         console = Console()
-        with self._turns.turn("the debugger", check=self._refuse_ended):
+        with held() as interrupts, self._turns.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
             self._chosen([rank])
             question = self._question(messages.Debug, {}, [rank], [])
             asking = Asking(self._courier, self._output, self.job.config.grace_s, console=console)
             self._start_output()
-            asking.ask(question)
+            self._have_answered(asking, question)
             answers = dict(question.answers)
             self._courier.drop(question)
             self._finish_output(answers)
             # What was typed may have called something that only all ranks can do together.
             self._healing.after(self.alive, is_broken=bool(question.lost or asking.interrupted))
-        self._killed.update(asking.killed)
         if question.lost:
             raise self._how_it_died(rank)
         if console.refusal is not None:
@@ -148,21 +160,21 @@ class Crew:
 
     def look(self, *, text: str, describes: bool) -> list[str]:
         """What rank 0 knows about a piece of code; nothing while it is busy or gone."""
-        with self._turns.if_free("completion") as is_free:
+        with held() as interrupts, self._turns.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return []
             question = self._question(messages.Look, {"text": text, "describes": describes}, [0], [])
             self._courier.ask(question)
             deadline_s = time.monotonic() + _LOOK_DEADLINE_S
-            while question.pending and (left_s := deadline_s - time.monotonic()) > 0:
-                question.wait(left_s)
+            while question.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
+                question.wait(min(left_s, _LOOK_PERIOD_S))
             lines = [line for answer in question.answers.values() for line in answer.reply.lines]
             self._courier.drop(question)
             return lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Starts ranks again: those that have died, or these. Returns which."""
-        with self._turns.turn("the restart", check=self._refuse_ended):
+        with held() as interrupts, self._turns.turn("the restart", check=lambda: self._check_waiting(interrupts)):
             return self._restart(ranks)
 
     def _restart(self, ranks: Sequence[int] | None) -> list[int]:
@@ -177,20 +189,26 @@ class Crew:
             self._killed.discard(rank)
             self.job.respawn(rank)
         if chosen:
-            self._healing.renew([rank for rank in self.alive if rank not in chosen], rejoins=False)
-            self._welcome(chosen)
+            self._healing.leave([rank for rank in self.alive if rank not in chosen])
+            self._welcome(chosen, lambda: None)  # begun, it is ended: who weren't welcomed would belong to nobody
         return chosen
 
     def close(self) -> None:
         """Ends the ranks, and waits for that. Those that are idle end by themselves."""
-        atexit.unregister(self.close)
+        if not self._is_closed:
+            with held() as interrupts:
+                self._close(interrupts)
+
+    def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
+        atexit.unregister(self.close)
         is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._turns.queue
         self._courier.close()
         if self._job is not None:
             try:
-                if is_idle:
-                    self._job.wait(_END_DEADLINE_S)
+                ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
+                while time.monotonic() < ends_s and not interrupts.have_come and not self._job.wait(_LOOK_PERIOD_S):
+                    pass
             finally:
                 self._job.kill()
                 self._job.wait(_END_DEADLINE_S)
@@ -202,8 +220,12 @@ class Crew:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _welcome(self, ranks: Sequence[int]) -> None:
-        for arrival in self._meeting.arrivals(len(ranks), _START_DEADLINE_S, lambda: self._check_start(ranks)):
+    def _welcome(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
+        def check_both() -> None:
+            check()
+            self._check_start(ranks)
+
+        for arrival in self._meeting.arrivals(len(ranks), _START_DEADLINE_S, check_both):
             welcome = messages.Welcome(renewals=self._healing.renewals)
             arrival.connection.send(messages.encode(welcome))
             self._courier.add(arrival)
@@ -239,6 +261,10 @@ class Crew:
         if self.job.done:
             raise failing.how_it_died(self.job, 0)
 
+    def _check_waiting(self, interrupts: Interrupts) -> None:
+        interrupts.check()
+        self._refuse_ended()
+
     def _question(
         self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
     ) -> Question:
@@ -270,7 +296,7 @@ class Crew:
         try:
             if background is not None:
                 background.begin(asking, question)
-            asking.ask(question)
+            self._have_answered(asking, question)
             return self._concluded(question, asking, parcels)
         finally:
             self.job.expect_steps([])
@@ -281,14 +307,10 @@ class Crew:
     ) -> dict[int, tuple[messages.Reply, Any]]:
         replies = {rank: answer.reply for rank, answer in sorted(question.answers.items())}
         for parcel in parcels:
-            self.ledger.sent(parcel)
+            self.ledger.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
         for rank, reply in replies.items():
             self.ledger.note(rank, reply.bound, reply.unbound)
-            for parcel in parcels:
-                if reply.lacks_delivery and rank in parcel.ranks:
-                    self.ledger.refused(parcel, rank)
         self._finish_output(question.answers)
-        self._killed.update(asking.killed)
         if question.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
@@ -325,10 +347,22 @@ class Crew:
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
     ) -> dict[int, Answer]:
         question = self._question(make, what, ranks, [])
-        Asking(self._courier, None, self.job.config.grace_s).ask(question)
+        asking = Asking(self._courier, None, self.job.config.grace_s)
+        self._have_answered(asking, question)
         answers = dict(question.answers)
         self._courier.drop(question)
         return answers
+
+    def _have_answered(self, asking: Asking, question: Question) -> None:
+        """Asks, and waits until no interrupt of that can end what is asked next: ranks may have answered just before.
+
+        A signal is not when it is sent where it is sent to, but is before what is sent on the line after it.
+        """
+        asking.ask(question)
+        self._killed.update(asking.killed)
+        interrupted = [rank for rank in asking.interrupted if rank in self.alive]
+        if interrupted:
+            self._ask_quietly(messages.Settle, interrupted)
 
     def _doing(self) -> str:
         first, *others = self._turns.queue or [""]

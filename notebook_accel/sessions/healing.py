@@ -51,16 +51,21 @@ class Healing:
             origins = {None if standing is None else standing[0] for standing in standings}
             had_one = origins != {None}
             rejoins = had_one and len(origins) == 1 and len(alive) == self._world_size
-            if not self.renew(alive, rejoins=rejoins) and rejoins:
-                rejoins = self.renew(alive, rejoins=True)  # the end of the old one may have come in between
-                if not rejoins:
-                    self.renew(alive, rejoins=False)
+            # Twice, since the end of the old one may have come in between.
+            rejoins = rejoins and (self._renew(alive, rejoins=True) or self._renew(alive, rejoins=True))
+            if not rejoins:
+                self.leave(alive)
             if had_one and not rejoins:
                 sys.stderr.write(
                     "[the ranks have no process group any more: make a new Accelerator() on all of them]\n"
                 )
 
-    def renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
+    def leave(self, alive: Sequence[int]) -> None:
+        """Has these ranks leave their group."""
+        # An interrupt that leaves one in there would have it wait for ranks that are in another one.
+        _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
+
+    def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         """Has these ranks leave their group and, if it ``rejoins``, make another; returns whether all have."""
         self.renewals += 1
         answers = self._ask(messages.Renew, alive, renewals=self.renewals, rejoins=rejoins)

@@ -15,12 +15,13 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import memory_files, serialization
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching import outgoing, sources
+from notebook_accel.sessions.interrupts import held
 from notebook_accel.sessions.messages import Delivery
 from notebook_accel.sessions.names import Contents
 
@@ -137,20 +138,19 @@ class Ledger:
             raise
         return made
 
-    def sent(self, parcel: Parcel) -> None:
-        """Its ranks have it."""
+    def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
+        """Its ranks have it, but for those that have come to an end before they could open it, or all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]
+            if rank in lacking:
+                for name in parcel.stamps:
+                    state.stamps.pop(name, None)
+                state.numbers.difference_update(parcel.delivery.numbers)
+                continue
             state.stamps.update(parcel.stamps)
             state.own.difference_update(parcel.delivery.by_force)
             state.numbers.difference_update(parcel.delivery.forgotten)
             state.numbers.update(number for number in parcel.delivery.numbers if number >= 0)
-
-    def refused(self, parcel: Parcel, rank: int) -> None:
-        """A rank could not open it."""
-        for name in parcel.stamps:
-            self._ranks[rank].stamps.pop(name, None)
-        self._ranks[rank].numbers.difference_update(parcel.delivery.numbers)
 
     def _needs(self, request: Request, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
         by_names: dict[tuple[str, ...], list[int]] = {}
@@ -182,6 +182,8 @@ class Ledger:
             number: obj for number in known if (obj := self._object(number)) is not None and id(obj) not in stale
         }
         pickled, names = _pickled(names, request, origins)
+        sizes = pickled.sizes_bytes
+        stamps = {name: Stamp(value, sizes.get(outgoing.label_of(name), 0)) for name, value in names.items()}
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
             serialization.seal(descriptor, pickled)
@@ -199,8 +201,6 @@ class Ledger:
                 name: (source.label, source.text) for name, source in sources.of_functions(pickled.shipped).items()
             },
         )
-        sizes = pickled.sizes_bytes
-        stamps = {name: Stamp(value, sizes.get(outgoing.label_of(name), 0)) for name, value in names.items()}
         return Parcel(ranks, delivery, descriptor, stamps, tuple(sorted(had.difference(request.by_force))))
 
     def _object(self, number: int) -> Any:
@@ -252,15 +252,20 @@ def _pickle(names: dict[str, Any], request: Request, origins: Mapping[int, Any])
         roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     shared = [part for value in names.values() for part in _shareable(value)]
     contents: Contents = names, shared, request.submodules, request.call
-    return serialization.pickle_by_value(contents, roots=roots, namespace=_namespace(), origins=origins)
+    return _by_value(contents, roots, origins)
 
 
 def _cannot_be_sent(value: Any, origins: Mapping[int, Any]) -> bool:
     try:
-        serialization.pickle_by_value(value, roots={"it": value}, namespace=_namespace(), origins=origins)
+        _by_value(value, {"it": value}, origins)
     except PayloadError:
         return True
     return False
+
+
+def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
+    with held() as interrupts, interrupts.opened():  # how the user's objects are pickled is the user's code
+        return serialization.pickle_by_value(value, roots=roots, namespace=_namespace(), origins=origins)
 
 
 def _namespace() -> dict[str, Any]:
@@ -304,7 +309,7 @@ def _versions(value: Any) -> int:
 
 def _digest(value: Any) -> int | None:
     try:
-        pickled = serialization.pickle_by_value(value, roots={"it": value}, namespace=_namespace())
+        pickled = _by_value(value, {"it": value}, {})
     except PayloadError:  # no longer to be sent: then ranks keep what they have
         return None
     return zlib.crc32(pickled.data)

@@ -75,7 +75,8 @@ class _Rank:
         do = _DOINGS[type(order)]
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            self._lacks_delivery = False
+            # An interrupt may come before it is looked at.
+            self._lacks_delivery = getattr(order, "delivery", None) is not None
             facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
             if "value" in facts:
                 facts, descriptors = self._sealed(facts, opened)
@@ -155,10 +156,10 @@ class _Rank:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
-        self._show_sources(order.delivery.sources)
-        self._lacks_delivery = True
-        call = self._names.take(order.delivery, message.descriptors[0])
-        self._lacks_delivery = False
+        with interruption.only_noted():  # it has all of it or nothing
+            self._show_sources(order.delivery.sources)
+            call = self._names.take(order.delivery, message.descriptors[0])
+            self._lacks_delivery = False
         return call
 
     def _show_sources(self, sources: dict[str, tuple[str, str]]) -> None:
@@ -236,6 +237,9 @@ class _Rank:
         regrouping.abandon_passes()
         return {"standing": regrouping.standing()}
 
+    def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
+        return {}
+
     def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
         return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
 
@@ -248,6 +252,7 @@ _DOINGS: dict[type, Any] = {
     messages.Look: _Rank._look,
     messages.Debug: _Rank._debug,
     messages.Standing: _Rank._stand,
+    messages.Settle: _Rank._settle,
     messages.Renew: _Rank._renew,
 }
 

@@ -13,12 +13,12 @@ import secrets
 import shutil
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.errors import LaunchError
+from notebook_accel.latch import Latch
 from notebook_accel.launching import logs
 from notebook_accel.launching.supervision import log_keeping
 from notebook_accel.sessions import messages
@@ -45,7 +45,7 @@ class Arrival:
         self.rank = rank
         self.connection = connection
         self.pidfd = pidfd
-        self.was_taken = threading.Event()
+        self.was_taken = Latch()
 
     def close(self) -> None:
         """Closes both."""

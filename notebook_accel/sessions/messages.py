@@ -1,6 +1,6 @@
 """What a session's kernel and its ranks say to each other. Descriptors travel beside a message, as stated.
 
-kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, Standing, Renew
+kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, Standing, Settle, Renew
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Only what has been sealed by the other side is ever unpickled, and a rank opens nothing before the kernel has taken its
@@ -28,6 +28,7 @@ __all__ = [
     "Prompt",
     "Renew",
     "Reply",
+    "Settle",
     "Standing",
     "Take",
     "ToRank",
@@ -143,6 +144,10 @@ class Standing(_Asked, frozen=True, kw_only=True):
     """Where the rank stands in its process groups, after a cell that did not end well."""
 
 
+class Settle(_Asked, frozen=True, kw_only=True):
+    """Just answer: interrupts that were sent before are behind the rank then, and no longer meant for what follows."""
+
+
 class Renew(_Asked, frozen=True, kw_only=True):
     """Leave the process group, which is broken, and make another one.
 
@@ -219,7 +224,7 @@ class Reply(_Message, frozen=True, kw_only=True):
     lines: list[str] = []
 
 
-ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | Standing | Renew
+ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | Standing | Settle | Renew
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
 _encoder = msgspec.msgpack.Encoder()

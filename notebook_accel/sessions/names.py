@@ -51,7 +51,13 @@ class Names:
     def take(self, delivery: Delivery, descriptor: int) -> Any:
         """Opens what the notebook has sent and binds its names; returns what is to be called, if anything."""
         before = dict(self._namespace)
-        opened = serialization.open_sealed(descriptor, namespace=self._namespace, origins=self.objects)
+        try:
+            opened = serialization.open_sealed(descriptor, namespace=self._namespace, origins=self.objects)
+        except BaseException:  # what has come so far would be taken for the rank's own, and never be sent again
+            for name in self._namespace.keys() - before.keys():
+                del self._namespace[name]
+            self._namespace.update(before)
+            raise
         names, shared, submodules, call = opened.value
         # A function brings along the values of the names that it uses. Those that the rank has, it must not change.
         self._namespace.update(before)

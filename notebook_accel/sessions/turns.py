@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from notebook_accel.latch import Latch
+
 __all__ = ["Turns"]
 
 _LOOK_PERIOD_S = 0.1
@@ -15,11 +17,11 @@ _LOOK_PERIOD_S = 0.1
 class _Turn:
     def __init__(self, what: str) -> None:
         self.what = what
-        self.is_mine = threading.Event()
+        self.is_mine = Latch()
 
 
 class Turns:
-    """The queue. Each waits in a thread of its own."""
+    """The queue. Each waits in a thread of its own, with the interrupts held."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,18 +39,15 @@ class Turns:
         Args:
             what: For what, in words.
             says: Whether to say that it waits, and for what.
-            check: Called now and then while it waits; what it raises ends that.
-
-        Raises:
-            KeyboardInterrupt: The kernel was interrupted, which ends the waiting and nothing else.
+            check: Called now and then while it waits; what it raises ends that and nothing else.
         """
         mine = _Turn(what)
         try:
             self._join(mine)
-            if says and not mine.is_mine.is_set():
+            if says and not mine.is_mine.is_set:
                 busy_with = self._queue[0].what
                 sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine.is_mine.is_set():
+            while not mine.is_mine.is_set:
                 check()
                 mine.is_mine.wait(_LOOK_PERIOD_S)
             yield

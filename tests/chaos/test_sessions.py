@@ -16,6 +16,7 @@ import pytest
 
 from notebook_accel.errors import RankFailedError, RunError, SupervisorLostError
 from notebook_accel.launching import local
+from notebook_accel.sessions.interrupts import held
 from notebook_accel.sessions.session import Session
 from tests import processes
 from tests.chaos.test_launching import DURATION_S, SEED
@@ -72,8 +73,8 @@ class Sessions:
 def _with(session: Session, source: str, happens: Callable[[], None], moment_s: float) -> str:
     """Runs a cell during which something happens; how it ended."""
     timer = threading.Timer(moment_s, happens)
-    timer.start()
     try:
+        timer.start()
         session.execute(source)
     except KeyboardInterrupt:
         return "KeyboardInterrupt"
@@ -89,9 +90,41 @@ def _interrupt() -> None:
 
 
 def _interrupted(session: Session, rng: random.Random) -> str:
-    end = _with(session, f"train({_LONG})", _interrupt, rng.uniform(0, 0.6))
+    end = _with(session, f"train({_LONG})", _interrupt, rng.uniform(0.01, 0.6))
     assert end == "KeyboardInterrupt", end
     return end
+
+
+def _interrupted_twice(session: Session, rng: random.Random) -> str:
+    moment_s, gap_s = rng.uniform(0, 0.6), rng.choice([0.0, 0.0005, 0.002, 0.01])
+
+    def interrupt_twice() -> None:
+        processes.wait_until(lambda: session.job.doing() != "idle", "the cell runs")
+        time.sleep(moment_s)
+        for _ in range(2):
+            _interrupt()
+            time.sleep(gap_s)
+
+    thread = threading.Thread(target=interrupt_twice)
+    with pytest.raises(KeyboardInterrupt), held():  # until both have come: this code here couldn't bear them
+        thread.start()
+        try:
+            session.execute(f"train({_LONG})")
+        finally:
+            thread.join()
+    assert session._crew.alive == list(range(session.job.world_size))
+    return f"KeyboardInterrupt, {1000 * gap_s:g} ms apart"
+
+
+def _behind_one_in_the_background(session: Session, rng: random.Random) -> str:
+    running = session.start(f"train({_LONG})")
+    end = _with(session, "kept", _interrupt, rng.uniform(0.01, 0.4))
+    assert end == "KeyboardInterrupt" and running.status == "running", (end, running.status)
+    queued = session.start("kept")
+    running.interrupt()
+    assert queued.results(_ENDS_S) == list(range(session.job.world_size))
+    assert running.status == "stopped"
+    return "the one behind it didn't run, it was stopped, and the next one ran"
 
 
 def _raises(session: Session, rng: random.Random) -> str:
@@ -136,6 +169,8 @@ def _agent_killed(session: Session, rng: random.Random) -> str:
 
 TROUBLES: dict[str, Trouble] = {
     "interrupt": _interrupted,
+    "double interrupt": _interrupted_twice,
+    "interrupt behind a cell in the background, and of that": _behind_one_in_the_background,
     "exception": _raises,
     "SIGKILL of a rank": _killed,
     "SIGSTOP of a rank, and an interrupt": _stopped,

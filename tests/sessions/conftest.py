@@ -35,7 +35,13 @@ def session(engine: local.LocalEngine) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def interrupted(session: Session, stands: Callable[[RankStack], object], *, only: int | None = None) -> Iterator[None]:
+def interrupted(
+    session: Session,
+    stands: Callable[[RankStack], object],
+    *,
+    only: int | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
     """Interrupts this process, as a kernel is, as soon as all ranks, or one, stand like that."""
     failures: list[str] = []
 
@@ -45,6 +51,7 @@ def interrupted(session: Session, stands: Callable[[RankStack], object], *, only
             stacks = session.stacks()
             if all(stands(stack) for stack in stacks if only in (None, stack.rank)):
                 os.kill(os.getpid(), signal.SIGINT)
+                then()
                 return
         failures.append(f"not in time:\n{session.stacks()}")
         os.kill(os.getpid(), signal.SIGINT)

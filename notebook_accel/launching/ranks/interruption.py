@@ -29,7 +29,7 @@ from typing import Any
 
 from notebook_accel.launching.ranks import nccl
 
-__all__ = ["allow", "forget", "hold_back", "note_only", "settle", "watch"]
+__all__ = ["allow", "forget", "hold_back", "note_only", "only_noted", "settle", "watch"]
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
@@ -68,6 +68,22 @@ def note_only() -> None:
     while signal.getsignal(signal.SIGINT) is not _note:
         with contextlib.suppress(KeyboardInterrupt):  # it may come until the last moment
             signal.signal(signal.SIGINT, _note)
+
+
+@contextlib.contextmanager
+def only_noted() -> Iterator[None]:
+    """SIGINT raises nothing in the body; one that comes there is raised after it, if it would have been before.
+
+    Raises:
+        KeyboardInterrupt: A SIGINT has come, in the body or just before it.
+    """
+    if signal.signal(signal.SIGINT, _note) is _note:
+        yield
+        return
+    try:
+        yield
+    finally:
+        allow()
 
 
 def forget(before_s: float) -> None:

@@ -1,0 +1,294 @@
+"""Interrupts of the main thread at every step of what a session does there: nothing of it is left half done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from notebook_accel.sessions import interrupts as interrupts_module
+from notebook_accel.sessions.interrupts import held
+from notebook_accel.sessions.session import Session
+from notebook_accel.sessions.turns import Turns
+from tests import processes
+from tests.sessions.conftest import interrupted, runs
+
+_OURS = interrupts_module.__file__.rpartition("/")[0]
+_STRIDE = 83  # of the steps of a cell, which are thousands
+
+
+def _until(path: pathlib.Path) -> str:
+    return f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
+
+
+class Plain:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Interrupting:
+    """Has SIGINT come at the n-th step, and perhaps at the next ones, of what this thread does in some files.
+
+    Args:
+        step: At which.
+        times: How often; a trace that has raised ends, so the others only come if the first has raised nothing.
+        folder: Of the files.
+    """
+
+    def __init__(self, step: int, times: int = 1, folder: str = _OURS) -> None:
+        self._left = step
+        self._times = times
+        self._folder = folder
+        self.has_come = False
+
+    def _trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((self._folder, __file__)) or frame.f_code.co_name == "_come":
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self._left -= 1
+            if -self._times < self._left <= 0:
+                self.has_come = True
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+    def call(self, act: Callable[[], object]) -> bool:
+        """Does it; whether that has ended by a KeyboardInterrupt."""
+        sys.settrace(self._trace)
+        try:
+            act()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+def every_step(times: int) -> Iterator[Interrupting]:
+    """One for each step, until an act had no more of them."""
+    step = 0
+    goes_on = True
+    while goes_on:
+        step += 1
+        made = Interrupting(step, times)
+        yield made
+        goes_on = made.has_come
+
+
+@pytest.fixture(autouse=True)
+def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The handler that a kernel has while a cell runs, which must be there in the end."""
+    monkeypatch.setattr(interrupts_module, "_SAME_CLICK_S", 60.0)  # however slow the machine is
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_has_begun_is_ended_wherever_an_interrupt_strikes(times: int) -> None:
+    ends = set()
+    for interrupting in every_step(times):
+        done: list[str] = []
+
+        def act(done: list[str] = done) -> None:
+            with held():
+                done.append("taken")
+                try:
+                    done.append("used")
+                finally:
+                    done.append("given back")
+
+        was_interrupted = interrupting.call(act)
+        assert was_interrupted == interrupting.has_come
+        assert done in ([], ["taken", "used", "given back"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ends.add((was_interrupted, bool(done)))
+    assert ends == {(True, False), (True, True), (False, True)}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_turn_is_left_wherever_an_interrupt_strikes(times: int) -> None:
+    turns = Turns()
+    entered = 0
+    for interrupting in every_step(times):
+
+        def act() -> None:
+            nonlocal entered
+            with held() as interrupts, turns.turn("a cell", check=interrupts.check):
+                entered += 1
+
+        assert interrupting.call(act) == interrupting.has_come
+        assert turns.queue == []
+    assert entered > 10
+
+
+def test_interrupt_ends_the_waiting_for_a_turn() -> None:
+    turns = Turns()
+    said: list[str] = []
+    waits, leaves = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns.turn("another cell"):
+            waits.set()
+            leaves.wait(60)
+
+    def check() -> None:
+        said.extend(turns.queue)
+        signal.raise_signal(signal.SIGINT)
+        interrupts.check()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert waits.wait(60)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        held() as interrupts,
+        turns.turn("a cell", says=False, check=check),
+    ):
+        raise AssertionError("two at a time")
+    assert said == ["another cell", "a cell"] and turns.queue == ["another cell"]
+    leaves.set()
+    thread.join()
+    assert turns.queue == []
+
+
+def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), held() as interrupts:
+        try:
+            with interrupts.opened():
+                done.append("began")
+                signal.raise_signal(signal.SIGINT)
+                done.append("went on")
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            done.append("tidied up")
+    assert done == ["began", "tidied up"]
+
+
+def test_one_that_has_come_is_raised_in_the_end_and_two_clicks_are_one() -> None:
+    taken: list[BaseException] = []
+    with pytest.raises(KeyboardInterrupt) as raised, held() as interrupts:
+        with interrupts.taken_by(taken.append), held() as same:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert same is interrupts and not interrupts.have_come
+        taken.append(EOFError())
+    assert taken[0] is raised.value and [type(item) for item in taken] == [KeyboardInterrupt, EOFError]
+    with pytest.raises(EOFError), held():
+        signal.raise_signal(signal.SIGINT)
+        raise EOFError
+
+
+def test_handler_of_the_users_does_what_it_did() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with held() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupts.have_come
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert heard == [signal.SIGINT]
+
+
+def test_other_threads_hold_nothing_back() -> None:
+    handlers: list[object] = []
+
+    def act() -> None:
+        with held():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) -> None:
+    session.execute("stays = rank")
+    step, interruptions, goes_on = 1, 0, True
+    while goes_on:
+        interrupting = Interrupting(step, times=2)
+        was_interrupted = interrupting.call(lambda: session.execute("stays"))
+        goes_on = interrupting.has_come
+        interruptions += was_interrupted
+        assert was_interrupted or not goes_on
+        assert session._crew._turns.queue == [] and session.job.doing() == "idle"
+        assert not session._crew._courier._questions
+        step += _STRIDE
+    assert interruptions > 10
+    assert repr(session.execute("stays")) == "rank 0: 0\nrank 1: 1"
+
+
+def test_double_click_ends_the_cell_and_kills_nobody(session: Session, tmp_path: pathlib.Path) -> None:
+    def click_again() -> None:
+        processes.wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks were interrupted")
+        os.kill(os.getpid(), signal.SIGINT)
+        (tmp_path / "clicked").touch()
+
+    session.execute("import os, time\nhas_stayed = rank")
+    with interrupted(session, runs, then=click_again):
+        session.execute(
+            f"try:\n    time.sleep(100)\nfinally:\n    open(f'{tmp_path}/{{rank}}', 'w').close()\n"
+            f"    {_until(tmp_path / 'clicked')}\n    time.sleep(0.2)"
+        )
+    assert repr(session.execute("has_stayed")) == "rank 0: 0\nrank 1: 1"
+
+
+def test_handle_of_a_cell_in_the_background_bears_interrupts(session: Session) -> None:
+    for step in range(1, 400, 29):
+        cell = session.start("rank")
+        with contextlib.suppress(KeyboardInterrupt):
+            Interrupting(step).call(lambda cell=cell: cell.results(60))  # type: ignore[misc]
+        assert cell.wait(60) and cell.results(0) == [0, 1]
+
+
+def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "of_the_notebook", Plain(3), raising=False)
+    pids = [info.pid for info in session.job.ranks]
+    for pid in pids:
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+    cell = session.start("of_the_notebook.number")
+    cell.interrupt()  # which has them go on: they find it before what they are to take
+    assert cell.wait(60) and cell.status == "stopped"
+    assert repr(session.execute("of_the_notebook.number")) == "ranks 0-1: 3"
+    session.execute("of_the_notebook = 4")
+    assert repr(session.execute("of_the_notebook")) == "ranks 0-1: 4"
+
+
+def test_interrupt_that_reaches_a_rank_late_is_not_for_the_next_cell(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    courier = session._crew._courier
+    send, put = courier.signal, courier._put
+    late: list[tuple[int, signal.Signals]] = []
+
+    def signal_late(rank: int, number: signal.Signals) -> None:
+        late.append((rank, number))  # the system is busy, and the cell comes to its end
+        (tmp_path / "signalled").touch()
+
+    def put_after(thing: Any) -> None:
+        while late:
+            send(*late.pop())
+        put(thing)
+
+    session.execute("import os, time")
+    with monkeypatch.context() as busy:
+        busy.setattr(courier, "signal", signal_late)
+        busy.setattr(courier, "_put", put_after)
+        with interrupted(session, runs):
+            session.execute(_until(tmp_path / "signalled"))
+        assert repr(session.execute("time.sleep(0.5)\nrank")) == "rank 0: 0\nrank 1: 1"
+    assert not late
