@@ -46,9 +46,9 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert connection._why_not_reached(address) == ""
-    assert "Connection refused" in connection._why_not_reached(address)
-    assert connection._why_not_reached("auto") == ""  # which Ray knows what to do with
+        assert connection.why_not_reached(address) == ""
+    assert "Connection refused" in connection.why_not_reached(address)
+    assert connection.why_not_reached("auto") == ""  # which Ray knows what to do with
 
 
 def node_run() -> host._NodeRun:

@@ -7,10 +7,10 @@ import dataclasses
 import importlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.errors import Finding, LaunchError, ProcessStartError
+from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
 from notebook_accel.launching.ray import host
 from notebook_accel.launching.ray.connection import Connection, NotWantedError
 from notebook_accel.launching.ray.options import RayOptions
@@ -71,6 +71,11 @@ class Cluster:
     def gpus(self) -> int:
         """How many GPUs it has in all."""
         return int(self._has().get("GPU", 0))
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether nodes first set up a runtime environment."""
+        return bool(self._options.runtime_env)
 
     def _has(self) -> Mapping[str, float]:
         resources: Mapping[str, float] = self.connection.call(self.ray.cluster_resources)
@@ -169,12 +174,15 @@ class Cluster:
     def release(self, group: Any) -> None:
         """Gives back what was reserved."""
         with contextlib.suppress(Exception):  # the cluster may be gone
-            self.connection.call(lambda: self._placement_groups().remove_placement_group(group))
+            self.connection.call(lambda: self._placed("remove_placement_group", group))
 
     def host(self, node: Node) -> Any:
         """The notebook's actor on a node, which may still have to start. It stays there for the next run.
 
         What the ranks need is reserved by the placement group; the actor itself needs next to nothing.
+
+        Raises:
+            ConfigError: Ray takes no such runtime environment.
         """
         key = (
             f"{self.connection.job_id} {node.id}",
@@ -190,8 +198,15 @@ class Cluster:
             }
             if self._options.runtime_env:
                 options["runtime_env"] = self._options.runtime_env
-            start = self.ray.remote(host.NodeHost).options(**options).remote
-            _hosts[key] = self.connection.call(lambda: start(node.address))
+            try:
+                start = self.ray.remote(host.NodeHost).options(**options).remote
+                _hosts[key] = self.connection.call(lambda: start(node.address))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"The engine option runtime_env={self._options.runtime_env} can't be used.",
+                    why=str(error),
+                    fix="ray.init(..., runtime_env=...) in the notebook before the launch, for a folder of this machine",
+                ) from None
         return _hosts[key]
 
     def drop(self, actor: Any) -> None:
@@ -236,11 +251,11 @@ class Cluster:
 
     def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:
         bundles = [dict(resources) for _ in range(world_size)]
-        return self._placement_groups().placement_group(bundles, strategy=self._options.strategy)
+        return self._placed("placement_group", bundles, strategy=self._options.strategy)
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
         """Where the reservations are; nothing until they are, or if one of the nodes has just gone."""
-        table: dict[str, Any] = self._placement_groups().placement_group_table(group)
+        table: dict[str, Any] = self._placed("placement_group_table", group)
         if table.get("state") != "CREATED":
             return ()
         of_bundles: dict[int, str] = table["bundles_to_node_id"]
@@ -260,8 +275,22 @@ class Cluster:
         is_there = all(amount * world_size <= free.get(name, 0) for name, amount in resources.items())
         return f"{amounts}, but not as strategy={self._options.strategy!r} wants it" if is_there else amounts
 
-    def _placement_groups(self) -> Any:
-        return importlib.import_module("ray.util.placement_group")
+    def _placed(self, what: str, *args: Any, **options: Any) -> Any:
+        """What a function of ``ray.util.placement_group`` returns."""
+        if self.connection.is_driver:
+            return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
+        key = (self.connection.job_id, "placing")
+        if key not in _hosts:
+            _hosts[key] = self.ray.remote(_Deputy).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+        return self.ray.get(_hosts[key].placed.remote(what, args, options))
+
+
+class _Deputy:
+    """Calls Ray for a notebook that is connected by Ray Client, which would have a new process do so each time."""
+
+    def placed(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """What a function of ``ray.util.placement_group`` returns."""
+        return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
 
 
 class _Seat:

@@ -12,7 +12,7 @@ from notebook_accel.launching import outgoing, sealing, undisturbed
 from notebook_accel.launching.checks.devices import Devices
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.ray import cluster, connection, options
+from notebook_accel.launching.ray import cluster, connecting, options
 from notebook_accel.launching.ray.run import ClusterRun
 
 __all__ = ["RayEngine"]
@@ -42,7 +42,7 @@ class RayEngine:
                 why="It has ranks in this kernel, or as forks of it.",
                 fix="leave out start_method, or engine",
             )
-        return cls(cluster.Cluster(undisturbed.call(lambda: connection.connect(wanted.address)), wanted))
+        return cls(cluster.Cluster(undisturbed.call(lambda: connecting.connect(wanted.address)), wanted))
 
     def devices(self, config: LaunchConfig) -> Devices:
         """What ranks run on: the cluster's GPUs if it has any."""

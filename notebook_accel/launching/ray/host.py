@@ -112,9 +112,10 @@ class NodeHost:
         else:
             getattr(run.control, what)()
 
-    def results(self, job_id: str) -> list[Any]:
-        """Each rank's result as it was written: buffers, which Ray sends beside its pickle."""
-        return [pickle.PickleBuffer(memory_files.whole(file)) for file in self._runs[job_id].result_files]
+    def results(self, job_id: str, *, as_buffers: bool) -> list[Any]:
+        """Each rank's result as it was written: as buffers, which Ray sends beside its pickle, or as bytes."""
+        written = [memory_files.whole(file) for file in self._runs[job_id].result_files]
+        return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
     def forget(self, job_id: str) -> None:
         """The kernel has all that it wants of a run. What is still there of it is killed."""

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import pathlib
 import pickle
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -69,39 +70,49 @@ class ClusterRun:
         self._error: NotebookAccelError | None = None
         self._finished: set[int] = set()
         self._logs = _Logs(job.log_files)
-        self._thread = threading.Thread(target=self._run, name=f"notebook-accel-ray-{job.id}", daemon=True)
+        self._orders: queue.SimpleQueue[parts.Tell | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Starts the thread. It ends with the run."""
-        self._thread.start()
+        """Starts the threads. They end with the run."""
+        for number, act in enumerate((self._run, self._obey)):
+            name = f"notebook-accel-ray-{self._job.id}-{number}"
+            threading.Thread(target=act, name=name, daemon=True).start()
 
     # What a job asks for -------------------------------------------------------------------------------------------
 
     def interrupt(self, *, escalate: bool) -> None:
         if escalate:
             self._wanted = self._wanted or "interrupt"
-        self._tell("interrupt" if escalate else "interrupt only")
+        self._orders.put("interrupt" if escalate else "interrupt only")
 
     def stop(self) -> None:
         self._wanted = self._wanted or "stop"
-        self._tell("stop")
+        self._orders.put("stop")
 
     def kill(self) -> None:
         self._wanted = self._wanted or "kill"
-        self._tell("kill")
+        self._orders.put("kill")
 
     def inspect(self) -> None:
         if not self._is_launched:  # there is nobody yet who could be asked
             self._job.take_dumps(())
         for part in self._parts:
             part.dumps = None
-        self._tell("inspect")
+        self._orders.put("inspect")
 
     def respawn(self, rank: int) -> None:
         raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
 
     def release(self) -> None:
-        self._tell("release")
+        self._orders.put("release")
+
+    def _obey(self) -> None:
+        """Passes on what the job was asked for: who asks may be the kernel's main thread, which must not be in Ray."""
+        while (what := self._orders.get()) is not None:
+            with self._connection.used():
+                self._tell(what)
+
+    # The thread ----------------------------------------------------------------------------------------------------
 
     def _tell(self, what: parts.Tell) -> None:
         with contextlib.suppress(SupervisorLostError):  # the thread finds that out
@@ -109,8 +120,6 @@ class ClusterRun:
                 if not part.has_ended:
                     with self._connection.held():
                         part.actor.tell.remote(self._job.id, what)
-
-    # The thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         with self._connection.used():
@@ -122,6 +131,7 @@ class ClusterRun:
             self._payload = None
             if self._error is not None:
                 self._error.__traceback__ = self._error.__context__ = None
+        self._orders.put(None)
         self._job.end(self._reason, self._error)
 
     def _run_attempts(self) -> None:
@@ -190,7 +200,7 @@ class ClusterRun:
             for answer in self._connection.first_of(pending, _PATIENCE_S):
                 part = pending.pop(answer)
                 try:
-                    batch = parts.decode(answer.result())
+                    batch = parts.decode(self._connection.result(answer))
                 except self._cluster.ray.exceptions.RayError as error:
                     self._gone(part, error)
                     continue
@@ -250,7 +260,9 @@ class ClusterRun:
         for part in self._parts:
             # If it is gone there is none, which the job notices.
             with contextlib.suppress(self._cluster.ray.exceptions.RayError):
-                asked = self._connection.ask(functools.partial(part.actor.results.remote, self._job.id))
+                asked = self._connection.ask(
+                    functools.partial(part.actor.results.remote, self._job.id, as_buffers=self._connection.is_driver)
+                )
                 [results] = self._connection.answers([asked], _TRANSFER_DEADLINE_S, lambda: True)
                 for rank, written in zip(part.ranks, results, strict=True):
                     data = memoryview(written)

@@ -19,7 +19,8 @@ from notebook_accel.launching.ray.connection import Answer
 
 __all__ = ["NodePart", "Starter"]
 
-_START_DEADLINE_S = 120.0  # to install a runtime environment can take long
+_START_DEADLINE_S = 120.0
+_INSTALL_DEADLINE_S = 660.0  # of a runtime environment; Ray itself gives up after 600 s
 _TRANSFER_DEADLINE_S = 1800.0  # of the payload; Ray notices a node that has gone before
 
 
@@ -130,7 +131,14 @@ class Starter:
         """What a host says of its node. One that has died since the last run is replaced once."""
         try:
             return self._asked_for_facts(part)
-        except self._error:
+        except self._cluster.ray.exceptions.RuntimeEnvSetupError as error:
+            self._cluster.drop(part.actor)
+            raise ProcessStartError(
+                f"The runtime environment could not be set up on the node {part.node.address}.",
+                why=str(error).strip(),
+                fix="another runtime_env in engine_options, or install what is missing on the nodes",
+            ) from None
+        except (self._error, TimeoutError):
             self._cluster.drop(part.actor)
         part.actor = self._cluster.host(part.node)
         try:
@@ -147,7 +155,8 @@ class Starter:
 
     def _asked_for_facts(self, part: NodePart) -> parts.Facts:
         asked = [self._ask(part.actor.facts.remote)]
-        [encoded] = self._cluster.connection.answers(asked, _START_DEADLINE_S, self._is_wanted)
+        patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
+        [encoded] = self._cluster.connection.answers(asked, patience_s, self._is_wanted)
         return msgspec.msgpack.decode(encoded, type=parts.Facts)
 
     def _answer(self, part: NodePart, asked: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:

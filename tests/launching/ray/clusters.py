@@ -32,11 +32,14 @@ _HELPERS = {
 
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
-    """A head and a second node, with one CPU each."""
+    """A head and a second node, with one CPU each. Ray Client's server is at its ``client_address``."""
     utils = importlib.import_module("ray.cluster_utils")
     cluster = utils.Cluster()
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    cluster.client_address = f"ray://127.0.0.1:{port}"
     try:
-        add_node(cluster, **_HEAD)
+        add_node(cluster, **_HEAD, ray_client_server_port=port)
         add_node(cluster, num_cpus=1)
         yield cluster
     finally:

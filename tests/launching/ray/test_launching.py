@@ -104,12 +104,25 @@ def test_placement_that_cannot_be_is_said(cluster: Any) -> None:
     all_is_free()
 
 
-def test_address_where_nobody_is_says_so_at_once(cluster: Any) -> None:
+def test_runtime_environment_that_cannot_be_is_said(cluster: Any) -> None:
+    with pytest.raises(ConfigError, match="The engine option runtime_env=.* can't be used") as refused:
+        launch(work.attempt, engine_options={"runtime_env": {"working_dir": "/nowhere"}}).results(DEADLINE_S)
+    assert refused.value.why == "/nowhere is not a valid path."
+    there = {"working_dir": "https://127.0.0.1:1/folder.zip"}
+    with pytest.raises(LaunchError, match="The runtime environment could not be set up on the node") as caught:
+        launch(work.attempt, engine_options={"runtime_env": there}).results(DEADLINE_S)
+    assert "folder.zip" in caught.value.why
+    assert launch(work.attempt).results(DEADLINE_S) == [0, 0]
+    all_is_free()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_address_where_nobody_is_says_so_at_once(cluster: Any, address: str) -> None:
     command = [sys.executable, "-m", "notebook_accel", "doctor", "--engine", "ray"]
-    command += ["--engine_options", "address=127.0.0.1:1"]
+    command += ["--engine_options", f"address={address}"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)  # Ray itself takes 200 s
     assert shown.returncode != 0
-    assert "No Ray cluster was found at '127.0.0.1:1'" in shown.stdout + shown.stderr, shown
+    assert f"No Ray cluster was found at '{address}'" in shown.stdout + shown.stderr, shown
 
 
 def test_what_cannot_be_is_refused_before_anything_is_reserved(cluster: Any) -> None:

@@ -35,9 +35,13 @@ def ok(outcome: kernels.Outcome) -> kernels.Outcome:
 def test_users_own_connection_is_used_and_its_end_ends_the_run(cluster: Any, tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
         ok(kernel.run(_IN_THE_BACKGROUND.format(address=cluster.address), DEADLINE_S))
-        ok(kernel.run(f"import ray; ray.init({cluster.address!r}, namespace='mine', log_to_driver=False)", DEADLINE_S))
+        (tmp_path / "sent").mkdir()
+        (tmp_path / "sent" / "data.csv").touch()
+        sent = f"namespace='mine', runtime_env={{'working_dir': {str(tmp_path / 'sent')!r}}}"
+        ok(kernel.run(f"import ray; ray.init({cluster.address!r}, {sent}, log_to_driver=False)", DEADLINE_S))
         asked = "launch(work.attempt, address='nowhere:1').results(100)"  # of no meaning to who is connected
         assert kernel.value(asked, DEADLINE_S) == "[0, 0]"
+        assert kernel.value("launch(work.folder).results(100)", DEADLINE_S) == "[['data.csv'], ['data.csv']]"
         assert kernel.value("ray.is_initialized(), ray.get_runtime_context().namespace") == "(True, 'mine')"
         ok(kernel.run(f"job = launch(work.wait_to_be_ended, {str(tmp_path)!r})", DEADLINE_S))
         pids = have_begun(tmp_path)

@@ -52,6 +52,11 @@ def place(model: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def folder() -> list[str]:
+    """What is in the folder where this rank is."""
+    return os.listdir()
+
+
 def visible_gpus() -> tuple[str | None, str | None]:
     """What this rank may use, and which of it is its own."""
     return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_RANK")
