@@ -205,7 +205,7 @@ class Cluster:
                 raise ConfigError(
                     f"The engine option runtime_env={self._options.runtime_env} can't be used.",
                     why=str(error),
-                    fix="ray.init(..., runtime_env=...) in the notebook before the launch, for a folder of this machine",
+                    fix="for a folder of this machine, ray.init(runtime_env=...) in the notebook before the launch",
                 ) from None
         return _hosts[key]
 

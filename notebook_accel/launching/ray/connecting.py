@@ -42,6 +42,8 @@ def connect(address: str) -> Connection:
     with _lock:
         if _current is not None and _current.is_there:
             return _current
+        if _current is not None:
+            _current.leave()
         if not ray.is_initialized():
             _give_up_lost_client()
             _connect(ray, address)

@@ -61,6 +61,8 @@ class Connection:
         self._why_it_ended = ""
         self._users: set[object] = set()  # which needs no lock that an interrupt of the main thread could leave taken
         self._has_ended = Latch()
+        self._is_lost = False
+        self._leaving = threading.Lock()
         threading.Thread(target=self._watch, name="notebook-accel-ray-connection", daemon=True).start()
 
     @property
@@ -111,8 +113,8 @@ class Connection:
             self.check()
             try:
                 yield
-            except Exception:
-                self.check()  # Ray's own words for it are many
+            except Exception as error:
+                self._judge(error)
                 raise
 
     def ask(self, what: Callable[[], Any]) -> Answer:
@@ -178,11 +180,16 @@ class Connection:
         """
         try:
             return answer.result()
-        except ConnectionError as error:
-            if not isinstance(error, self.ray.exceptions.RayError):  # Ray Client has no other word for it
-                self._end("Ray Client has lost its server.")
-                self.check()
+        except Exception as error:
+            self._judge(error)
             raise
+
+    def leave(self) -> None:
+        """Disconnects the notebook if what was lost of the connection is in the way of another one."""
+        with self._leaving:
+            if self._is_lost and self._link.is_there():
+                with contextlib.suppress(Exception):  # there is nobody who could hear of it
+                    self.ray.shutdown()
 
     def call(self, what: Callable[[], _T], patience_s: float = _CALL_PATIENCE_S) -> _T:
         """Asks Ray something for which it waits by itself: what the cluster has, for instance.
@@ -213,6 +220,16 @@ class Connection:
             self.check()
         return call.result()
 
+    def _judge(self, error: Exception) -> None:
+        """Raises that the connection has ended if that is what an error of Ray's comes from."""
+        if isinstance(error, self._link.lost_errors) and not isinstance(error, self.ray.exceptions.RayError):
+            self._lose(f"Ray Client has lost its server ({type(error).__name__}).")
+        self.check()
+
+    def _lose(self, why: str) -> None:
+        self._is_lost = True
+        self._end(why)
+
     def _end(self, why: str) -> None:
         self._why_it_ended = self._why_it_ended or why
         self._has_ended.set()
@@ -227,12 +244,11 @@ class Connection:
             why = why_not_reached(self._link.head)
             heard_s = time.monotonic() if not why else heard_s
             if time.monotonic() - heard_s > _HEAD_PATIENCE_S and self.is_there:
-                self._end(
+                self._lose(
                     f"Its head at {self._link.head} has not answered for {_HEAD_PATIENCE_S:g} s ({why}). Ray ends a "
                     "process whose cluster has no head for a minute, so this one was disconnected."
                 )
-                with contextlib.suppress(Exception):  # there is nobody who could hear of it
-                    self.ray.shutdown()
+        self.leave()
 
 
 class _Call(Generic[_T]):

@@ -23,12 +23,14 @@ class Link(Protocol):
         head: The address of the cluster's head if Ray ends this process when nobody answers there; else empty.
         lock: Taken by calls, and by ``ray.shutdown()``. The same thread may take it again.
         is_driver: Whether Ray is in this process: calls are its own, and what actors return is in its memory.
+        lost_errors: What Ray raises when it can't be used any more; its own ``RayError`` are none of them.
     """
 
     job_id: str
     head: str
     lock: AbstractContextManager[Any]
     is_driver: bool
+    lost_errors: tuple[type[Exception], ...]
 
     def is_there(self) -> bool:
         """Whether it is still this connection."""
@@ -42,6 +44,7 @@ def current(ray: Any) -> Link:
 
 class _DriverLink:
     is_driver = True
+    lost_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self, ray: Any) -> None:
         self._module = importlib.import_module("ray._private.worker")
@@ -61,6 +64,7 @@ class _ClientLink:
     is_driver = False
 
     def __init__(self, ray: Any, client: Any) -> None:
+        self.lost_errors: tuple[type[Exception], ...] = (ConnectionError, importlib.import_module("grpc").RpcError)
         self._context = client.get_context()
         self._worker = weakref.ref(self._context.client_worker)
         self.lock: AbstractContextManager[Any] = threading.RLock()

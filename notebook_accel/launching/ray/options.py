@@ -26,7 +26,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         resources: What else is reserved for each rank, by Ray's names.
         strategy: How ranks are spread over nodes, as Ray's placement groups have it.
         nodes: On how many nodes the ranks have to be; ``None``: on any number.
-        runtime_env: Ray's runtime environment for the nodes: pip packages, working directory, variables.
+        runtime_env: Ray's runtime environment for the nodes: variables, pip packages, a working directory's URI.
         wait_s: How long to wait for what the cluster doesn't have free, in seconds.
     """
 

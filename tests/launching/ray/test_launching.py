@@ -105,7 +105,7 @@ def test_placement_that_cannot_be_is_said(cluster: Any) -> None:
 
 
 def test_runtime_environment_that_cannot_be_is_said(cluster: Any) -> None:
-    with pytest.raises(ConfigError, match="The engine option runtime_env=.* can't be used") as refused:
+    with pytest.raises(ConfigError, match=r"The engine option runtime_env=.* can't be used") as refused:
         launch(work.attempt, engine_options={"runtime_env": {"working_dir": "/nowhere"}}).results(DEADLINE_S)
     assert refused.value.why == "/nowhere is not a valid path."
     there = {"working_dir": "https://127.0.0.1:1/folder.zip"}

@@ -123,6 +123,21 @@ def test_node_that_goes_takes_the_run_with_it_and_the_next_one_works(
     assert launch(work.attempt).results(DEADLINE_S) == [0, 0]
 
 
+def test_run_goes_on_by_itself_on_what_is_left(cluster: Any, tmp_path: pathlib.Path) -> None:
+    nodes = [clusters.add_node(cluster, num_cpus=0, resources={"fourth": 2}) for _ in range(2)]
+    has = connected().cluster_resources
+    processes.wait_until(lambda: has().get("fourth") == 4, "the nodes are there", timeout_s=60)
+    options = {"strategy": "STRICT_PACK", "cpus_per_rank": 0, "resources": {"fourth": 1}}
+    job = launch(work.waits_once, str(tmp_path), max_restarts=1, engine_options=options)
+    above = {process.pid for process in psutil.Process(have_begun(tmp_path)[0]).parents()}
+    nodes.sort(key=lambda node: node.all_processes["raylet"][0].process.pid in above)
+    cluster.remove_node(nodes.pop())
+    assert job.results(DEADLINE_S) == [1, 1]
+    assert len(job.restarts) == 1 and re.search(r"The node .* has gone, and ranks 0 to 1 of 2 with it", job.restarts[0])
+    cluster.remove_node(nodes.pop())
+    all_is_free()
+
+
 def test_run_that_waits_for_the_cluster_can_be_stopped(cluster: Any) -> None:
     job = launch(work.attempt, engine_options={"cpus_per_rank": 1, "strategy": "STRICT_PACK"})
     processes.wait_until(lambda: "waiting for the cluster" in str(job.events()), "it waits", timeout_s=60)

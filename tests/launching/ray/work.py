@@ -28,6 +28,13 @@ def attempt() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
+def waits_once(folder: str) -> int:
+    """The same, but in the first attempt all ranks ``wait_to_be_ended``."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        wait_to_be_ended(folder)
+    return attempt()
+
+
 def fails_once() -> int:
     """The same, but rank 1 dies in the first attempt."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
