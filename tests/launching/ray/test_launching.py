@@ -111,7 +111,7 @@ def test_runtime_environment_that_cannot_be_is_said(cluster: Any) -> None:
     there = {"working_dir": "https://127.0.0.1:1/folder.zip"}
     with pytest.raises(LaunchError, match="The runtime environment could not be set up on the node") as caught:
         launch(work.attempt, engine_options={"runtime_env": there}).results(DEADLINE_S)
-    assert "folder.zip" in caught.value.why
+    assert "Failed to set up runtime environment" in caught.value.why
     assert launch(work.attempt).results(DEADLINE_S) == [0, 0]
     all_is_free()
 
