@@ -51,6 +51,9 @@ class ResultFiles:
 
     def bind_saved(self) -> tuple[str, ...]:
         """Binds the names to be pulled to what they were in rank 0 when it failed or was interrupted; their names."""
+        if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
+            self.close()
+            return ()
         _, pulled = serialization.open_sealed(self._descriptors[0], origins=self._shipped).value
         self.close()
         self._bind(pulled)

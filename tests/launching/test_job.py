@@ -279,3 +279,11 @@ def test_spec_survives_the_way() -> None:
         sources={"f": Source("In[1]", "code")}, cell="1", cell_filename="In[1]", calls="f", pull=("a",),
     )  # fmt: skip
     assert JobSpec.decode(spec.encode()) == spec
+
+
+def test_result_that_was_lost_on_its_way_does_not_hide_why(job: Job) -> None:
+    for rank in (0, 1):
+        job.deliver(rank, events.Finished(result_bytes=1))
+    job.end("", RunError("The node has gone."))
+    with pytest.raises(RunError, match=r"^The node has gone\.$"):
+        job.results()

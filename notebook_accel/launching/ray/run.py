@@ -258,16 +258,18 @@ class ClusterRun:
     def _take_results(self) -> None:
         """Copies what the ranks have written; also after a failure, for what was to be pulled."""
         for part in self._parts:
-            # If it is gone there is none, which the job notices.
-            with contextlib.suppress(self._cluster.ray.exceptions.RayError):
+            try:
                 asked = self._connection.ask(
                     functools.partial(part.actor.results.remote, self._job.id, as_buffers=self._connection.is_driver)
                 )
                 [results] = self._connection.answers([asked], _TRANSFER_DEADLINE_S, lambda: True)
-                for rank, written in zip(part.ranks, results, strict=True):
-                    data = memoryview(written)
-                    if data.nbytes:
-                        memory_files.fill(self._result_files[rank], data)
+            except self._cluster.ray.exceptions.RayError as error:
+                self._gone(part, error)
+                continue
+            for rank, written in zip(part.ranks, results, strict=True):
+                data = memoryview(written)
+                if data.nbytes:
+                    memory_files.fill(self._result_files[rank], data)
 
     def _let_go(self, placement: Placement | None) -> None:
         there, self._parts, self._is_launched = self._parts, [], False
