@@ -40,7 +40,7 @@ def all_is_free() -> None:
 def have_begun(folder: pathlib.Path) -> list[int]:
     """The processes of two ranks that ``wait_to_be_ended``, as soon as they do."""
     files = [folder / f"{rank}.began" for rank in (0, 1)]
-    processes.wait_until(lambda: all(file.exists() for file in files), "both ranks run", timeout_s=60)
+    processes.wait_until(lambda: all(file.exists() for file in files), "both ranks run", timeout_s=DEADLINE_S)
     processes.wait_until(lambda: all(file.read_text() for file in files), "both ranks have said who they are")
     return [int(file.read_text()) for file in files]
 
