@@ -18,7 +18,7 @@ import pytest
 from tests import kernels, processes
 from tests.launching.ray.runs import DEADLINE_S, all_is_free, are_gone, have_begun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 _PREPARE = """
 %load_ext notebook_accel

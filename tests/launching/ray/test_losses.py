@@ -67,6 +67,7 @@ def test_notebook_lives_whenever_it_disconnects_from_a_run(cluster: Any, tmp_pat
     all_is_free()
 
 
+@pytest.mark.timeout(400)  # Ray's own minute, on a busy machine
 def test_head_that_dies_ends_the_run_and_not_the_notebook(cluster: Any, tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
         with clusters.running() as doomed:
