@@ -146,6 +146,7 @@ class Crew:
             asking = Asking(self._courier, self._output, self.job.config.grace_s, console=console)
             self._start_output()
             self._have_answered(asking, question)
+            interrupts.heeded()  # one has ended the debugger, as it should
             answers = dict(question.answers)
             self._courier.drop(question)
             self._finish_output(answers)

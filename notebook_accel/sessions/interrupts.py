@@ -63,6 +63,10 @@ class Interrupts:
         if self._last is not None:
             raise self._last
 
+    def heeded(self) -> None:
+        """Those that were taken have done what they were meant for: they are not raised any more."""
+        self._last = None
+
     @property
     def have_come(self) -> bool:
         """Whether there is one that nobody has taken."""
