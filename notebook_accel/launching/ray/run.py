@@ -167,6 +167,7 @@ class ClusterRun:
             placement = self._cluster.reserve(
                 self._job.world_size, self._resources, notice=self._notice, is_wanted=self._is_wanted
             )
+            self._notice()  # it waits no more
             self._start(placement, restarts)
             self._follow()
             self._take_results()
@@ -182,8 +183,8 @@ class ClusterRun:
     def _is_wanted(self) -> bool:
         return self._wanted is None
 
-    def _notice(self, text: str) -> None:
-        self._job.deliver(0, events.Output(text=f"[{text}]"))
+    def _notice(self, *lines: str) -> None:
+        self._job.deliver(0, events.Nodes(lines=list(lines), is_news=bool(lines)))
 
     def _start(self, placement: Placement, restarts: int) -> None:
         starter = Starter(self._job, self._cluster, placement, self._is_wanted)

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from notebook_accel import events
 from notebook_accel.errors import LaunchError, RunStoppedError, SupervisorLostError
 from tests import kernels, processes
 from tests.launching.ray import clusters, work
@@ -141,7 +142,12 @@ def test_run_goes_on_by_itself_on_what_is_left(cluster: Any, tmp_path: pathlib.P
 
 def test_run_that_waits_for_the_cluster_can_be_stopped(cluster: Any) -> None:
     job = launch(work.attempt, engine_options={"cpus_per_rank": 1, "strategy": "STRICT_PACK"})
-    processes.wait_until(lambda: "waiting for the cluster" in str(job.events()), "it waits", timeout_s=60)
+
+    def waits() -> list[str]:  # which no rank has said, and so isn't among their output
+        return [line for _, event in job.events() if isinstance(event, events.Nodes) for line in event.lines]
+
+    said, *_ = processes.wait_until(waits, "it waits", timeout_s=60)
+    assert said.startswith("waiting for the cluster: 2 CPU needed")
     job.stop()
     with pytest.raises(RunStoppedError):
         job.results(DEADLINE_S)
