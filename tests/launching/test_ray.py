@@ -12,7 +12,7 @@ from notebook_accel import events, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import connection, host, options, parts
+from notebook_accel.launching.ray import connecting, connection, host, options, parts
 from tests.launching import ranks
 
 
@@ -95,3 +95,26 @@ def test_versions_are_what_has_to_be_the_same() -> None:
     assert set(found) == {"Python", "torch", "notebook-accel"} and all(found.values())
     facts = parts.Facts(versions=found, address="127.0.0.1", host="here", pid=1)
     assert msgspec.msgpack.decode(parts.encode(facts), type=parts.Facts) == facts
+
+
+class _Library:
+    """Stands for Ray, of whose client's server the process for a notebook fails so many times."""
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self.asked = 0
+
+    def init(self, **_: object) -> None:
+        self.asked += 1
+        if self.asked <= self._failures:
+            raise ConnectionAbortedError(
+                "Initialization failure from server:\nTraceback\nRuntimeError: no such process"
+            )
+
+
+def test_process_of_ray_client_that_fails_is_asked_for_again() -> None:
+    library = _Library(failures=2)
+    connecting._connect(library, "auto")
+    assert library.asked == 3
+    with pytest.raises(ConfigError, match=r"could not start a process for this notebook.*\n.*no such process"):
+        connecting._connect(_Library(failures=9), "auto")

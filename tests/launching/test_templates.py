@@ -158,3 +158,34 @@ def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
         fresh.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
         processes.wait_until(lambda: fresh.descendants() == [], "agent and template have gone")
         assert parent_of_ranks(fresh) > 0
+
+
+_DYING = """
+import os, signal, subprocess, sys
+from notebook_accel.channel import Connection
+from notebook_accel.launching.ranks import template
+
+kill_group = template.kill_group
+
+def kill_group_disturbed(pid):
+    os.kill(os.getpid(), signal.SIGTERM)
+    kill_group(pid)
+
+template.kill_group = kill_group_disturbed
+template.come_under(os.getppid())
+agent, ours = Connection.pair()
+made = template.Template(ours)
+for rank in range(2):
+    started = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    made._ranks[os.pidfd_open(started.pid)] = ("job", rank, started.pid)
+    print(started.pid, flush=True)
+agent.close()
+made.serve()
+"""
+
+
+def test_signal_that_follows_the_agents_end_does_not_keep_a_template_from_ending_its_ranks() -> None:
+    ended = subprocess.run([sys.executable, "-c", _DYING], capture_output=True, text=True, timeout=60, check=False)
+    ranks = [processes.read(int(pid)) for pid in ended.stdout.split()]
+    assert len(ranks) == 2, ended.stderr
+    processes.wait_until(lambda: not any(rank is not None and rank.is_alive for rank in ranks), "both ranks have ended")

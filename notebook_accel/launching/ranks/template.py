@@ -67,8 +67,19 @@ class Template:
         except ClosedError:
             pass
         finally:
-            for _, _, pid in self._ranks.values():
-                kill_group(pid)
+            # The agent's end is seen twice: its line closes, and then comes the signal, which must not cut this short.
+            try:
+                self._kill_ranks()
+            except SystemExit:
+                self._kill_ranks()
+                raise
+
+    def _kill_ranks(self) -> None:
+        """Kills them and all that they have started, undisturbed."""
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            signal.signal(number, signal.SIG_IGN)
+        for _, _, pid in self._ranks.values():
+            kill_group(pid)
 
     def _say_ready(self) -> None:
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template

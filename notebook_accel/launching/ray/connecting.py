@@ -18,6 +18,7 @@ from notebook_accel.launching.ray.connection import Connection, why_not_reached
 __all__ = ["connect"]
 
 _CLIENT = "ray://"
+_ATTEMPTS = 3
 
 _current: Connection | None = None
 _lock = threading.Lock()
@@ -89,15 +90,36 @@ def _connect(ray: Any, address: str) -> None:
         raise _not_found(asked, why)
     try:
         with environment.patched(as_it_is), _errors_only():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            _init(ray, address)
+    except ConnectionAbortedError as error:
+        raise ConfigError(
+            f"The Ray cluster at {asked!r} could not start a process for this notebook.",
+            why=_lines(error)[-1],
+            fix="ray_client_server.err in the logs of the head says more",
+        ) from None
     except (ConnectionError, ValueError, SystemExit) as error:
-        raise _not_found(asked, _first_line(error)) from None
+        raise _not_found(asked, _lines(error)[0]) from None
     except RuntimeError as error:
         raise ConfigError(
             f"The Ray cluster at {asked!r} can't be used from here.",
             why=" ".join(str(error).split()),
             fix="the same versions of Ray and Python here as there",
         ) from None
+
+
+def _init(ray: Any, address: str) -> None:
+    """Connects, again if Ray Client's server has failed.
+
+    It forks a process for each client while threads of its are in gRPC, and some of these processes end at once.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except ConnectionAbortedError:
+            if not left:
+                raise
+        else:
+            return
 
 
 def _refuse_without_grpc(address: str) -> None:
@@ -130,5 +152,5 @@ def _not_found(address: str, why: str) -> ConfigError:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _lines(error: BaseException) -> list[str]:
+    return (str(error).strip() or type(error).__name__).splitlines()
