@@ -105,7 +105,7 @@ def test_kernel_that_is_killed_takes_its_ranks_with_it(notebook: kernels.Kernel,
     pids = have_begun(tmp_path)
     notebook.kill()
     # Ray waits half a minute for it to come back.
-    processes.wait_until(lambda: are_gone(pids), "its ranks are gone", timeout_s=100)
+    assert processes.wait_until(lambda: are_gone(pids), "its ranks are gone", timeout_s=100)
 
 
 def test_without_grpc_the_error_names_the_extra(cluster: Any, tmp_path: pathlib.Path) -> None:
