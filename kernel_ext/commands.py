@@ -104,13 +104,14 @@ def _status(order: _Order) -> None:
 def _print_run(entry: registry.Entry) -> None:
     job = entry.job
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
-    status = entry.ending.status or ("running" if job is None else job.status)
+    ended = entry.ending.status  # read once: the run may end meanwhile
+    status = ended or ("running" if job is None else job.status)
     began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
-    took = f", took {durations.in_words(entry.ending.took_s)}" if entry.ending.status else ""
+    took = f", took {durations.in_words(entry.ending.took_s)}" if ended else ""
     print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
-    if entry.ending.why:
+    if ended and entry.ending.why:
         print(f"  {entry.ending.why}")
-    if job is None or job.done:
+    if job is None or ended:
         return
     if job.doing():
         print(f"  {job.doing()}")

@@ -337,11 +337,12 @@ class Job:
         self._reason = reason
         self._engine_error = error
         self.ended_s = time.monotonic()
-        self.ending.status, self.ending.took_s = self._end_status(), self.ended_s - self.started_s
-        if self.ending.status == "failed":
+        status, why = self._end_status(), ""
+        if status == "failed":
             said = "timeout_s has run out" if self._reason == "timeout" else self._record.in_a_line
             said = said if elsewhere is None else elsewhere.in_a_line
-            self.ending.why = said if error is None else error.what
+            why = said if error is None else error.what
+        self.ending.fill_in(status, why, self.ended_s - self.started_s)
         if self._is_discarded or not (self._has_all_results() or self._record.has_saved):
             self._files.close()
         self._ended.set()

@@ -36,6 +36,11 @@ class Ending:
     why: str = ""
     took_s: float = 0.0
 
+    def fill_in(self, status: str, why: str, took_s: float) -> None:
+        """The run has ended. The status comes last: another thread that sees one sees all that belongs to it."""
+        self.why, self.took_s = why, took_s
+        self.status = status
+
 
 class Record:
     """Filled with the ranks' events; names the failure that the others follow from.

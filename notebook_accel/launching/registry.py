@@ -61,8 +61,10 @@ def add(job: Job) -> None:
 
 def latest(count: int = 1) -> list[Entry]:
     """The runs that go on, and of those that have ended the last ``count``; in the order of their start."""
-    ended = [entry for entry in _entries if not entry.is_running][-count:]
-    return [entry for entry in _entries if entry.is_running or entry in ended]
+    entries = list(_entries)
+    running = [entry.is_running for entry in entries]  # asked once: a run that ended between would be missing
+    ended = [index for index, is_running in enumerate(running) if not is_running][-count:]
+    return [entry for index, entry in enumerate(entries) if running[index] or index in ended]
 
 
 def find(which: str = "", *, running: bool = False) -> Entry:
@@ -75,8 +77,8 @@ def find(which: str = "", *, running: bool = False) -> Entry:
     Raises:
         NotebookAccelError: There is none, or several could be meant.
     """
-    known = [entry for entry in _entries if entry.is_running or not running]
-    going_on = [entry for entry in known if entry.is_running]
+    going_on = [entry for entry in _entries if entry.is_running]
+    known = going_on if running else list(_entries)
     if which:
         found = [entry for entry in known if which in (str(entry.number), entry.name)]
         if found:

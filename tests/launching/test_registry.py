@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import gc
+import sys
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -72,3 +75,41 @@ def test_remembering_a_run_keeps_nothing_of_it() -> None:
     gc.collect()
     entry = registry.find("gone")
     assert (entry.job, entry.is_running, entry.number) == (None, False, 1)
+
+
+def test_at_every_moment_in_which_a_run_ends_it_is_listed_with_all_that_belongs_to_it() -> None:
+    job = started("bad")
+    (entry,) = registry.latest()
+    seen = []
+
+    def look(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename.endswith(("launching/job.py", "launching/record.py")):
+            sys.settrace(None)
+            seen.append((entry.ending.status, entry.ending.why, entry.ending.took_s > 0.0))
+            sys.settrace(look)
+        return look
+
+    sys.settrace(look)
+    try:
+        job.end("timeout")
+    finally:
+        sys.settrace(None)
+    assert {at_once for at_once in seen if at_once[0]} == {("failed", "timeout_s has run out", True)}
+    assert seen[0] == ("", "", False)
+
+
+def test_run_that_ends_while_runs_are_listed_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    started("first").end("stopped")
+    job = started("second")
+    is_running = registry.Entry.is_running
+    assert isinstance(is_running, property)
+
+    def ends_once_asked(entry: registry.Entry) -> bool:
+        assert is_running.fget is not None
+        answer = bool(is_running.fget(entry))
+        if answer:
+            job.end("stopped")
+        return answer
+
+    monkeypatch.setattr(registry.Entry, "is_running", property(ends_once_asked))
+    assert [entry.name for entry in registry.latest()] == ["first", "second"]
