@@ -149,9 +149,12 @@ def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kern
 
 
 def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
-    _messages(kernel, "job = make_job(); view = open_view(job); start(job); view.refresh()")
-    later = f"{_HERE}; job.started_s = time.monotonic() - 7; view.refresh(); view.refresh(); view.refresh()"
-    assert len(_widget_values(_messages(kernel, later))) == 1  # the clock, once
+    clock = "import types, kernel_ext.panel as panel; now_s = time.monotonic(); "  # which stands still
+    clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s); "
+    _messages(kernel, f"{clock}job = make_job(); view = open_view(job); start(job); view.refresh()")
+    later = f"{_HERE}; job.started_s = now_s - 7; view.refresh(); view.refresh(); view.refresh()"
+    values = _widget_values(_messages(kernel, f"{later}; panel.time = time"))
+    assert len(values) == 1 and "00:07" in values[0]  # the clock, once
     output = f"{_HERE}; job.deliver(0, events.Output(text='hello')); view.refresh()"
     values = _widget_values(_messages(kernel, output))
     assert any("nba-output" in value for value in values)
@@ -277,6 +280,7 @@ def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kerne
 
 def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
+    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # which two more cells may take
     _messages(kernel, "view._widgets._view.value = 'Stacks'")
     assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
     assert "asking every rank …" in _see(kernel, "body")
