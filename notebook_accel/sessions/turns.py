@@ -43,9 +43,8 @@ class Turns:
         """
         mine = _Turn(what)
         try:
-            self._join(mine)
-            if says and not mine.is_mine.is_set:
-                busy_with = self._queue[0].what
+            busy_with = self._join(mine)
+            if says and busy_with:
                 sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
             while not mine.is_mine.is_set:
                 check()
@@ -67,10 +66,12 @@ class Turns:
         finally:
             self._leave(mine)
 
-    def _join(self, turn: _Turn) -> None:
+    def _join(self, turn: _Turn) -> str:
+        """What the ranks are busy with, empty if they are free: later that may be the turn itself."""
         with self._lock:
             self._queue.append(turn)
             self._queue[0].is_mine.set()
+            return "" if self._queue[0] is turn else self._queue[0].what
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:
