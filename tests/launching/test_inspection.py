@@ -122,6 +122,43 @@ def test_rank_that_does_not_answer_is_named_and_not_waited_for_too_long() -> Non
     theirs.close()
 
 
+_MANY_STACKS = """
+import faulthandler, signal, sys, threading, time
+from notebook_accel.launching import stack_dumps
+stack_dumps.arm(int(sys.argv[1]))
+def deep(depth):
+    deep(depth - 1) if depth else time.sleep(60)
+for _ in range(90): threading.Thread(target=deep, args=(80,), daemon=True).start()
+def where_the_main_thread_is():
+    print("ready", flush=True)
+    time.sleep(60)
+where_the_main_thread_is()
+"""
+
+
+def test_answer_is_taken_when_it_is_whole_however_slowly_it_comes() -> None:
+    """It is written on the processor on which it is looked at, so that several looks come between two lines of it."""
+    ours, theirs = Connection.pair()
+    dump = dump_file(0)
+    allowed = os.sched_getaffinity(0)
+    command = [sys.executable, "-c", _MANY_STACKS, str(dump)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[dump]) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        rank = Rank(0, ours, LogTail(open_log("", 0)[0], Allowance(1), lambda _: None), dump, pid=process.pid)
+        os.sched_setaffinity(process.pid, {min(allowed)})
+        os.sched_setaffinity(0, {min(allowed)})
+        try:
+            inspection = Inspection([rank], now_s=100.0)
+            [said] = processes.wait_until(lambda: inspection.look(100.1), "it has answered", poll_s=0)
+        finally:
+            os.sched_setaffinity(0, allowed)
+            process.kill()
+    assert said.text.count(" in deep\n") == 90 * 81
+    assert said.text.splitlines()[-2].endswith(" in where_the_main_thread_is")
+    rank.close()
+    theirs.close()
+
+
 def test_rank_that_gives_the_signal_its_default_is_not_killed_by_it(notebook: kernels.Kernel) -> None:
     notebook.run("""%%distributed -n 1 --background --out deaf --view none
 for number in range(signal.SIGRTMIN, signal.SIGRTMAX): signal.signal(number, signal.SIG_DFL)

@@ -26,7 +26,7 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger
 class _Question:
     rank: Rank
     answer: messages.RankDump | None = None
-    size_bytes: int = 0  # of what was written when it was last looked at
+    deaf: frozenset[int] = frozenset()  # the threads that had the signal blocked before it was sent
 
 
 class Inspection:
@@ -39,7 +39,7 @@ class Inspection:
 
     def __init__(self, ranks: Sequence[Rank], now_s: float) -> None:
         self._deadline_s = now_s + _DEADLINE_S
-        self._questions = [_Question(rank, _ask(rank)) for rank in ranks]
+        self._questions = [_ask(rank) for rank in ranks]
 
     def look(self, now_s: float) -> list[messages.RankDump] | None:
         """What each rank says, as soon as all have answered or have had the time to; ``None`` before."""
@@ -50,32 +50,33 @@ class Inspection:
         return answers if len(answers) == len(self._questions) else None
 
 
-def _ask(rank: Rank) -> messages.RankDump | None:
-    """Sends the signal; an answer at once from a rank that can't have one."""
+def _ask(rank: Rank) -> _Question:
+    """Sends the signal; a rank that can't answer it has its answer at once."""
     if rank.status is not None:
-        return _dump(rank, "ended")
+        return _Question(rank, _dump(rank, "ended"))
     if rank.pid is None or not _is_armed(rank.pid):
-        return _dump(rank, "unarmed")
+        return _Question(rank, _dump(rank, "unarmed"))
     if state(rank.pid) in _STOPPED:
-        return _dump(rank, "stopped")
+        return _Question(rank, _dump(rank, "stopped"))
     os.ftruncate(rank.dump, 0)
+    question = _Question(rank, deaf=_deaf(rank.pid))
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank.pid, SIGNAL)
-    return None
+    return question
 
 
 def _answer(question: _Question, *, is_late: bool) -> messages.RankDump | None:
     rank = question.rank
     if rank.status is not None:
         return _dump(rank, "ended")
-    before, question.size_bytes = question.size_bytes, os.fstat(rank.dump).st_size
-    is_whole = question.size_bytes > 0 and question.size_bytes == before  # nothing came since the last look
+    assert rank.pid is not None
+    # A thread has the signal blocked as long as it handles it: it has begun to write, and is done when it hasn't.
+    is_whole = os.fstat(rank.dump).st_size > 0 and _deaf(rank.pid) <= question.deaf
     if is_whole or is_late:
-        text = os.pread(rank.dump, question.size_bytes, 0).decode(errors="replace")
+        text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
         if text:
             return _dump(rank, "said", text)
-        is_stopped = rank.pid is not None and state(rank.pid) in _STOPPED
-        return _dump(rank, "stopped" if is_stopped else "mute")
+        return _dump(rank, "stopped" if state(rank.pid) in _STOPPED else "mute")
     return None
 
 
@@ -85,7 +86,20 @@ def _dump(rank: Rank, condition: messages.Condition, text: str = "") -> messages
 
 def _is_armed(pid: int) -> bool:
     """Whether the process catches the signal. One that doesn't yet, or no longer, would be killed by it."""
-    with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status", "rb") as file:
-        caught = next(line for line in file if line.startswith(b"SigCgt:"))
-        return bool(int(caught.split()[1], 16) & 1 << (SIGNAL - 1))
+    return _has_signal(f"/proc/{pid}/status", b"SigCgt:")
+
+
+def _deaf(pid: int) -> frozenset[int]:
+    """The threads of a process that have the signal blocked."""
+    with contextlib.suppress(OSError):  # it has just ended
+        threads = os.listdir(f"/proc/{pid}/task")
+        return frozenset(int(name) for name in threads if _has_signal(f"/proc/{pid}/task/{name}/status", b"SigBlk:"))
+    return frozenset()
+
+
+def _has_signal(status: str, field: bytes) -> bool:
+    """Whether a set of signals in what Linux says of a process or a thread has this one."""
+    with contextlib.suppress(OSError, StopIteration), open(status, "rb") as file:
+        signals = next(line for line in file if line.startswith(field))
+        return bool(int(signals.split()[1], 16) & 1 << (SIGNAL - 1))
     return False
