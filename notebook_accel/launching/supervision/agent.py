@@ -357,6 +357,7 @@ class Agent:
             return  # what one rank garbles must not end all runs
         if isinstance(event, events.Started):
             rank.said_started = True
+            rank.forked(event.pid)  # which its template may say later than the rank itself
             if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):

@@ -76,7 +76,9 @@ class Rank:
         return self.pid is not None and state(self.pid) in ("Z", "X", "")
 
     def forked(self, pid: int) -> None:
-        """It exists from now on; if its end was decided before, it ends now."""
+        """It exists from now on; if its end was decided before, it ends now. Again, it does nothing."""
+        if self.pid is not None:
+            return
         self.pid = pid
         if self.was_told_to_end and self._waiting_signal != signal.SIGKILL:
             self.signal(signal.SIGTERM)  # which it can't take otherwise yet
