@@ -18,11 +18,11 @@ def attempt() -> int:
 
 
 def fails_at_first(times: int, how: str = "raise") -> tuple[int, float, dict[str, str]]:
-    """Rank 1 fails so often, in the middle of what all do together."""
+    """Rank 1 fails so often, in the middle of what all do together, when all have printed."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
-    dist.all_reduce(total)
     print("attempt", attempt())
+    dist.all_reduce(total)
     if rank() == 1 and attempt() < times:
         if how == "raise":
             raise ValueError(f"failure {attempt()}")

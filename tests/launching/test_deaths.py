@@ -13,6 +13,7 @@ from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.job import Job
 from tests import processes
 from tests.launching import ranks
+from tests.launching.conftest import pids_of
 
 Launch = Callable[..., Job]
 
@@ -40,8 +41,7 @@ def test_workers_semaphores_go_with_a_rank_that_is_ended(
 ) -> None:
     job = launch(ranks.has_workers, method, str(tmp_path), num_processes=1)
     processes.wait_until(lambda: os.listdir(tmp_path), "it has workers", timeout_s=60)
-    pid = job.ranks[0].pid
-    assert pid is not None
+    pid = pids_of(job)[0]
     mapped = {line.split()[4] for line in pathlib.Path("/proc", str(pid), "maps").read_text().splitlines()}
     semaphores = [path for path in pathlib.Path("/dev/shm").glob("sem.mp-*") if str(path.stat().st_ino) in mapped]
     assert semaphores

@@ -160,6 +160,7 @@ def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         runs(tmp_path, 1)
+        processes.wait_until(lambda: job.restarts, "it is known that they were started again")
         assert job.restarts == ("rank 0 was killed by SIGKILL",)
         job.stop()
         assert job.wait(60)
@@ -201,19 +202,21 @@ def test_training_whose_ranks_are_killed_at_random_steps_ends_with_the_same_weig
     rng = random.Random(8)
     folder = tmp_path / "killed"
     job = launch(training.train, *data, str(folder), 0.02, max_restarts=20)
-    saved: list[int] = []
+
+    def newest() -> int:
+        return max((int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoints/checkpoint_[0-9]*")), default=-1)
+
     for kill in range(2):
-        before = max(saved, default=-1)
+        before = newest()  # of ranks that are gone
 
-        def saves() -> bool:
-            saved[:] = [int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoints/checkpoint_[0-9]*")]
-            return max(saved, default=-1) > before or job.done  # noqa: B023
+        def gets_on() -> bool:
+            return job.done or (newest() > before and all(info.pid for info in job.ranks))  # noqa: B023
 
-        processes.wait_until(saves, "it has got on", timeout_s=60)
+        processes.wait_until(gets_on, "it has got on", timeout_s=60)
         assert not job.done, job.error
-        victim = next((info.pid for info in rng.sample(job.ranks, 2) if info.pid is not None), None)
-        if victim is not None:
-            os.kill(victim, signal.SIGKILL)
+        pid = rng.choice(job.ranks).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         processes.wait_until(lambda: len(job.restarts) > kill or job.done, "it is started again", timeout_s=60)  # noqa: B023
     results = job.results(timeout_s=60)
     began, attempts, weights = results[0]

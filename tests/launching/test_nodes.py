@@ -230,18 +230,18 @@ def test_node_that_vanishes_is_waited_for_where_there_are_restarts(
     }  # fmt: skip
     jobs = nodes(restarted.goes_on_after_a_restart, str(tmp_path), **options)
     runs(tmp_path, 0, 4)
-    pids = {info.pid for info in jobs[gone].ranks}
     for process in elastic_processes(jobs):
         if listens_or_not(process, port) == (gone == 0):
             os.kill(process.pid, signal.SIGKILL)
     left = jobs[1 - gone]
-    assert pids and "has died" in str(error(jobs[gone]))
+    assert "has died" in str(error(jobs[gone]))
     again = launch(restarted.goes_on_after_a_restart, str(tmp_path), num_nodes=2, node_rank=gone, **options)
     assert [left.results(timeout_s=_WAIT_S), again.results(timeout_s=_WAIT_S)] == 2 * [[(1, 4), (1, 4)]]
     assert len(left.restarts) == 1 and "has gone" in left.restarts[0]
 
 
 def elastic_processes(jobs: list[Job]) -> list[processes.Process]:
+    processes.wait_until(lambda: all(info.pid for job in jobs for info in job.ranks), "the ranks have said who they are")
     pids = {info.pid for job in jobs for info in job.ranks}
     return [process for process in below_template() if process.pid not in pids]
 
