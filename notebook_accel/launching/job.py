@@ -231,7 +231,7 @@ class Job:
         return self._watch.ranks
 
     def logs(self, rank: int, tail: int | None = None) -> str:
-        """What a rank has written to its standard output and error.
+        """What a rank has written to its standard output and error; nothing before it is there.
 
         Args:
             rank: The rank, of those of this node.
@@ -244,6 +244,8 @@ class Job:
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
                                      fix="give log_dir a folder that you can write to")  # fmt: skip
+        if self._watch.ranks[rank].state == "starting" and not self.log_files[rank].exists():
+            return ""
         return logs.read(self.log_files[rank], tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:

@@ -46,8 +46,12 @@ def hanging(notebook: kernels.Kernel) -> Iterator[kernels.Kernel]:
     outcome = notebook.run(_HANGING)
     assert outcome.status == "ok", outcome.traceback
     wait = "deadline = time.monotonic() + 60\nwhile {} and time.monotonic() < deadline: time.sleep(0.05)"
-    notebook.run(wait.format("not all('here' in hanging.logs(rank) for rank in (1, 2, 3))"))
-    notebook.run(wait.format("'init_process_group' not in str(hanging.stacks()[0])"))
+    for missing in (
+        "not all('here' in hanging.logs(rank) for rank in (1, 2, 3))",
+        "'init_process_group' not in str(hanging.stacks()[0])",
+    ):
+        waited = notebook.run(wait.format(missing))
+        assert waited.status == "ok", waited.traceback
     pids = [int(pid) for pid in re.findall(r"\d+", notebook.value("[info.pid for info in hanging.ranks]"))]
     assert len(pids) == 4
     os.kill(pids[2], signal.SIGSTOP)
@@ -164,7 +168,7 @@ def test_rank_that_gives_the_signal_its_default_is_not_killed_by_it(notebook: ke
 for number in range(signal.SIGRTMIN, signal.SIGRTMAX): signal.signal(number, signal.SIG_DFL)
 print("set", flush=True)
 time.sleep(300)""")
-    notebook.run("deadline = time.monotonic() + 60\nwhile 'set' not in deaf.logs(0): time.sleep(0.05)")
+    assert notebook.run("while 'set' not in deaf.logs(0): time.sleep(0.05)").status == "ok"
     assert notebook.value("deaf.stacks()[0].condition, deaf.status") == "('unarmed', 'running')"
     notebook.run("deaf.kill(); deaf.wait(20)")
     assert notebook.value("deaf.stacks()[0].condition, deaf.done") == "('ended', True)"

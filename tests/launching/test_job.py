@@ -162,6 +162,8 @@ def test_logs_are_text(tmp_path: pathlib.Path, job: Job) -> None:
     logged = make_job(log_folder=tmp_path)
     (tmp_path / "rank_1.log").write_text("a\nb\n")
     assert (logged.logs(1), logged.logs(1, tail=1)) == ("a\nb\n", "b\n")
+    assert logged.logs(0) == ""  # the rank is about to be started
+    logged.deliver(0, events.Started(pid=7))
     with pytest.raises(NotebookAccelError, match=r"rank_0\.log can't be read: No such file"):
         logged.logs(0)
     with pytest.raises(NotebookAccelError, match="has no log files"):

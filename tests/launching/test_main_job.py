@@ -348,6 +348,7 @@ thread = threading.Thread(target=lambda: kept.append(list(notebook_launcher(who,
 thread.start(); thread.join(30)""")
     )
     assert run("kept").result == "[[(5, 0), (5, 1)]]"
+    ok(run("for t in threading.enumerate():\n    if 'view' in t.name: t.join(30)"))
     assert run("len([t for t in threading.enumerate() if 'view' in t.name])").result == "0"
     ok(run("import gc; del jobs; gc.collect()"))
     ok(run("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]"))

@@ -102,7 +102,7 @@ def test_kernel_that_unloads_or_ends_leaves_nothing(tmp_path: pathlib.Path) -> N
             if not is_last:
                 assert kernel.run("%unload_ext notebook_accel").status == "ok"
                 assert kernel.run("job.done, job.status").result == "(True, 'stopped')"
-                assert not any(process.is_alive for process in everything)
+                processes.wait_until(lambda: not any(process.is_alive for process in everything), "it has left nothing")
     processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
 
 

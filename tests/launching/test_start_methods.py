@@ -115,10 +115,9 @@ try:
     print("in the loop", flush=True); time.sleep(60)
 finally:
     print("tidied up", flush=True)""")
-    for _ in range(how.ranks):
-        cell.wait_for_output("in the loop")
-    if how.ranks > 1:
-        cell.wait_for_output("1 │ in the loop")
+    cell.wait_for_output("in the loop")
+    for rank in range(how.ranks if how.ranks > 1 else 0):
+        cell.wait_for_output(f"{rank} │ in the loop")
     notebook.interrupt()
     outcome = cell.finish()
     assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
