@@ -34,7 +34,7 @@ __all__ = ["ElasticAgent", "LeaveError", "Line"]
 _LOOPBACK = "127.0.0.1"
 _MEETING_S = 60.0  # for what follows at once when all nodes are there
 _LEAVING_S = 5.0
-_CAUSE_S = 3.0  # for a node to say why its rank has gone
+_CAUSE_S = 10.0  # for a node, which may be busy, to say why its rank has gone
 _LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
 
 
