@@ -204,7 +204,8 @@ def test_training_whose_ranks_are_killed_at_random_steps_ends_with_the_same_weig
     job = launch(training.train, *data, str(folder), 0.02, max_restarts=20)
 
     def newest() -> int:
-        return max((int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoints/checkpoint_[0-9]*")), default=-1)
+        saved = folder.glob("checkpoints/checkpoint_[0-9]*")
+        return max((int(path.name.rpartition("_")[2]) for path in saved), default=-1)
 
     for kill in range(2):
         before = newest()  # of ranks that are gone

@@ -240,9 +240,13 @@ def test_node_that_vanishes_is_waited_for_where_there_are_restarts(
     assert len(left.restarts) == 1 and "has gone" in left.restarts[0]
 
 
+def pids_of(jobs: list[Job]) -> set[int | None]:
+    return {info.pid for job in jobs for info in job.ranks}
+
+
 def elastic_processes(jobs: list[Job]) -> list[processes.Process]:
-    processes.wait_until(lambda: all(info.pid for job in jobs for info in job.ranks), "the ranks have said who they are")
-    pids = {info.pid for job in jobs for info in job.ranks}
+    processes.wait_until(lambda: None not in pids_of(jobs), "the ranks have said who they are")
+    pids = pids_of(jobs)
     return [process for process in below_template() if process.pid not in pids]
 
 

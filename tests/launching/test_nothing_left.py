@@ -39,6 +39,10 @@ def stop(kernel: kernels.Kernel, who: str) -> None:
     processes.wait_until(is_stopped, f"the {who} is stopped")
 
 
+def wait_until_dead(everything: list[processes.Process]) -> None:
+    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+
+
 @pytest.mark.parametrize("who", ["agent", "template", "rank"])
 def test_interrupt_reaches_ranks_whoever_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path, who: str) -> None:
     cell = notebook.start(f"""%%distributed -n 2
@@ -87,7 +91,7 @@ def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, stopped: tuple[str
         for who in stopped:
             stop(kernel, who)
         kernel.kill()
-        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+        wait_until_dead(everything)
 
 
 def test_kernel_that_unloads_or_ends_leaves_nothing(tmp_path: pathlib.Path) -> None:
@@ -102,8 +106,8 @@ def test_kernel_that_unloads_or_ends_leaves_nothing(tmp_path: pathlib.Path) -> N
             if not is_last:
                 assert kernel.run("%unload_ext notebook_accel").status == "ok"
                 assert kernel.run("job.done, job.status").result == "(True, 'stopped')"
-                processes.wait_until(lambda: not any(process.is_alive for process in everything), "it has left nothing")
-    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+                wait_until_dead(everything)
+    wait_until_dead(everything)
 
 
 def test_nothing_of_the_kernels_own_is_changed(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:

@@ -309,7 +309,7 @@ def test_fork_that_hangs_at_its_birth(notebook: kernels.Kernel, run: Run, way: s
         os.kill(fork.pid, signal.SIGKILL)
         expected = "has not come to life"
     assert expected in cell.finish().traceback
-    assert not fork.is_alive
+    processes.wait_until(lambda: not fork.is_alive, "the fork is gone")
     ok(run("asleep.clear()"))
     assert ok(run("%%distributed -n 2 --start_method fork\n1")).result == "[1, 1]"
 
