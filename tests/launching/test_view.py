@@ -211,9 +211,10 @@ def test_terminal_has_one_line_below_the_output_that_is_written_over(job: Job) -
         os.close(ours)
         os.close(theirs)
     status = "[00:00] 2 ranks  epoch 1/1000000  step 1"  # cut before the last column, where a terminal would wrap
-    drawn = out.getvalue().split("\r\x1b[K")
-    assert drawn[1:4] == [status[:39], "0 │ hello\n", status[:39]]
-    assert drawn[4].startswith("[00:00] rank 0  ") and drawn[4].endswith("\n")
+    drawn = re.sub(r"\[00:\d\d\]", "[00:00]", out.getvalue()).split("\r\x1b[K")
+    assert drawn[1:3] == [status[:39], "0 │ hello\n"]
+    assert set(drawn[3:-1]) == {status[:39]}  # again, if that was due
+    assert drawn[-1].startswith("[00:00] rank 0  ") and drawn[-1].endswith("\n")
 
 
 def test_option_chooses_the_view(job: Job) -> None:
