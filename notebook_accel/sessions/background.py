@@ -29,7 +29,6 @@ class BackgroundCell:
 
     Attributes:
         name: What it is called, such as ``In[7]``.
-        status: How it stands. It is waiting as long as the ranks are busy with what was asked before.
 
     Args:
         stacks: Gives where the ranks stand.
@@ -37,7 +36,6 @@ class BackgroundCell:
 
     def __init__(self, name: str, stacks: Callable[[float], Stacks]) -> None:
         self.name = name
-        self.status: Status = "waiting"
         self._stacks = stacks
         self._outcome: Results | None = None
         self._error: BaseException | None = None
@@ -46,9 +44,18 @@ class BackgroundCell:
         self._ended = Latch()
         self._lock = threading.Lock()
         self._is_interrupted = False
+        self._end: Status = "succeeded"  # how it has ended, as soon as it has
+        self._is_refused = False  # before it was under way, so that who starts it is told
         self._asked: tuple[Asking, Question] | None = None
 
     # What users call --------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """How it stands. It is waiting as long as the ranks are busy with what was asked before."""
+        if self.done:
+            return self._end
+        return "waiting" if self._asked is None else "running"
 
     @property
     def done(self) -> bool:
@@ -124,7 +131,7 @@ class BackgroundCell:
             except BaseException:
                 self.interrupt()
                 raise
-        if self._error is not None and self._asked is None:
+        if self._is_refused and self._error is not None:
             raise self._error
 
     def check(self) -> None:
@@ -141,7 +148,6 @@ class BackgroundCell:
         """Its turn has come, and the ranks are about to be asked."""
         with self._lock:
             self._asked = asking, question
-            self.status = "running"
             is_interrupted = self._is_interrupted
         if is_interrupted:
             asking.interrupt_by(KeyboardInterrupt(), question)
@@ -151,11 +157,11 @@ class BackgroundCell:
         shown = Shown({})
         try:
             shown, self._outcome = act()
-            self.status = "succeeded"
         except KeyboardInterrupt:
-            self._error, self.status = RunStoppedError(f"{self.name} was interrupted."), "stopped"
+            self._error, self._end = RunStoppedError(f"{self.name} was interrupted."), "stopped"
         except BaseException as error:  # noqa: BLE001 - results() raises it
-            self._error, self.status = error, "stopped" if isinstance(error, RunStoppedError) else "failed"
+            self._error, self._end = error, "stopped" if isinstance(error, RunStoppedError) else "failed"
+        self._is_refused = not self._is_under_way.is_set
         self._say_end(shown)
         self._ended.set()
         self._is_under_way.set()
@@ -165,5 +171,6 @@ class BackgroundCell:
         if self._error is None:
             value = f": {shown!r}" if shown else ""
             sys.stdout.write(f"[{self.name} has ended, after {took_s:.1f} s{value}]\n")
-        elif self._asked is not None:  # otherwise the cell that was to start it shows the error, or nothing has begun
+        elif not self._is_refused and (self._asked is not None or self._end == "failed"):
+            # Otherwise the cell that was to start it shows the error, or it was interrupted before it had begun.
             sys.stderr.write(f"[{self.name}, in the background, after {took_s:.1f} s]\n{self._error}\n")

@@ -21,7 +21,7 @@ _PERIOD_S = 1.0
 _LINE_PERIOD_S = 5.0  # where nothing can be shown in the place of what was shown before
 _PERIOD_GROWTH = 1.5
 _LONGEST_PERIOD_S = 60.0
-_LAST_DEADLINE_S = 0.5
+_LAST_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.01
 
 

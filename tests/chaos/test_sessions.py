@@ -123,7 +123,7 @@ def _behind_one_in_the_background(session: Session, rng: random.Random) -> str:
     queued = session.start("kept")
     running.interrupt()
     assert queued.results(_ENDS_S) == list(range(session.job.world_size))
-    assert running.status == "stopped"
+    assert running.wait(_ENDS_S) and running.status == "stopped"
     return "the one behind it didn't run, it was stopped, and the next one ran"
 
 

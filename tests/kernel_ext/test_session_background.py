@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -54,7 +55,8 @@ def test_next_cell_waits_its_turn_and_says_so(notebook: kernels.Kernel) -> None:
 
 def test_interrupt_of_a_cell_in_the_background_keeps_the_state(notebook: kernels.Kernel) -> None:
     running = notebook.start("%%distributed --background --out running\nkept = rank\nprint('begun')\ntime.sleep(100)")
-    running.wait_for_output("1 │ begun")
+    for rank in range(2):
+        running.wait_for_output(f"{rank} │ begun")
     notebook.run("%%distributed --background --out never\nnever_was = 1")
     notebook.run("never.interrupt()")
     assert "was interrupted" in error(notebook, "never.results(30)")
@@ -75,9 +77,15 @@ def test_error_of_a_cell_in_the_background_is_shown_when_it_happens_and_raised_w
     assert "it is a lock" in error(notebook, "%%distributed --background\nlock")
 
 
-def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(notebook: kernels.Kernel) -> None:
-    body = "from tqdm.auto import tqdm\nfor number in tqdm(range(8)): time.sleep(0.2)"
-    outcome = notebook.run(f"%%distributed\n{body}")
+def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(
+    notebook: kernels.Kernel, tmp_path: pathlib.Path
+) -> None:
+    shown_file = tmp_path / "shown"
+    last = f"while number == 7 and not os.path.exists('{shown_file}'): time.sleep(0.01)"
+    cell = notebook.start(f"%%distributed\nfrom tqdm.auto import tqdm\nfor number in tqdm(range(8)):\n    {last}")
+    cell.wait_for_display()
+    shown_file.touch()
+    outcome = cell.finish()
     assert outcome.status == "ok" and outcome.stdout == "", outcome
     places = {content["transient"]["display_id"] for content in outcome.displays}
     assert len(places) == 1 and outcome.displays[-1]["data"]["text/plain"].count("step 8/8") == 2

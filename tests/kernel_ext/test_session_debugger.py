@@ -15,7 +15,6 @@ _FAILING = """%%distributed
 def divided(total, by):
     share = total / by
     return share
-kept = [rank]
 divided(10 + rank, 1 - rank) if rank == 1 else None"""
 
 
@@ -42,13 +41,14 @@ def test_nothing_has_failed_yet(notebook: kernels.Kernel) -> None:
 
 @pytest.mark.front_end
 def test_commands_go_to_the_rank_and_its_answers_come_back(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed\nkept = [rank]")
     assert "ZeroDivisionError" in error(notebook, _FAILING)
     outcome = debug(notebook, "p total, by", "l", "print('printed')", "kept.append('seen')", "u", "p share", "q")
     assert outcome.status == "ok", outcome
     said = outcome.stdout
     assert re.search(r"> In\[\d+\]\(3\)divided\(\)\n-> share = total / by\n", said)
     assert "(11, 0)" in said and "  4  \t    return share" in said and "\nprinted\n" in said
-    assert re.search(r"> In\[\d+\]\(6\)<module>\(\)", said) and "NameError: name 'share' is not defined" in said
+    assert re.search(r"> In\[\d+\]\(5\)<module>\(\)", said) and "NameError: name 'share' is not defined" in said
     # Nothing has happened to the other rank, and the session goes on.
     assert shown(notebook, "%%distributed\nkept") == "rank 0: [0]\nrank 1: [1, 'seen']"
     # By default the rank that failed last, and its error stays until the next one.

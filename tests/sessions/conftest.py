@@ -13,6 +13,7 @@ import pytest
 
 from notebook_accel.launching import local
 from notebook_accel.launching.stacks import RankStack
+from notebook_accel.sessions import asking
 from notebook_accel.sessions.session import Session
 
 _APPEARS_S = 60.0
@@ -34,6 +35,12 @@ def session(engine: local.LocalEngine) -> Iterator[Session]:
         yield running
 
 
+@pytest.fixture
+def everybody_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in which something fails later than in another is not interrupted before that, however slow it is."""
+    monkeypatch.setattr(asking, "_HEAD_START_S", _APPEARS_S)
+
+
 @contextlib.contextmanager
 def interrupted(
     session: Session,
@@ -48,7 +55,7 @@ def interrupted(
     def look() -> None:
         deadline_s = time.monotonic() + _APPEARS_S
         while time.monotonic() < deadline_s:
-            stacks = session.stacks()
+            stacks = session.stacks(_APPEARS_S)
             if all(stands(stack) for stack in stacks if only in (None, stack.rank)):
                 os.kill(os.getpid(), signal.SIGINT)
                 then()

@@ -127,6 +127,7 @@ def test_error_of_one_rank_brings_the_other_out_of_its_collective(prepared: Sess
     assert goes_on(prepared)
 
 
+@pytest.mark.usefixtures("everybody_fails_alone")
 def test_error_of_all_ranks_at_one_place_leaves_their_group_alone(prepared: Session) -> None:
     prepared.execute("group = torch.distributed.group.WORLD")
     with pytest.raises(RankFailedError, match="NameError"):

@@ -1,0 +1,60 @@
+"""Cells in the background: how they stand, and who is told when they fail."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from notebook_accel.errors import PayloadError
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.stacks import Stacks
+from notebook_accel.sessions import background
+from notebook_accel.sessions.background import BackgroundCell
+from notebook_accel.sessions.session import Session
+from notebook_accel.sessions.showing import Shown
+
+
+def test_at_every_moment_a_cell_has_ended_in_all_ways_or_in_none(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = BackgroundCell("the cell", lambda _: Stacks([]))
+    seen = []
+
+    def look(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename == background.__file__:
+            sys.settrace(None)
+            seen.append((cell.status, cell.done))
+            sys.settrace(look)
+        return look
+
+    threading.settrace(look)
+    try:
+        cell.start(lambda: (Shown({}), Results([1])))
+        assert cell.wait(60)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]  # which typeshed forgets
+    assert set(seen) <= {("waiting", False), ("succeeded", True)} and ("waiting", False) in seen
+    assert (cell.status, cell.results(0)) == ("succeeded", [1])
+    assert "[the cell has ended" in capsys.readouterr().out
+
+
+def test_what_can_not_be_sent_is_said_by_whoever_is_there_to_say_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "of_the_notebook", threading.Lock(), raising=False)
+    with pytest.raises(PayloadError, match="it is a lock"):
+        session.start("of_the_notebook")
+    assert capsys.readouterr().err == ""  # the cell that starts it shows the error
+    goes_on = str(tmp_path / "goes on")
+    first = session.start(f"while not os.path.exists({goes_on!r}): time.sleep(0.01)")
+    queued = session.start("of_the_notebook")  # which cell was to show the error has ended
+    assert (first.status, queued.status) == ("running", "waiting")
+    pathlib.Path(goes_on).touch()
+    assert queued.wait(60) and queued.status == "failed"
+    said = capsys.readouterr().err
+    assert "in the background, after" in said and "it is a lock" in said
+    with pytest.raises(PayloadError, match="it is a lock"):
+        queued.results(0)
