@@ -11,8 +11,11 @@ from notebook_accel import host_memory
 
 
 def test_no_more_than_the_machine_has() -> None:
-    machine = psutil.virtual_memory().available + psutil.swap_memory().free
-    assert 0 < host_memory.available_bytes() <= machine + (256 << 20)
+    def machine_bytes() -> int:
+        return int(psutil.virtual_memory().available + psutil.swap_memory().free)
+
+    before_bytes, said_bytes, after_bytes = machine_bytes(), host_memory.available_bytes(), machine_bytes()
+    assert 0 < said_bytes <= max(before_bytes, after_bytes) + (256 << 20)  # others come and go on this machine
 
 
 @pytest.mark.parametrize(("line", "files"), [

@@ -34,7 +34,8 @@ def test_interrupt_keeps_the_kernel(kernel: kernels.Kernel) -> None:
 
 
 def test_waiting_for_a_cell_has_a_deadline(kernel: kernels.Kernel) -> None:
-    cell = kernel.start("import time\ntime.sleep(60)")
+    cell = kernel.start("import time\nprint('started', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("started")  # an interrupt that comes before is for nobody
     started = time.monotonic()
     with pytest.raises(AssertionError, match="not in time"):
         cell.finish(timeout_s=0.3)

@@ -6,6 +6,7 @@ loads what the one before it has left.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -148,19 +149,18 @@ def at_random_moments(folder: str, *, numbered: bool) -> dict[str, Any]:
             say(number)
             for following in itertools.count(number + 1):
                 training.save(following)
+                say(following)
 
         ranks = [_fork(lambda say, rank=rank: work(say, rank)) for rank in range(2)]
-        found.append([_first_line(pipe) for _, pipe in ranks])
-        time.sleep(moments.uniform(0.0, _LONGEST_S))
-        for pid, _ in moments.sample(ranks, 2):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        with contextlib.ExitStack() as opened:
+            pipes = [opened.enter_context(os.fdopen(pipe)) for _, pipe in ranks]
+            found.append([int(pipe.readline()) for pipe in pipes])
+            assert [int(pipe.readline()) for pipe in pipes] == [found[-1][0] + 1] * 2  # however slow the disk is
+            time.sleep(moments.uniform(0.0, _LONGEST_S))
+            for pid, _ in moments.sample(ranks, 2):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     return {"found": found, "kills": _KILLS}
-
-
-def _first_line(pipe: int) -> int:
-    with os.fdopen(pipe) as file:
-        return int(file.readline())
 
 
 def run(mode: str, folder: str, naming: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def note_in_turn(folder: pathlib.Path) -> list[str]:
     with turns.one_at_a_time():
         (folder / f"in_{own}").touch()
         if not (folder / f"out_{other}").exists():
-            processes.wait_until(lambda: (folder / f"pid_{other}").exists(), "the other rank runs")
-            pid = int((folder / f"pid_{other}").read_text())
+            file = folder / f"pid_{other}"
+            pid = int(processes.wait_until(lambda: file.exists() and file.read_text(), "the other rank runs"))
             processes.wait_until(lambda: is_waiting(pid), "the other rank waits for its turn")
         inside = [rank for rank in _PAIR if (folder / f"in_{rank}").exists() and not (folder / f"out_{rank}").exists()]
         (folder / f"out_{own}").touch()
