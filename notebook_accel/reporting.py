@@ -199,10 +199,12 @@ class Reporter:
 
     def close(self) -> None:
         """Stops sampling and sends what was not said yet."""
+        if self._pid != os.getpid():  # a fork has nothing to say, and its locks may be the sampling thread's for good
+            return
         for function in list(self._at_close):
             function()
         self._stop.set()
-        if self._thread is not None and self.is_connected:
+        if self._thread is not None:
             self._thread.join(_CLOSE_DEADLINE_S)
         self.release_metrics()
         self._sample()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 import types
@@ -240,6 +241,24 @@ def test_process_that_the_rank_forks_says_nothing(rank: types.SimpleNamespace) -
     rank.end()
     rank.watcher.read_to_the_end()
     assert rank.watcher.of(events.Started) == []
+
+
+def test_process_that_is_forked_in_the_middle_of_a_look_ends(rank: types.SimpleNamespace) -> None:
+    looks, goes_on = threading.Event(), threading.Event()
+    rank.reporter.before_sample(lambda: (looks.set(), goes_on.wait(60)))
+    assert looks.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        rank.reporter.close()
+        os._exit(0)
+    try:
+        processes.wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "the fork has ended")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    finally:
+        goes_on.set()
 
 
 def test_outside_a_rank_nothing_happens() -> None:
