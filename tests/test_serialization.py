@@ -229,8 +229,10 @@ def test_each_roots_size_is_known_and_what_is_shared_counts_once(memory_file: in
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_file: int) -> None:
-    # Pages that nobody has touched take no memory, so these are larger than the machine and fit into a test.
-    vast = [torch.from_numpy(numpy.zeros(host_memory.available_bytes() * 3 // 4, dtype=numpy.uint8)) for _ in range(2)]
+    # Pages that nobody has touched take no memory, so these are larger than the machine and fit into a test. What can
+    # be had is not what counts: it may be more a moment later, when another process has ended.
+    size_bytes = max(host_memory.total_bytes(), host_memory.available_bytes()) * 3 // 4
+    vast = [torch.from_numpy(numpy.zeros(size_bytes, dtype=numpy.uint8)) for _ in range(2)]
     roots = {'global "vast"': vast, 'global "small"': torch.ones(1 << 20)}
     pickled = serialization.pickle_by_value(roots, roots=roots)
     with pytest.raises(PayloadError, match="doesn't fit into memory") as caught:
