@@ -63,7 +63,7 @@ class SessionHelp:
         session = self._session_of(code, cursor_pos)
         before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
         name = (before[0] if before else "") + (after[0] if after else "")
-        lines = [] if session is None or not name else session.describe(name)
+        lines = None if session is None or not name else session.describe(name)
         if lines:
             return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
         return self._inspect(code, cursor_pos, detail_level, omit_sections)

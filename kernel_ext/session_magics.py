@@ -41,6 +41,7 @@ HELP = """\
 _HINT = (
     "%%distributed cells run there, %%rank 0 cells in one; %push and %pull bring names; %distributed stop ends them."
 )
+_ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`, which an interrupt ends earlier
 
 
 class SessionMagics:
@@ -153,7 +154,8 @@ class SessionMagics:
         session = self._needed("%%distributed")
         asked = asked_about(cell)
         if asked:
-            print("\n".join(session.describe(asked)) or _why_nothing_is_known(session, asked))
+            lines = session.describe(asked, _ASKED_DEADLINE_S)
+            print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
             return None
         parsed = self._read(cell)
         if given.background:
@@ -227,11 +229,14 @@ class SessionMagics:
         self._shell.push(values)
 
 
-def _why_nothing_is_known(session: Session, asked: str) -> str:
+def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -> str:
+    if has_answered:
+        return f"Rank 0 has no name {asked!r}."
     if session.job.ranks[0].state == "ended":
         return "Rank 0 has died. %distributed restart starts it again."
     doing = session.job.doing()
-    return f"Rank 0 has no name {asked!r}." if doing == "idle" else f"The ranks can't be asked just now: {doing}."
+    why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing  # it may have become so since
+    return f"The ranks can't be asked just now: {why}."
 
 
 def _names_parser(magic: str) -> Parser:

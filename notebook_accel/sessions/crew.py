@@ -159,19 +159,19 @@ class Crew:
         for line in answers[rank].reply.lines:
             raise RunError(line)
 
-    def look(self, *, text: str, describes: bool) -> list[str]:
-        """What rank 0 knows about a piece of code; nothing while it is busy or gone."""
+    def look(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
+        """What rank 0 knows about a piece of code; ``None`` while it is busy or gone, or if it says nothing in time."""
         with held() as interrupts, self._turns.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
-                return []
+                return None
             question = self._question(messages.Look, {"text": text, "describes": describes}, [0], [])
             self._courier.ask(question)
-            deadline_s = time.monotonic() + _LOOK_DEADLINE_S
+            deadline_s = time.monotonic() + (_LOOK_DEADLINE_S if timeout_s is None else timeout_s)
             while question.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
                 question.wait(min(left_s, _LOOK_PERIOD_S))
-            lines = [line for answer in question.answers.values() for line in answer.reply.lines]
+            answer = question.answers.get(0)
             self._courier.drop(question)
-            return lines
+            return None if answer is None else answer.reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Starts ranks again: those that have died, or these. Returns which."""

@@ -212,11 +212,19 @@ class Session:
 
     def complete(self, text: str) -> list[str]:
         """What could stand at the end of some code, as rank 0 has it; nothing while it is busy."""
-        return self._crew.look(text=text, describes=False)
+        return self._crew.look(text=text, describes=False) or []
 
-    def describe(self, path: str) -> list[str]:
-        """Lines about a dotted name, as rank 0 has it; none if it hasn't, or is busy."""
-        return self._crew.look(text=path, describes=True)
+    def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
+        """Lines about a dotted name, as rank 0 has it; none if it hasn't.
+
+        Args:
+            path: The name.
+            timeout_s: How long rank 0 has to answer. Default: as long as who types would wait, a second.
+
+        Returns:
+            The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
+        """
+        return self._crew.look(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Ends the session and its ranks, and waits for that."""

@@ -180,10 +180,15 @@ def test_completion_knows_the_ranks_names_and_computes_nothing(
     assert session.complete("item.value.") == []
     assert session.complete("net.state_d") == ["net.state_dict"]
     assert session.complete("missing.") == []
-    described = session.describe("net.state_dict")
+    described = session.describe("net.state_dict") or []
     assert described[0].startswith("Signature: state_dict(") and "Docstring:" in described
-    assert "Shape: (2,), torch.float32" in (session.execute("vector = torch.ones(2)") or session.describe("vector"))
+    session.execute("vector = torch.ones(2)")
+    assert "Shape: (2,), torch.float32" in (session.describe("vector") or [])
     assert session.describe("nothing.there") == []
+    busy = session.start("time.sleep(100)", ranks=[1])
+    assert session.complete("ite") == [] and session.describe("item") is None
+    busy.interrupt()
+    assert busy.wait(60)
 
 
 def test_two_sessions_do_not_meet(session: Session) -> None:
