@@ -31,6 +31,7 @@ class Watch:
         self._asked = Latch()  # until the next answer, or the end
         self._stacks: Stacks | None = None  # the latest answer
         self._is_over = False
+        self._expected_s = 0.0  # since when it is known which ranks have something to do
 
     @property
     def ranks(self) -> list[RankInfo]:
@@ -45,6 +46,8 @@ class Watch:
     def add(self, rank: int, event: Event) -> None:
         """Takes what a rank has said."""
         self._infos[rank].add(event)
+        if isinstance(event, Silent) and event.time_s < self._expected_s:
+            self._infos[rank].silent = None  # that was about what has ended meanwhile
         self._silence.add(rank, event)
 
     def is_silence_due(self, now_s: float) -> bool:
@@ -53,6 +56,7 @@ class Watch:
 
     def expect_steps(self, ranks: Sequence[int], now_s: float) -> None:
         """Which ranks have something to do from now on. The others wait for that, and are not silent."""
+        self._expected_s = now_s  # before the marks are taken away: who has just been judged is marked after that
         self._silence.expect_steps(ranks, now_s)
         for info in self._infos:
             info.silent = None

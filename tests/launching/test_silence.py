@@ -15,6 +15,7 @@ from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.stacks import RankStack, Stacks, read_dump
+from notebook_accel.launching.watch import Watch
 from tests import kernels
 
 _SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}
@@ -52,6 +53,14 @@ def watch(world_size: int, *, steps: int = 10, step_s: float = 1.0) -> SilenceWa
 
 def judged(made: SilenceWatch, *stacks: RankStack, now_s: float = 60.0) -> dict[int, tuple[str, str]]:
     return {rank: (event.at, event.waits_in) for rank, event in made.judge(Stacks(stacks), now_s)}
+
+
+def test_rank_that_was_judged_before_it_had_nothing_to_do_is_not_marked_after_that() -> None:
+    made = Watch(2, {})
+    made.expect_steps([], 20.0)
+    for rank, judged_s in ((0, 19.0), (1, 21.0)):
+        made.add(rank, events.Silent(time_s=judged_s, since_s=1.0, at="In[7], line 2", waits_in=""))
+    assert [info.silent is not None for info in made.ranks] == [False, True]
 
 
 def test_dump_is_read_with_the_names_that_the_notebook_has() -> None:
