@@ -199,8 +199,8 @@ class Reporter:
 
     def close(self) -> None:
         """Stops sampling and sends what was not said yet."""
-        if self._pid != os.getpid():  # a fork has nothing to say, and its locks may be the sampling thread's for good
-            return
+        if self._connection is not None and not self.is_connected:
+            return  # a fork has nothing to say, and the locks here may be held for good by a thread that it hasn't
         for function in list(self._at_close):
             function()
         self._stop.set()
