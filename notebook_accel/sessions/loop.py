@@ -104,12 +104,14 @@ class _Rank:
             facts = act()
             interruption.note_only()
         except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+            if os.getpid() != self._pid:
+                failure.end_fork(raised, self._spec)
             error = interruption.settle(raised)
             if isinstance(error, KeyboardInterrupt):
                 modes.restore()
             facts = self._failed(error)
-        if os.getpid() != self._pid:  # a fork that the user's code has made, and forgot to end
-            os._exit(0)
+        if os.getpid() != self._pid:
+            failure.end_fork(None, self._spec)
         return facts
 
     def _failed(self, error: BaseException) -> dict[str, Any]:

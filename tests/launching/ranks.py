@@ -200,3 +200,15 @@ def has_workers(method: str, folder: str) -> None:
     next(batches)
     note(folder, "has workers")
     time.sleep(60)
+
+
+def forgets_to_end_forks() -> list[int]:
+    """Forks go on in the rank's own code and end it; the rank prints their exit statuses and returns its pid."""
+    for end in (None, ValueError("raised in a fork"), SystemExit(7), SystemExit("said at its exit")):
+        pid = os.fork()
+        if pid == 0:
+            if end is None:
+                return []
+            raise end
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    return [os.getpid()]

@@ -51,3 +51,12 @@ def test_workers_semaphores_go_with_a_rank_that_is_ended(
         job.stop()
     assert job.wait(20)
     processes.wait_until(lambda: not any(path.exists() for path in semaphores), "its semaphores are gone")
+
+
+def test_fork_that_is_not_ended_does_not_answer_for_its_rank_and_says_what_it_raised(launch: Launch) -> None:
+    job = launch(ranks.forgets_to_end_forks, num_processes=1)
+    assert job.results(timeout_s=60) == [[job.ranks[0].pid]]
+    said = job.logs(0).splitlines()
+    assert [line for line in said if line.isdecimal()] == ["0", "1", "7", "1"]
+    assert "in forgets_to_end_forks" in said[said.index("ValueError: raised in a fork") - 2]
+    assert said[-2:] == ["said at its exit", "1"]

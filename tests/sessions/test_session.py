@@ -158,6 +158,9 @@ def test_sys_exit_ends_the_cell_and_not_the_rank(session: Session) -> None:
 def test_forgotten_fork_does_not_answer_for_its_rank(session: Session) -> None:
     assert repr(session.execute("child = os.fork()\n(child == 0, rank)[1]")) == "rank 0: 0\nrank 1: 1"
     assert repr(session.execute("os.waitpid(child, 0)[1]")) == "ranks 0-1: 0"
+    session.execute("child = os.fork()\nif child == 0: raise ValueError('raised in a fork')")
+    assert repr(session.execute("os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")) == "ranks 0-1: 1"
+    assert all(session.job.logs(rank).endswith("ValueError: raised in a fork\n") for rank in range(2))
 
 
 def test_cell_that_is_no_python_is_said_before_anything_runs(session: Session) -> None:

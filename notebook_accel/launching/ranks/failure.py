@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
 import traceback
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accel import code_places, environment, events, serialization
 from notebook_accel.errors import CollectiveError, NotebookAccelError
+from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.spec import JobSpec
 
-__all__ = ["describe", "look_up", "without_our_frames"]
+__all__ = ["describe", "end_fork", "look_up", "without_our_frames"]
 
 # What torch says in a rank whose peer has gone. The peer's own end is the better reason.
 _LOST_PEER = re.compile(
@@ -33,11 +36,7 @@ def describe(
         shipped: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
-    text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
-    if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
-        _end_at_the_users_line(text)
-    if not environment.is_debugging():
-        _fold_our_frames(text)
+    text = _readable(error)
     message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
@@ -48,6 +47,38 @@ def describe(
         saved=saved,
         lost_peer=_is_lost_peer(error, message),
     )
+
+
+def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
+    """Ends a process that the user's code has forked and not ended: it must not answer for its rank.
+
+    As at the end of any Python process, what it raised is on standard error and in its exit status.
+
+    Args:
+        error: What it raised; ``None`` if nothing.
+        spec: The job, for the sources that are in no file.
+    """
+    status = 0
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        status = error.code or 0
+    elif error is not None:
+        status = 1
+        with contextlib.suppress(Exception):  # the user's code may have closed it
+            if isinstance(error, SystemExit):
+                sys.stderr.write(f"{error.code}\n")
+            else:
+                sys.stderr.writelines(_labelled(_readable(error), spec).format())
+    streams.flush()
+    os._exit(status & 0xFF)
+
+
+def _readable(error: BaseException) -> traceback.TracebackException:
+    text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
+    if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
+        _end_at_the_users_line(text)
+    if not environment.is_debugging():
+        _fold_our_frames(text)
+    return text
 
 
 def _is_lost_peer(error: BaseException, message: str) -> bool:

@@ -102,7 +102,7 @@ def _run_to_the_end(
     inherited: Inherited | None,
 ) -> tuple[events.Event, int]:
     """Everything that can raise; the rank's last word and its exit status."""
-    place, shipped = order.place, list[Any]()
+    place, shipped, rank_pid = order.place, list[Any](), os.getpid()
     try:
         interruption.watch(place.master_port)
         _take_over_environment(spec, place, order.variables)
@@ -111,7 +111,7 @@ def _run_to_the_end(
         store.join()
         interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
         node = int(order.variables.get("GROUP_RANK", "0"))
-        reporting.reporter().send(events.Started(pid=os.getpid(), node=node))
+        reporting.reporter().send(events.Started(pid=rank_pid, node=node))
         if inherited is None:
             namespace = _become_main(payload, place.rank)
             opened = open_namespace(spec, payload, namespace)
@@ -121,17 +121,18 @@ def _run_to_the_end(
             show_sources(spec.sources)
             namespace, target = _stay_main(place.rank), inherited.target
             shipped.extend(inherited.shipped)
-        rank_pid = os.getpid()
         try:
             value = call(spec, target, namespace)
         finally:
             displays.end()
-        if os.getpid() != rank_pid:  # a fork that the user's code has made, and forgot to end
-            os._exit(0)
+        if os.getpid() != rank_pid:
+            failure.end_fork(None, spec)
         pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.local_rank == 0 else {}
         finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        if os.getpid() != rank_pid:
+            failure.end_fork(raised, spec)
         error = interruption.settle(raised)
         saved = place.local_rank == 0 and _save_pulled(spec, result, shipped)
         return failure.describe(error, spec, shipped, saved=saved), 1
