@@ -159,7 +159,7 @@ def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, how: Way) ->
 
 
 def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 2 --timeout_s 2\nx = 1\ntime.sleep(60)")
+    outcome = notebook.run("%%distributed -n 2 --timeout_s 4\nx = 1\ntime.sleep(60)")
     assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
 
 
