@@ -148,8 +148,10 @@ def _logs(order: _Order) -> None:
     entry = registry.find(order.run)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
+    job = entry.job  # which knows whether a rank is still to come
     for rank in _ranks(order, entry.name, len(entry.log_files)):
-        text = logs.read(entry.log_files[rank], _LAST_LINES).rstrip("\n")
+        text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
+        text = text.rstrip("\n")
         print(
             f"rank {rank}, last lines of {entry.log_files[rank]}" if text else f"rank {rank} has printed nothing yet."
         )

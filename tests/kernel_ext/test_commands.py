@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import pathlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from kernel_ext import commands
+from notebook_accel.launching import registry
 from tests import kernels
+from tests.launching.test_job import make_job
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,19 @@ def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(notebook:
     first, second = shown.splitlines()
     assert re.match(r"\d \(bad\): failed, on 2 CPUs; began ", first)
     assert re.fullmatch(r"  rank 1: ValueError: boom at In\[\d+\], line 3", second)
+
+
+def test_ranks_that_are_still_to_come_have_printed_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job(log_folder=tmp_path)
+    registry.add(job)
+    (tmp_path / "rank_0.log").write_text("hello\n")
+    commands.run("logs")
+    job.end("stopped")
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == ["hello", "rank 1 has printed nothing yet."]
 
 
 @pytest.mark.front_end
