@@ -130,7 +130,7 @@ def _measure_batches(rounds: int) -> None:
             events.Metrics(step=rank, values={"loss": 0.5, "accuracy": 0.9}),
         )
     ]
-    state = importlib.import_module("kernel_ext.run_state").RunState(_RANKS_IN_A_BATCH)
+    state = importlib.import_module("notebook_accel.launching.state.run").RunState(_RANKS_IN_A_BATCH)
     batch = parts.encode(said)
     measured = []
     for _ in range(rounds):

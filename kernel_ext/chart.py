@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from kernel_ext.markup import shortened
-from kernel_ext.run_state import RunState
+from notebook_accel.launching.state.run import RunState
 
 __all__ = ["chart_html", "ticks"]
 

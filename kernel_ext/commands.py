@@ -118,8 +118,8 @@ def _print_run(entry: registry.Entry) -> None:
     rows = [("rank", "state", "pid", "device", "step", "memory")]
     for info in job.ranks:
         used = "" if info.memory_used_bytes is None else sizes.in_words(info.memory_used_bytes)
-        step = "" if info.step is None else f"{info.step:,}"
-        rows.append((str(info.rank), info.state, str(info.pid or ""), info.device, step, used))
+        steps = "" if info.steps is None else f"{info.steps:,}"
+        rows.append((str(info.rank), info.word, str(info.pid or ""), info.device, steps, used))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,6 +9,10 @@ import collections
 import dataclasses
 import itertools
 import re
+from collections.abc import Sequence
+
+from notebook_accel import events
+from notebook_accel.plain_text import plain_lines
 
 __all__ = ["OutputLine", "OutputLog"]
 
@@ -35,12 +39,17 @@ class OutputLine:
 class OutputLog:
     """Lines of all ranks in the order in which they came: the first ones and the last ones.
 
+    Args:
+        world_size: Number of ranks.
+        prefixes: What stands before the ranks' lines; empty for their numbers.
+
     Attributes:
         count: How many lines there were in all.
         error_count: How many of them looked like errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1, prefixes: Sequence[str] = ()) -> None:
+        self._prefixes = prefixes or [f"{rank:>{len(str(world_size - 1))}} │ " for rank in range(world_size)]
         self.count = 0
         self.error_count = 0
         self._errors: collections.deque[OutputLine] = collections.deque(maxlen=_ERROR_LINES)
@@ -67,6 +76,17 @@ class OutputLog:
     def left_out(self) -> int:
         """How many lines between ``head`` and ``tail`` were not kept."""
         return self.count - len(self._head) - len(self._tail)
+
+    def prefix(self, line: OutputLine) -> str:
+        """Return what stands before a line."""
+        return self._prefixes[line.rank]
+
+    def take(self, rank: int, event: events.Output) -> None:
+        """Take in what a rank has written."""
+        if event.left_out:
+            self.pass_over(rank, event.left_out)
+        for text in plain_lines(event.text):
+            self.add(OutputLine(rank, text))
 
     def pass_over(self, rank: int, count: int) -> None:
         """Lines that are in a log only came here. There is one gap: what is before it and not in ``head`` goes too."""

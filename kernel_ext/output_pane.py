@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from kernel_ext.markup import counted, faint, scrolled
-from kernel_ext.output_log import OutputLine
-from kernel_ext.run_state import RunState
+from kernel_ext.output_log import OutputLine, OutputLog
 from notebook_accel.plain_text import plain_lines
 
 __all__ = ["Choice", "errors_html", "log_html", "output_html", "output_lines", "stacks_html", "traceback_html",
@@ -44,39 +43,39 @@ class Choice:
         return self.search.lower() in text.lower()
 
 
-def output_html(state: RunState, choice: Choice = Choice()) -> str:
+def output_html(output: OutputLog, choice: Choice = Choice()) -> str:
     """The last lines of output, the newest last."""
     if choice.search:
-        return _found_html(state, choice)
-    lines = state.output.last(_LIVE_LINES) if choice.rank is None else state.output.of_rank(choice.rank)[-_LIVE_LINES:]
-    earlier = state.output.count - len(lines) if choice.rank is None else 0
+        return _found_html(output, choice)
+    lines = output.last(_LIVE_LINES) if choice.rank is None else output.of_rank(choice.rank)[-_LIVE_LINES:]
+    earlier = output.count - len(lines) if choice.rank is None else 0
     note = f"{faint(counted(earlier, 'earlier line'))}\n" if earlier else ""
-    body = _lines_html(lines, state) if lines else faint("no output yet")
+    body = _lines_html(lines, output) if lines else faint("no output yet")
     return f'<pre class="nba-output" aria-label="Output">{note}{body}</pre>'
 
 
-def _found_html(state: RunState, choice: Choice) -> str:
-    kept = [*state.output.head, *state.output.tail] if choice.rank is None else state.output.of_rank(choice.rank)
+def _found_html(output: OutputLog, choice: Choice) -> str:
+    kept = [*output.head, *output.tail] if choice.rank is None else output.of_rank(choice.rank)
     found = [line for line in kept if choice.finds(line.text)]
-    of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if state.output.left_out else "")
+    of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
     lines = "\n".join(
-        f"{faint(_margin(line, state))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
+        f"{faint(output.prefix(line))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
     )
     return f'<pre class="nba-output" aria-label="Output found">{faint(of)}\n{lines}</pre>'
 
 
-def errors_html(state: RunState, choice: Choice = Choice()) -> str:
+def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
     """The last lines that look like errors, for above all others; empty if there are none."""
-    errors = [line for line in state.output.errors if choice.rank in (None, line.rank)]
+    errors = [line for line in output.errors if choice.rank in (None, line.rank)]
     if not errors:
         return ""
-    count = state.output.error_count if choice.rank is None else len(errors)
+    count = output.error_count if choice.rank is None else len(errors)
     head = "1 line that looks like an error" if count == 1 else f"{count:,} lines that look like errors"
     shown = errors[-_ERRORS_IN_VIEW:]
     last = f", the last {len(shown)}" if count > len(shown) else ""
     return (
         f'<div class="nba-errors" role="group" aria-label="Errors"><b>{head}{last}</b>'
-        f'<pre class="nba-output">{_lines_html(shown, state)}</pre></div>'
+        f'<pre class="nba-output">{_lines_html(shown, output)}</pre></div>'
     )
 
 
@@ -115,30 +114,29 @@ def log_html(files: Sequence[str], text: str, choice: Choice) -> str:
     return f'<pre class="nba-output" aria-label="Log">{faint(files[choice.rank])}\n{body}</pre>'
 
 
-def whole_output_html(state: RunState, log_folder: str) -> str:
+def whole_output_html(output: OutputLog, log_folder: str) -> str:
     """The kept output. Of much, the last lines are in view, and the ones before them folded away."""
-    if not state.output.count:
+    if not output.count:
         return f'<pre class="nba-output" aria-label="Output">{faint("no output")}</pre>'
-    last = state.output.last(_MOST_UNFOLDED_LINES if state.output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
-    shown = f'<pre class="nba-output" aria-label="Output">{_lines_html(last, state)}</pre>'
-    earlier = state.output.count - len(last)
+    last = output.last(_MOST_UNFOLDED_LINES if output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
+    shown = f'<pre class="nba-output" aria-label="Output">{_lines_html(last, output)}</pre>'
+    earlier = output.count - len(last)
     if not earlier:
-        return f"{errors_html(state)}{shown}"
-    folded = html.escape("\n".join(output_lines(state, log_folder)[: -len(last)]))
+        return f"{errors_html(output)}{shown}"
+    folded = html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))
     body = scrolled(f'<pre class="nba-output">{folded}</pre>')
-    left_out = f", {state.output.left_out:,} of them left out" if state.output.left_out else ""
+    left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
     return (
-        f"{errors_html(state)}<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
+        f"{errors_html(output)}<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
         f"{shown}"
     )
 
 
-def output_lines(state: RunState, log_folder: str) -> list[str]:
+def output_lines(output: OutputLog, log_folder: str) -> list[str]:
     """The kept output as text."""
-    output = state.output
     whole = f"; the whole output is in {log_folder}" if log_folder else ""
     gap = [f"… {counted(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
-    return [_line_text(line, state) for line in output.head] + gap + [_line_text(line, state) for line in output.tail]
+    return [_line_text(line, output) for line in output.head] + gap + [_line_text(line, output) for line in output.tail]
 
 
 def traceback_html(rank: int, traceback: str, *, is_open: bool, said: str) -> str:
@@ -162,12 +160,12 @@ def traceback_html(rank: int, traceback: str, *, is_open: bool, said: str) -> st
     )
 
 
-def _line_text(line: OutputLine, state: RunState) -> str:
-    return f"{_margin(line, state)}{line.text}"
+def _line_text(line: OutputLine, output: OutputLog) -> str:
+    return f"{output.prefix(line)}{line.text}"
 
 
-def _lines_html(lines: Iterable[OutputLine], state: RunState) -> str:
-    return "\n".join(f"{faint(_margin(line, state))}{html.escape(line.text)}" for line in lines)
+def _lines_html(lines: Iterable[OutputLine], output: OutputLog) -> str:
+    return "\n".join(f"{faint(output.prefix(line))}{html.escape(line.text)}" for line in lines)
 
 
 def _marked(text: str, search: str) -> str:
@@ -176,9 +174,3 @@ def _marked(text: str, search: str) -> str:
         return html.escape(text)
     parts = re.split(f"({re.escape(search)})", text, flags=re.IGNORECASE)
     return "".join(f"<mark>{html.escape(part)}</mark>" if n % 2 else html.escape(part) for n, part in enumerate(parts))
-
-
-def _margin(line: OutputLine, state: RunState) -> str:
-    if state.prefixes:
-        return state.prefixes[line.rank]
-    return f"{line.rank:>{len(str(len(state.ranks) - 1))}} │ "

@@ -57,7 +57,7 @@ class PanelView:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._shown = ShownRun(job)
-        self._state = self._shown.state
+        self._state = job.state
         self._stacks = AskedStacks(job, self._on_change)
         self._drawn = _Drawn()
         self._has_changed = False  # what people have chosen
@@ -91,23 +91,30 @@ class PanelView:
 
     def _close(self) -> None:
         self._shown.take_events()
-        self._state.close()
         now_s = time.monotonic()
         self._shown.show_summary(now_s, self._hint())
         facts = self._shown.facts(now_s, self._hint())
-        self._widgets.close(render.summary_parts_html(facts, self._state, now_s))
+        with self._job.state_lock:
+            html = render.summary_parts_html(facts, self._state, self._shown.output, now_s)
+        self._widgets.close(html)
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
+        facts = self._shown.facts(now_s, self._hint())  # before the lock, since the job's error takes another
+        with self._job.state_lock:
+            self._draw_state(facts, now_s, kinds)
+        self._drawn.second = int(now_s - self._job.started_s)
+
+    def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
         # A widget sends nothing when it is given the value that it has.
         widgets, state, drawn = self._widgets, self._state, self._drawn
         has_changed, self._has_changed = self._has_changed, False
-        widgets.header.value = render.header_html(self._shown.facts(now_s, self._hint()), state, now_s)
+        widgets.header.value = render.header_html(facts, state, now_s)
         widgets.table.value = table_html(state, now_s, is_folded=widgets.is_folded)
         drawn.output |= events.Output in kinds
         drawn.metrics |= events.Metrics in kinds
         if has_changed or not widgets.body.value or self._is_body_due(now_s):
             drawn.output, drawn.body_s = False, now_s
-            widgets.errors.value = output_pane.errors_html(state, widgets.choice)
+            widgets.errors.value = output_pane.errors_html(self._shown.output, widgets.choice)
             widgets.body.value = self._body_html()
         is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
@@ -121,7 +128,6 @@ class PanelView:
             widgets.chart.value = chart_html(
                 state, widgets.metric, of_ranks=widgets.has_each_rank, is_titled=not widgets.names_chart
             )
-        drawn.second = int(now_s - self._job.started_s)
 
     def _is_body_due(self, now_s: float) -> bool:
         """Whether what is below the table has changed by itself. A file isn't read five times a second."""
@@ -133,7 +139,7 @@ class PanelView:
         if choice.view == "stacks":
             return output_pane.stacks_html(self._stacks.texts, self._stacks.said, choice)
         if choice.view == "output":
-            return output_pane.output_html(self._state, choice)
+            return output_pane.output_html(self._shown.output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
             try:

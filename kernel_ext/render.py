@@ -12,11 +12,12 @@ import html
 
 from kernel_ext.chart import chart_html
 from kernel_ext.markup import badge, counted, faint
+from kernel_ext.output_log import OutputLog
 from kernel_ext.output_pane import output_lines, traceback_html, whole_output_html
-from kernel_ext.run_state import RunState
 from kernel_ext.style import STYLE
 from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
 from notebook_accel import durations
+from notebook_accel.launching.state.run import RunState
 
 __all__ = ["RunFacts", "header_html", "style_html", "summary_html", "summary_parts_html", "summary_text"]
 
@@ -81,30 +82,30 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     )
 
 
-def summary_html(facts: RunFacts, state: RunState, now_s: float) -> str:
+def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """What stays in the notebook: the whole panel as it is now, in one piece that needs no kernel."""
-    return f'<div class="nba-panel">{summary_parts_html(facts, state, now_s)}</div>'
+    return f'<div class="nba-panel">{summary_parts_html(facts, state, output, now_s)}</div>'
 
 
-def summary_parts_html(facts: RunFacts, state: RunState, now_s: float) -> str:
+def summary_parts_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """What ``summary_html`` has inside, for an element that is a panel already."""
     chart = chart_html(state)
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
     bottom = ""
-    if state.output.count or beside:  # the chart stays where the live panel had it
-        output = f'<div class="nba-output-pane">{whole_output_html(state, facts.log_folder)}</div>'
-        bottom = f'<div class="nba-bottom">{output}{beside}</div>'
+    if output.count or beside:  # the chart stays where the live panel had it
+        pane = f'<div class="nba-output-pane">{whole_output_html(output, facts.log_folder)}</div>'
+        bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
         f"{table_html(state, now_s)}{_every_rank_html(state, now_s)}{_traceback_html(facts)}{bottom}"
     )
 
 
-def summary_text(facts: RunFacts, state: RunState, now_s: float) -> str:
+def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """The same facts in plain text, for where HTML isn't shown."""
     first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
     lines = [first, *state.restarts_why, *state.nodes, *table_lines(state, now_s), *notes(state, now_s)]
-    return "\n".join([*lines, *output_lines(state, facts.log_folder)])
+    return "\n".join([*lines, *output_lines(output, facts.log_folder)])
 
 
 def _time(facts: RunFacts) -> str:

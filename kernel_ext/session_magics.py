@@ -232,7 +232,7 @@ class SessionMagics:
 def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -> str:
     if has_answered:
         return f"Rank 0 has no name {asked!r}."
-    if session.job.ranks[0].state == "ended":
+    if session.job.ranks[0].has_ended:
         return "Rank 0 has died. %distributed restart starts it again."
     doing = session.job.doing()
     why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing  # it may have become so since

@@ -1,4 +1,4 @@
-"""A run as it is displayed under its cell: its state from its events, and where and how what is shown of it goes there.
+"""A run as it is displayed under its cell: its output, and where and how what is shown of it goes there.
 
 Used by every view of a notebook: by the live panel, and by itself as the view of a run that has ended before a panel
 was there. Such a run gets its summary only: to make widgets for nobody takes longer than a short run.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kernel_ext import render
-from kernel_ext.run_state import RunState
+from kernel_ext.output_log import OutputLog
 from notebook_accel import events
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.views.view import line_prefix
@@ -36,7 +36,7 @@ class ShownRun:
         # Numbers need no help, and the panel draws them in another colour.
         has_prefixes = bool(job.config.log_line_prefix_template)
         prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
-        self.state = RunState(job.world_size, prefixes)
+        self.output = OutputLog(job.world_size, prefixes)
         # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
         # ipykernel keeps in a context variable (since version 7).
         self._cell_context = contextvars.copy_context()
@@ -48,12 +48,13 @@ class ShownRun:
         self._cell_context.copy().run(act)
 
     def take_events(self) -> set[type[events.Event]]:
-        """Brings the state up to date, displays what ranks display; returns which kinds of events came."""
+        """Take the new events: keep output, display what ranks display. Return which kinds of events came."""
         kinds: set[type[events.Event]] = set()
         for rank, event in self._job.events():
             kinds.add(type(event))
-            self.state.apply(rank, event)
-            if isinstance(event, events.Display):
+            if isinstance(event, events.Output):
+                self.output.take(rank, event)
+            elif isinstance(event, events.Display):
                 options = {"display_id": event.display_id or None, "update": event.is_update}
                 self._display(event.data, metadata=event.metadata, **options)
         return kinds
@@ -84,13 +85,11 @@ class ShownRun:
 
     def show_summary(self, now_s: float, hint: str = "") -> None:
         """Displays how the run has ended, as HTML and text that need no kernel."""
-        facts = self.facts(now_s, hint)
-        self.show(
-            {
-                "text/html": render.summary_html(facts, self.state, now_s),
-                "text/plain": render.summary_text(facts, self.state, now_s),
-            }
-        )
+        facts, state = self.facts(now_s, hint), self._job.state
+        with self._job.state_lock:
+            html = render.summary_html(facts, state, self.output, now_s)
+            text = render.summary_text(facts, state, self.output, now_s)
+        self.show({"text/html": html, "text/plain": text})
 
     def refresh(self) -> None:
         """Takes the events, so that they don't pile up."""
@@ -99,7 +98,6 @@ class ShownRun:
     def close(self) -> None:
         """Displays the summary. The run has ended."""
         self.take_events()
-        self.state.close()
         self.show_summary(time.monotonic())
 
     def _display(self, data: dict[str, Any], **options: Any) -> None:

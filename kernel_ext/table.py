@@ -22,8 +22,9 @@ from kernel_ext.markup import (
     shortened,
     sizes_in_words,
 )
-from kernel_ext.run_state import RankState, RunState
 from notebook_accel import durations
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
 from notebook_accel.plain_text import plain_text
 
 __all__ = ["MOST_ROWS", "notes", "table_html", "table_lines"]
@@ -35,8 +36,8 @@ _MOST_METRIC_COLUMNS = 4
 _MOST_METRICS_BESIDE_OUTPUT = 2  # of more, nothing that can be read would be left of a line
 _MOST_NAME_CHARACTERS = 24
 _ALIVE_S = 3.0
-_SIGNS = {"failed": "✗", "killed": "✗", "finished": "✓", "silent": "!", "behind": "▼"}
-_ALARMING = ("failed", "killed", "silent", "behind")
+_SIGNS = {"failed": "✗", "killed": "✗", "lost": "✗", "finished": "✓", "silent": "!", "behind": "▼"}
+_ALARMING = ("failed", "killed", "lost", "silent", "behind")
 
 
 def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
@@ -195,9 +196,7 @@ class _Table:
         return columns
 
     def _word(self, rank: RankState) -> str:
-        if rank.silent is not None:
-            return "waiting" if rank.silent.waits_in else "silent"
-        return "behind" if rank.rank in self._behind else rank.state
+        return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
 
     def _seen(self, rank: RankState) -> str:
         """How long ago it gave a sign of life."""
@@ -285,7 +284,7 @@ def _memory_text(rank: RankState) -> str:
 def _memory_html(rank: RankState) -> str:
     if rank.memory_used_bytes is None or not rank.memory_total_bytes:
         return html.escape(_memory_text(rank))
-    of = "Host memory" if rank.memory_kind == "host" else "Device memory"
+    of = "Host memory" if rank.memory is None or rank.memory.kind == "host" else "Device memory"
     percent = round(100 * rank.memory_used_bytes / rank.memory_total_bytes)
     label = f'role="meter" aria-label="{of} of rank {rank.number}" aria-valuetext="{_memory_text(rank)}"'
     used, total = sizes_in_words(rank.memory_used_bytes, rank.memory_total_bytes)

@@ -27,11 +27,14 @@ __all__ = [
     "MemoryShortage",
     "Metrics",
     "Nodes",
+    "Numbered",
     "Output",
     "Progress",
+    "Respawning",
     "Restarting",
     "Silent",
     "Started",
+    "Working",
     "decode",
     "encode",
 ]
@@ -238,8 +241,48 @@ class Nodes(_Event, frozen=True, kw_only=True):
     is_news: bool
 
 
+class Respawning(_Event, frozen=True, kw_only=True):
+    """A rank that has died is started once more while the others go on. Sent by the job, which orders it."""
+
+
+class Numbered(_Event, frozen=True, kw_only=True):
+    """The place of this node's ranks among all. Sent by the job, when the nodes have agreed on it.
+
+    Attributes:
+        first_rank: The number of this node's first rank.
+        world_size: The number of ranks on all nodes.
+    """
+
+    first_rank: int
+    world_size: int
+
+
+class Working(_Event, frozen=True, kw_only=True):
+    """The ranks that have something to do from now on; the others wait for work. Sent by the job of a session.
+
+    Attributes:
+        ranks: Their numbers on this node.
+    """
+
+    ranks: list[int]
+
+
 Event: TypeAlias = (
-    Started | Progress | Metrics | Output | Display | Memory | Failed | Finished | Ended | Silent | Restarting | Nodes
+    Started
+    | Progress
+    | Metrics
+    | Output
+    | Display
+    | Memory
+    | Failed
+    | Finished
+    | Ended
+    | Silent
+    | Respawning
+    | Restarting
+    | Numbered
+    | Nodes
+    | Working
 )
 
 SAMPLES = (Progress, Metrics, Memory)

@@ -169,7 +169,7 @@ def _does_agent_answer(job: Job) -> bool:
 
 
 def _describe_interrupt(job: Job, saved: Sequence[str]) -> str:
-    left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.state != "ended"]
+    left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.ended is None]
     ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet, of {', '.join(left)}"
     stood = [f"  {line}" for line in job.where_ranks_stood()]
     kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import pathlib
 import threading
 import time
@@ -20,26 +21,46 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.events import Event
+from notebook_accel.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.latch import Latch
-from notebook_accel.launching import explanations, logs
-from notebook_accel.launching.attempts import Attempts
+from notebook_accel.launching import logs
 from notebook_accel.launching.control import Control
 from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
-from notebook_accel.launching.rank_info import RankInfo
-from notebook_accel.launching.record import Ending, Record
 from notebook_accel.launching.result_files import ResultFiles
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.stacks import Stacks
-from notebook_accel.launching.watch import Watch
+from notebook_accel.launching.stacks import RankStack, StackRequest, Stacks
+from notebook_accel.launching.state import explanations, failures
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.silence import Silence
 
-__all__ = ["Job"]
+__all__ = ["Ending", "Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
+
+
+@dataclasses.dataclass
+class Ending:
+    """How a run has ended. It may be kept without the job.
+
+    Attributes:
+        status: In a word; empty as long as the run goes on.
+        why: In a line, what went wrong; empty if nothing did.
+        took_s: How long it ran.
+    """
+
+    status: str = ""
+    why: str = ""
+    took_s: float = 0.0
+
+    def fill_in(self, status: str, why: str, took_s: float) -> None:
+        """Note the end. The status comes last: another thread that sees one sees all that belongs to it."""
+        self.why, self.took_s = why, took_s
+        self.status = status
 
 
 class Job:
@@ -57,7 +78,8 @@ class Job:
         started_s: When it was started, in seconds of ``time.monotonic()``.
         ended_s: When it ended, ``None`` as long as it runs.
         ending: How it has ended, filled in then; it may be kept without the job.
-        restarts: Why all ranks were started again, for each time: which rank failed first, and of what.
+        state: What is known about the ranks, reduced from their events. Other threads change it: read it while holding
+            ``state_lock``.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
@@ -93,23 +115,27 @@ class Job:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
-        self.restarts: tuple[str, ...] = ()
         self.doing: Callable[[], str] = str
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._shipped = shipped
         self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
         self._is_discarded = False
         self._control: Control | None = None
         self._lock = threading.Lock()
         self._ended = Latch()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
-        self._record = Record(spec.world_size, config.start_method, spec.left_out)
-        self._attempts = Attempts(config, spec.world_size, self._record)
-        self._watch = Watch(spec.world_size, spec.sources)
+        self.state = RunState(spec.world_size)
+        self.state_lock = threading.RLock()
+        # As it is where nodes are numbered; where they aren't, the elastic process will tell.
+        nodes = int(config.num_nodes.partition(":")[0])
+        self.deliver(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
+        self._failures = failures.Failures(config.start_method, spec.left_out, shipped)
+        self._silence = Silence()
+        self._stack_request = StackRequest(spec.world_size, spec.sources)
+        self._restarts_by_node: int | None = None
         self._elsewhere: Failure | None = None
         self._reason: Reason = ""
         self._engine_error: NotebookAccelError | None = None
@@ -127,7 +153,7 @@ class Job:
     def status(self) -> Status:
         """Where the run stands, in a word."""
         if not self.done:
-            return "running" if self._record.has_started else "starting"
+            return "running" if self.state.has_started else "starting"
         return self._end_status()
 
     def _end_status(self) -> Status:
@@ -204,31 +230,40 @@ class Job:
             why = "It was launched with on_death='stop', so that all ranks end when one does."
         elif self.done:
             why = "The run has ended."
-        elif not self._record.is_dead(rank):
+        elif not self.state.ranks[rank].is_dead:
             why = "It is running."
         if why:
             raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
-        self._record.revive(rank)
+        self.deliver(rank, Respawning())
         self._tell(lambda control: control.respawn(rank))
 
     def death(self, rank: int) -> RankFailedError | None:
         """How a rank has died in a run that keeps the others; ``None`` if it is there."""
-        return self._record.death(rank, self._shipped)
+        with self.state_lock:
+            state = self.state.ranks[rank]
+            return self._failures.of_rank(self.state, state) if state.is_dead else None
 
     @property
     def first_rank(self) -> int:
         """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
-        return self._record.first_rank
+        return self.state.first_rank
 
     @property
     def total_ranks(self) -> int:
         """Number of ranks on all nodes."""
-        return self._record.world_size
+        return self.state.total_ranks
 
     @property
-    def ranks(self) -> list[RankInfo]:
-        """What is known about each rank: process, device, memory, last step."""
-        return self._watch.ranks
+    def ranks(self) -> list[RankState]:
+        """What is known about each rank now: state, process, device, memory, steps, metrics."""
+        with self.state_lock:
+            return [rank.copy() for rank in self.state.ranks]
+
+    @property
+    def restarts(self) -> tuple[str, ...]:
+        """Why all ranks were started again, for each time: which rank failed first, and of what."""
+        with self.state_lock:
+            return tuple(event.why for event in self.state.restartings if event.number)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
         """What a rank has written to its standard output and error; nothing before it is there.
@@ -244,7 +279,7 @@ class Job:
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
                                      fix="give log_dir a folder that you can write to")  # fmt: skip
-        if self._watch.ranks[rank].state == "starting" and not self.log_files[rank].exists():
+        if self.state.ranks[rank].state == "starting" and not self.log_files[rank].exists():
             return ""
         return logs.read(self.log_files[rank], tail)
 
@@ -254,7 +289,9 @@ class Job:
         Raises:
             RunError: The agent, which asks the ranks, has not answered in time.
         """
-        stacks = self._watch.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        stacks = self._stack_request.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        if self._stack_request.is_over:
+            return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])
         if stacks is not None:
             return stacks
         raise RunError(
@@ -295,20 +332,23 @@ class Job:
 
     def where_ranks_stood(self) -> list[str]:
         """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
-        failures = sorted(self._record.failures.items())
-        return [f"rank {self.first_rank + rank} was at {failed.line}" for rank, failed in failures if failed.line]
+        with self.state_lock:
+            raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
+        return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
 
     def notice_silence(self, now_s: float) -> None:
         """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
 
         What it comes to is among the ``events``.
         """
-        if self._watch.is_silence_due(now_s):
+        with self.state_lock:
+            is_due = self._silence.is_due(self.state, now_s)
+        if is_due:
             self._tell(lambda control: control.inspect())
 
     def expect_steps(self, ranks: Sequence[int]) -> None:
-        """Which ranks have something to do from now on; all if nobody says so. The others' silence means nothing."""
-        self._watch.expect_steps(ranks, time.monotonic())
+        """Name the ranks that have something to do from now on, all by default. The silence of others means nothing."""
+        self.deliver(0, Working(ranks=list(ranks)))
 
     def attach(self, control: Control) -> None:
         """The engine's handle on the run."""
@@ -316,21 +356,32 @@ class Job:
 
     def deliver(self, rank: int, event: Event) -> None:
         """Takes one event of a rank. Called by the engine's thread."""
-        self._record.add(rank, event)
-        self._watch.add(rank, event)
-        self._pending.append((rank, event))
+        with self.state_lock:
+            self.state.apply(rank, event)
+            self._pending.append((rank, event))
 
     def start(self, starting: Starting) -> None:
         """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
-        told = self._attempts.begin(starting, self._record)
-        if told is not None:
-            self.restarts = self._attempts.restarts
-            self._watch.start_over()
-            self.deliver(*told)
+        before, self._restarts_by_node = self._restarts_by_node, starting.restarts
+        first = self.state.first_failed
+        why = failures.in_a_line(self.state)
+        self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
+        if before is None:
+            return
+        of, rank = self.config.max_restarts, 0 if first is None else first.rank
+        if before == starting.restarts:
+            why = f"the nodes are others now, with {starting.world_size} ranks in all"
+            self.deliver(0, Restarting(number=0, of=of, why=why))
+        elif starting.cause is not None:
+            self.deliver(0, Restarting(number=starting.restarts, of=of, why=starting.cause.in_a_line))
+        else:
+            why = why or "a rank on another node has failed"
+            self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Takes what the ranks have answered. Called by the engine's thread."""
-        for rank, silent in self._watch.answer(dumps, time.monotonic()):
+        stacks = self._stack_request.answer(dumps)
+        for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
@@ -341,14 +392,16 @@ class Job:
         self.ended_s = time.monotonic()
         status, why = self._end_status(), ""
         if status == "failed":
-            said = "timeout_s has run out" if self._reason == "timeout" else self._record.in_a_line
+            said = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
             said = said if elsewhere is None else elsewhere.in_a_line
             why = said if error is None else error.what
         self.ending.fill_in(status, why, self.ended_s - self.started_s)
-        if self._is_discarded or not (self._has_all_results() or self._record.has_saved):
+        if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()
+        with self.state_lock:
+            self.state.close()
         self._ended.set()
-        self._watch.end()
+        self._stack_request.end()
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
         """The run, whose one rank was this process, is over, with these results or with what the rank raised."""
@@ -363,7 +416,7 @@ class Job:
             what(self._control)
 
     def _has_all_results(self) -> bool:
-        return self._engine_error is None and self._reason == "" and len(self._record.finished) == self.world_size
+        return self._engine_error is None and self._reason == "" and self.state.have_all_results
 
     def _make_error(self) -> NotebookAccelError:
         if self._engine_error is not None:
@@ -377,10 +430,10 @@ class Job:
         if self._reason in ("stopped", "interrupted"):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
         if self._reason in ("template lost", "elastic lost"):
-            return explanations.of_lost_process(self._reason, self._record.shortage)
+            return explanations.of_lost_process(self._reason, self.state.memory_shortage)
         if self._elsewhere is not None:
-            return self._attempts.error_of(self._elsewhere, self._record)
-        failure = self._record.first_failure(self._shipped)
+            return self._failures.elsewhere(self.state, self._elsewhere)
+        failure = self._failures.first(self.state)
         if failure is not None and self._raised_here is not None:
             failure.__cause__ = self._raised_here
             failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins

@@ -9,8 +9,7 @@ import time
 import weakref
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.record import Ending
+from notebook_accel.launching.job import Ending, Job
 
 __all__ = ["Entry", "add", "find", "latest"]
 

@@ -13,14 +13,15 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 from notebook_accel import code_places
+from notebook_accel.latch import Latch
 from notebook_accel.launching.messages import Condition, RankDump
 from notebook_accel.launching.spec import Source
 
-__all__ = ["Frame", "RankStack", "Stacks", "read_dump"]
+__all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
@@ -134,6 +135,52 @@ class Stacks(Sequence[RankStack]):
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self._stacks))
+
+
+class StackRequest:
+    """Asks the ranks of a run for their stacks, and waits for the answer.
+
+    Answers come in the engine's thread, questions in any other.
+
+    Args:
+        world_size: Number of ranks.
+        sources: Sources of the notebook's functions, by the file name in their code.
+    """
+
+    def __init__(self, world_size: int, sources: Mapping[str, Source]) -> None:
+        self._world_size = world_size
+        self._sources = sources
+        self._asked = Latch()  # until the next answer, or the end
+        self._answer: Stacks | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will answer any more."""
+        return self._is_over
+
+    def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
+        """Send the question with ``ask`` and wait; return ``None`` if no answer comes in time or the run is over."""
+        asked = self._asked
+        if self._is_over:
+            return None
+        ask()
+        is_answered = asked.wait(timeout_s)
+        return self._answer if is_answered and not self._is_over else None
+
+    def answer(self, dumps: Sequence[RankDump]) -> Stacks:
+        """Take the ranks' answers, and return them as stacks of all ranks."""
+        answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
+        unasked = (RankStack(rank, None, "unarmed") for rank in range(self._world_size))
+        self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
+        asked, self._asked = self._asked, Latch()
+        asked.set()
+        return self._answer
+
+    def end(self) -> None:
+        """Release whoever waits. The run is over."""
+        self._is_over = True
+        self._asked.set()
 
 
 def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:

@@ -9,9 +9,9 @@ from typing import Any
 
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.events import Failed
-from notebook_accel.launching import explanations
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.record import cause_of, raised_in_words
+from notebook_accel.launching.state import explanations
+from notebook_accel.launching.state.failures import cause_of, raised_in_words
 from notebook_accel.sessions.messages import Reply
 from notebook_accel.sessions.showing import ranks_in_words
 

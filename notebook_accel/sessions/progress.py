@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from notebook_accel import durations
 from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.views import standings
+from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.launching.views.standings import Standing
 
 __all__ = ["CellProgress"]
 
@@ -40,7 +39,6 @@ class CellProgress:
 
     def begin(self) -> None:
         """A cell begins. What was counted before is not its."""
-        self._standings = [Standing(rank) for rank in range(self._job.world_size)]
         self._before = self._job.ranks
         self._place = ""
         self._shown: list[str] = []
@@ -63,7 +61,7 @@ class CellProgress:
         if not self._shown:
             return
         deadline_s = time.monotonic() + _LAST_DEADLINE_S
-        while any(self._job.ranks[rank].step != count for rank, count in steps.items() if count):
+        while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
             if time.monotonic() > deadline_s:
                 break
             time.sleep(_LOOK_PERIOD_S)
@@ -72,15 +70,10 @@ class CellProgress:
     def _show(self, *, is_end: bool) -> None:
         if self._job.config.view == "none":
             return
-        for standing, before, now in zip(self._standings, self._before, self._job.ranks, strict=True):
-            # A step of the cell before may have been said late.
-            if now.progress is not None and now.step != before.step and now.progress.time_s > self._began_s:
-                standing.add(now.progress)
-            standing.metrics.update(
-                {name: value for name, value in now.metrics.items() if before.metrics.get(name) != value}
-            )
-        reported = [standing for standing in self._standings if standing.has_reported]
-        described = standings.described(reported) if reported else []
+        pairs = zip(self._before, self._job.ranks, strict=True)
+        ranks = [now.since(before, self._began_s) for before, now in pairs]
+        reported = [rank for rank in ranks if rank.steps is not None or rank.metrics]
+        described = rank_lines.lines(reported, time.monotonic())
         if described in ([], self._shown):
             return
         text = "\n".join(described)

@@ -6,8 +6,8 @@ import html.parser
 from typing import Any
 
 from kernel_ext.render import RunFacts
-from kernel_ext.run_state import RunState
 from notebook_accel import events
+from notebook_accel.launching.state.run import RunState
 
 __all__ = ["ATTACK", "Document", "facts", "training"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kernel_ext.output_pane import Choice, errors_html, log_html, output_html, stacks_html
-from kernel_ext.run_state import RunState
 from notebook_accel import events
+from notebook_accel.launching.state.run import RunState
 from tests.kernel_ext.documents import Document
 
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from kernel_ext.output_pane import output_html
 from kernel_ext.render import header_html, summary_html, summary_text
-from kernel_ext.run_state import RunState
 from kernel_ext.table import table_html
 from notebook_accel import events
+from notebook_accel.launching.state.run import RunState
 from tests.kernel_ext import documents as made
-from tests.kernel_ext import strategies
 from tests.kernel_ext.documents import ATTACK, Document
+from tests.launching.state import strategies
 
 
 def test_header_names_state_run_devices_precision_epoch_and_times() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kernel_ext.run_state import RunState
 from kernel_ext.table import table_html
 from notebook_accel import events
+from notebook_accel.launching.state.run import RunState
 from tests.kernel_ext import documents as made
 from tests.kernel_ext.documents import Document
 

@@ -14,9 +14,8 @@ from typing import TextIO
 
 from notebook_accel import durations, events
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.views import standings
+from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.launching.views.standings import Standing
 from notebook_accel.plain_text import plain_lines, plain_text
 
 __all__ = ["LinesView", "line_prefix"]
@@ -92,10 +91,9 @@ class LinesView:
         self._out = out
         self._period_s = period_s
         self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
-        self._standings = [Standing(rank) for rank in range(job.world_size)]
         self._shown: list[str] = []
         self._lines = [_Lines(out, job, rank) for rank in range(job.world_size)]
-        self._silent_steps: dict[int, int] = {}
+        self._silent_steps: dict[int, int | None] = {}
         self._nodes: list[str] = []
         self._terminal = _StatusLine(out) if out.isatty() else None
         self._displays = KernelDisplay()
@@ -132,7 +130,6 @@ class LinesView:
         return min(max(_PERIOD_S, _PERIOD_SHARE * (now_s - self._job.started_s)), _LONGEST_PERIOD_S)
 
     def _take(self, rank: int, event: events.Event) -> None:
-        self._standings[rank].add(event)
         if isinstance(event, events.Output):
             self._lines[rank].add(event.text, event.left_out)
         elif isinstance(event, events.Display):
@@ -143,7 +140,6 @@ class LinesView:
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):
             self._out.write(f"[{event.in_words}]\n")
-            self._standings = [Standing(number) for number in range(self._job.world_size)]
             self._silent_steps.clear()
         elif isinstance(event, events.Nodes):
             self._nodes = [plain_text(line) for line in event.lines]
@@ -152,7 +148,7 @@ class LinesView:
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
         """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
-        steps = self._standings[rank].steps
+        steps = self._job.state.ranks[rank].steps
         if self._silent_steps.get(rank) != steps:
             self._silent_steps[rank] = steps
             at = f": {plain_text(event.at)}" if event.at else ""
@@ -168,17 +164,14 @@ class LinesView:
             self._shown = described
             time_shown = durations.in_minutes(now_s - self._job.started_s)
             self._out.writelines(f"[{time_shown}] {line}\n" for line in described)
-        for standing in self._standings:
-            standing.begin_period()
 
     def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
-        if not any(standing.has_reported for standing in self._standings):
-            return []
-        for number, standing in enumerate(self._standings, self._job.first_rank):
-            standing.rank = number
-        if folded:
-            return [f"[{durations.in_minutes(now_s - self._job.started_s)}] {standings.folded(self._standings)}"]
-        return standings.described(self._standings)
+        with self._job.state_lock:
+            ranks = self._job.state.ranks
+            described = rank_lines.lines(ranks, now_s)
+            if folded and described:
+                described = [f"[{durations.in_minutes(now_s - self._job.started_s)}] {rank_lines.folded(ranks, now_s)}"]
+        return described
 
 
 class _StatusLine:

@@ -11,13 +11,13 @@ from notebook_accel import code_places
 from notebook_accel.errors import SupervisorLostError
 from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
 from notebook_accel.launching.messages import Reason
+from notebook_accel.launching.state.rank import CRASH
 from notebook_accel.sizes import in_words
 
-__all__ = ["CRASH", "of_crash", "of_death", "of_exception", "of_lost_process", "of_shortage"]
+__all__ = ["of_crash", "of_death", "of_exception", "of_lost_process", "of_shortage"]
 
 _KILLED = "Nothing of notebook-accel sent it."
 _CRASHED = "Native code has crashed, below the first of the lines of Python that are shown here, the innermost first."
-CRASH = "Fatal Python error: "  # how Python's faulthandler begins
 _OURS = f'  File "{code_places.OURS}'
 _LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all that it loads"
 _LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"

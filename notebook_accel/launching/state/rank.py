@@ -1,0 +1,350 @@
+"""The state of one rank, reduced from its events.
+
+A rank is in one of these states, and every view uses these words:
+
+| word | meaning |
+|---|---|
+| starting | its process is on its way and hasn't begun the user's code |
+| running | it runs the user's code |
+| waiting | it runs, and waits in a collective for a rank that is silent |
+| silent | it runs, has done no step for long, and other ranks wait for it |
+| finished | the user's code has returned and the result is there |
+| failed | the user's code has raised, or the process has exited before its end |
+| killed | a signal from elsewhere has ended the process |
+| stopped | it was interrupted or told to end, or has lost a peer that failed |
+| lost | the run is over, and nobody could report how this rank has ended |
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Literal
+
+from notebook_accel import events
+from notebook_accel.errors import signal_name
+from notebook_accel.plain_text import clipped, plain_lines, plain_text
+
+__all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]
+
+StateWord = Literal["starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "lost"]
+
+CRASH = "Fatal Python error: "
+"""How the report of Python's fault handler begins."""
+
+_RATE_WINDOW_S = 5.0
+_RATE_STALE_S = 1.0
+_STALLED_S = 10.0
+_STALLED_STEPS = 10  # so many times the usual step
+_REMEMBERED_STEPS = 20
+_MOST_METRICS = 32
+_LAST_LINES = 10
+_MOST_CRASH_CHARACTERS = 50_000
+_COMPILING = "compiling: steps are counted, and timed from when it is done"
+
+
+@dataclasses.dataclass
+class LastSteps:
+    """When a rank did its last steps: its rate, and whether it has stopped getting on.
+
+    Times are seconds of ``time.monotonic()``.
+
+    Attributes:
+        stepped_s: When its count last changed, ``None`` before it has counted anything.
+    """
+
+    stepped_s: float | None = None
+    _count: int = 0
+    _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
+    _step_times_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_REMEMBERED_STEPS)
+    )
+
+    def add(self, event: events.Progress, *, is_another_loop: bool) -> None:
+        """Take in a count.
+
+        Args:
+            event: The count.
+            is_another_loop: Whether another loop or bar counts now, whose rate is its own.
+        """
+        if self.stepped_s is None or event.steps != self._count:
+            if self.stepped_s is not None and event.steps > self._count and not event.compiling:
+                self._step_times_s.append((event.time_s - self.stepped_s) / (event.steps - self._count))
+            self._count, self.stepped_s = event.steps, event.time_s
+        if is_another_loop or event.compiling:  # compiling takes long, and says nothing of the steps that follow
+            self._samples.clear()
+        if not event.compiling and (not self._samples or event.time_s > self._samples[-1][0]):
+            self._samples.append((event.time_s, event.steps))
+        while len(self._samples) > 2 and self._samples[1][0] <= event.time_s - _RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def copy(self) -> LastSteps:
+        """Return a copy that later events don't change."""
+        return dataclasses.replace(self, _samples=self._samples.copy(), _step_times_s=self._step_times_s.copy())
+
+    def since(self, began_s: float) -> LastSteps:
+        """Return a copy that knows only of what was counted since ``began_s``."""
+        samples = collections.deque(sample for sample in self._samples if sample[0] >= began_s)
+        return dataclasses.replace(self, _samples=samples, _step_times_s=self._step_times_s.copy())
+
+    def per_s(self, now_s: float | None) -> float | None:
+        """Return the steps a second over the last few seconds, ``None`` until two counts are known.
+
+        Args:
+            now_s: The present; ``None`` for a rank that has ended, whose last seconds of counting are meant.
+        """
+        if len(self._samples) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        # A rank that counts nothing says nothing, so after some silence the time since its last word counts too.
+        if now_s is not None and now_s - last_s > _RATE_STALE_S:
+            last_s = now_s
+        return (last - first) / (last_s - first_s)
+
+    def is_stalled(self, now_s: float, since_s: float = 0.0, shortest_s: float = _STALLED_S) -> bool:
+        """Return whether no step was done for long, by this rank's own measure.
+
+        Args:
+            now_s: The present.
+            since_s: Count the time from then at the earliest.
+            shortest_s: How long that has to be at least.
+        """
+        usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
+        return now_s - max(since_s, self.stepped_s or 0.0) > max(shortest_s, _STALLED_STEPS * usual_s)
+
+
+@dataclasses.dataclass
+class RankState:
+    """What is known about one rank.
+
+    Attributes:
+        rank: Its number on this node, from 0.
+        state: How its process is; ``waiting`` and ``silent`` are found in ``word`` only.
+        pid: Its process, ``None`` before it has started.
+        step: Steps done in the running epoch, ``None`` before anything was counted.
+        total: Steps of the epoch, ``None`` if not known.
+        epoch: The running epoch from 1, ``None`` if not known.
+        epochs: How many epochs there will be, ``None`` if not known.
+        steps: Steps done over all epochs and loaders, ``None`` before anything was counted.
+        label: What is counted.
+        device: The device it computes on, such as ``cuda:0``; empty if not known.
+        is_compiling: Whether the device's compiler is at work on the running step.
+        metrics: The latest value of each metric.
+        memory: The memory it last reported, ``None`` before.
+        last_line: The last line that it wrote that isn't empty.
+        last_lines: The last few lines that it wrote, before a crash of native code if there was one.
+        crash: What Python's fault handler wrote when native code crashed; else empty.
+        reason: Why it failed or ended early, in one line; else empty.
+        silent: What was found out when it had done no step for long; ``None`` again after its next one.
+        last_event_s: When it last gave a sign of life, in seconds of ``time.monotonic()``.
+        starts: How often a process of it has started.
+        node: The node it is on, from 0.
+        first: The number of this node's first rank among all.
+        has_result: Whether the user's code has returned and the result is there.
+        failed: What the user's code has raised.
+        ended: How its process has ended.
+    """
+
+    rank: int
+    first: int = 0
+    state: StateWord = "starting"
+    pid: int | None = None
+    step: int | None = None
+    total: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    label: str = ""
+    device: str = ""
+    is_compiling: bool = False
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    memory: events.Memory | None = None
+    last_line: str = ""
+    last_lines: collections.deque[str] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_LAST_LINES)
+    )
+    crash: str = ""
+    reason: str = ""
+    silent: events.Silent | None = None
+    last_event_s: float | None = None
+    starts: int = 0
+    node: int = 0
+    has_result: bool = False
+    failed: events.Failed | None = None
+    ended: events.Ended | None = None
+    last_steps: LastSteps = dataclasses.field(default_factory=LastSteps)
+
+    @property
+    def number(self) -> int:
+        """Its number among all ranks of the run."""
+        return self.first + self.rank
+
+    @property
+    def word(self) -> StateWord:
+        """One word for how it is; see the table of states."""
+        if self.silent is None:
+            return self.state
+        return "waiting" if self.silent.waits_in else "silent"
+
+    @property
+    def note(self) -> str:
+        """What there is to say about it in one line: why it ended, or that it compiles; else empty."""
+        return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come from it."""
+        return self.state not in ("starting", "running")
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its process is gone without a result."""
+        return self.ended is not None and not self.has_result
+
+    @property
+    def memory_used_bytes(self) -> int | None:
+        """Memory in use, of its device where it has one; ``None`` before it was measured."""
+        return None if self.memory is None else self.memory.used_bytes
+
+    @property
+    def memory_total_bytes(self) -> int:
+        """The memory that the device, or the host, has; 0 before it was measured."""
+        return 0 if self.memory is None else self.memory.total_bytes
+
+    @property
+    def utilisation(self) -> float | None:
+        """Per cent of the last second in which its device computed, ``None`` if that isn't known."""
+        return None if self.memory is None else self.memory.utilisation
+
+    def steps_per_s(self, now_s: float) -> float | None:
+        """Return the steps a second over the last few seconds; of an ended rank, over its last seconds of counting.
+
+        ``None`` until two counts are known.
+        """
+        return self.last_steps.per_s(None if self.has_ended else now_s)
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Return whether it has begun to count and has now done no step for long, by its own measure."""
+        if self.has_ended or self.steps is None:
+            return False
+        return self.silent is not None or self.last_steps.is_stalled(now_s)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds until its last step at the present rate, ``None`` if that can't be known.
+
+        Where the number of epochs isn't known, this is the time to the end of the running one. A rank that isn't
+        getting on has no rate to guess from.
+        """
+        rate = None if self.is_stalled(now_s) else self.steps_per_s(now_s)
+        if self.has_ended or not rate or self.step is None or self.total is None:
+            return None
+        steps = self.total - self.step
+        if self.epoch is not None and self.epochs is not None:
+            steps += (self.epochs - self.epoch) * self.total
+        return max(steps, 0) / rate
+
+    def copy(self) -> RankState:
+        """Return a copy that later events don't change."""
+        return dataclasses.replace(
+            self, metrics=dict(self.metrics), last_lines=self.last_lines.copy(), last_steps=self.last_steps.copy()
+        )
+
+    def since(self, before: RankState, began_s: float) -> RankState:
+        """Return what this rank has counted and measured since it was as ``before``, such as in one cell of a session.
+
+        Args:
+            before: A copy of it, made then.
+            began_s: When that was.
+        """
+        metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
+        stepped_s = self.last_steps.stepped_s
+        # A step of what came before may have been reported late.
+        if self.steps is None or self.steps == before.steps or stepped_s is None or stepped_s <= began_s:
+            return RankState(self.rank, self.first, metrics=metrics)
+        return dataclasses.replace(self, metrics=metrics, memory=None, last_steps=self.last_steps.since(began_s))
+
+    def apply(self, event: events.Event) -> None:
+        """Take in one event of this rank."""
+        if isinstance(event, events.Silent):  # which is said about it, and not by it
+            self.silent = None if self.has_ended else event
+            return
+        if isinstance(event, events.Respawning):
+            self.state, self.failed, self.ended, self.reason, self.silent = "starting", None, None, "", None
+            return
+        self.last_event_s = event.time_s
+        if isinstance(event, events.Started):
+            self._start(event)
+        elif isinstance(event, events.Finished):
+            self.state, self.has_result = "finished", True
+        elif isinstance(event, events.Failed):
+            self._fail(event)
+        elif isinstance(event, events.Ended):
+            self._end(event)
+        else:
+            if self.state == "starting":
+                self.state = "running"
+            self._take_report(event)
+        if self.has_ended:
+            self.silent = None
+
+    def _start(self, event: events.Started) -> None:
+        """Begin anew, also where an earlier process of this rank has died."""
+        self.state, self.pid, self.node, self.reason = "running", event.pid, event.node, ""
+        self.failed, self.ended, self.crash = None, None, ""
+        self.starts += 1
+
+    def _take_report(self, event: events.Event) -> None:
+        if isinstance(event, events.Progress):
+            self._count(event)
+        elif isinstance(event, events.Metrics):
+            for name, value in event.values.items():
+                if name in self.metrics or len(self.metrics) < _MOST_METRICS:
+                    self.metrics[name] = value
+        elif isinstance(event, events.Memory):
+            self.memory = event
+        elif isinstance(event, events.Output):
+            self._take_output(event.text)
+
+    def _take_output(self, text: str) -> None:
+        before_crash = "" if self.crash else text.partition(CRASH)[0]
+        if self.crash or CRASH in text:
+            self.crash = f"{self.crash}{text}\n"[-_MOST_CRASH_CHARACTERS:]
+        if before_crash:
+            self.last_lines.extend(list(plain_lines(before_crash.removesuffix("\n")))[-_LAST_LINES:])
+        self.last_line = next(filter(None, reversed(list(plain_lines(text)))), self.last_line)
+
+    def _count(self, event: events.Progress) -> None:
+        if event.steps != self.steps:
+            self.silent = None
+        # Another loader or bar has counts of its own. Labels are no sign of it: many change with every step.
+        is_another_loop = self.steps is not None and (event.total != self.total or event.steps < self.steps)
+        self.last_steps.add(event, is_another_loop=is_another_loop)
+        # A bar over the epochs that has closed after the last one doesn't make their number unknown.
+        epochs = event.epochs or (self.epochs if event.epoch == self.epoch else None)
+        self.step, self.total, self.steps = event.step, event.total, event.steps
+        self.epoch, self.epochs = event.epoch, epochs
+        self.label, self.device = clipped(event.label), event.device or self.device
+        self.is_compiling = event.compiling
+
+    def _fail(self, event: events.Failed) -> None:
+        self.failed = event
+        where = f" ({event.line})" if event.line else ""
+        if event.lost_peer or event.kind == "KeyboardInterrupt":
+            # It was not this rank's fault, so it isn't the one to look at.
+            self.state = "stopped"
+            self.reason = ("another rank has gone" if event.lost_peer else "interrupted") + where
+            return
+        self.state = "failed"
+        message = plain_text(event.message.strip().split("\n", 1)[0])
+        self.reason = clipped(f"{event.kind}: {message}" if message else event.kind) + where
+
+    def _end(self, event: events.Ended) -> None:
+        self.ended = event
+        if self.has_ended:
+            return
+        if event.stopped:
+            self.state = "stopped"
+        elif event.signal is not None:
+            self.state, self.reason = "killed", f"killed by {signal_name(event.signal)}"
+        else:
+            self.state, self.reason = "failed", f"exited with status {event.exit_code} before its end"

@@ -1,0 +1,203 @@
+"""The state of a run, reduced from the events of its ranks. Pure: no input or output, no widgets, no clock.
+
+``RunState.apply`` takes events in the order in which they arrive, and ``RunState.replay`` makes the same state of a
+stored list of them. What a state holds is bounded, however long the run is and however much it says. Output is kept
+only as far as errors and the table need it: whoever shows it reads it from the stream of events.
+
+Times are the seconds of ``time.monotonic()`` that events carry; methods that need the present take it as ``now_s``.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from notebook_accel import events
+from notebook_accel.launching.state.curves import Curves
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.plain_text import clipped, plain_text
+
+__all__ = ["RunState"]
+
+_MOST_METRICS = 32
+_MOST_RESTARTS = 100
+_SHOWN_RESTARTS = 3
+# How far a rank has to be behind the others to be called so: ranks report five times a second, each at its own time,
+# and so seem apart even where they wait for each other.
+_BEHIND_STEPS = 3
+_BEHIND_S = 1.0
+_BEHIND_SHARE = 0.02
+
+
+class RunState:
+    """What is known about a run.
+
+    Args:
+        world_size: Number of ranks on this node.
+
+    Attributes:
+        ranks: The state of each rank.
+        first_rank: The number of this node's first rank among all.
+        total_ranks: Number of ranks on all nodes.
+        has_started: Whether a rank has ever begun the user's code.
+        history: The curves of each metric over steps, or over reports as long as no rank counts steps.
+        nodes: How the other nodes stand, a line for each, or whom this one waits for.
+        restartings: The last times that all ranks were started again.
+        working: The ranks that have something to do; all, unless the run is a session's.
+        working_since_s: When they got it.
+        first_step_s: When a rank first counted something, ``None`` before; ranks that start again begin anew.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.ranks = [RankState(rank) for rank in range(world_size)]
+        self.first_rank = 0
+        self.total_ranks = world_size
+        self.has_started = False
+        self.history: dict[str, Curves] = {}
+        self.nodes: list[str] = []
+        self.restartings = collections.deque[events.Restarting](maxlen=_MOST_RESTARTS)
+        self.working = frozenset(range(world_size))
+        self.working_since_s = 0.0
+        self.first_step_s: float | None = None
+        self._restarts = 0
+
+    @classmethod
+    def replay(cls, world_size: int, stored: Iterable[tuple[int, events.Event]]) -> RunState:
+        """Return the state that the events of a run come to.
+
+        Args:
+            world_size: Number of ranks on this node.
+            stored: Rank and event, in the order in which they arrived.
+        """
+        state = cls(world_size)
+        for rank, event in stored:
+            state.apply(rank, event)
+        return state
+
+    # Events
+
+    def apply(self, rank: int, event: events.Event) -> None:
+        """Take in one event of one rank, or one of the whole run, for which the rank doesn't matter."""
+        if isinstance(event, events.Restarting):
+            self._start_over(event)
+        elif isinstance(event, events.Numbered):
+            self._number(event.first_rank, event.world_size)
+        elif isinstance(event, events.Nodes):
+            self.nodes = [clipped(plain_text(line)) for line in event.lines]
+        elif isinstance(event, events.Working):
+            self._set_working(event)
+        elif not (isinstance(event, events.Silent) and event.time_s < self.working_since_s):  # of an earlier cell
+            self.ranks[rank].apply(event)
+            self._take(rank, event)
+
+    def _take(self, rank: int, event: events.Event) -> None:
+        if isinstance(event, events.Started):
+            self.has_started = True
+        elif isinstance(event, events.Progress) and self.first_step_s is None:
+            self.first_step_s = event.time_s
+        elif isinstance(event, events.Metrics):
+            for name in event.values.keys() & self.ranks[rank].metrics.keys():
+                self._extend_history(name, rank, event.step)
+
+    def _start_over(self, event: events.Restarting) -> None:
+        self.restartings.append(event)
+        self._restarts = event.number or self._restarts
+        self.ranks = [RankState(rank.rank, first=rank.first) for rank in self.ranks]
+        self.first_step_s = None
+
+    def _number(self, first: int, total: int) -> None:
+        self.first_rank, self.total_ranks = first, total
+        for rank in self.ranks:
+            rank.first = first
+
+    def _set_working(self, event: events.Working) -> None:
+        self.working, self.working_since_s = frozenset(event.ranks), event.time_s
+        for rank in self.ranks:
+            rank.silent = None
+
+    def close(self) -> None:
+        """Mark ranks whose end nobody has reported. The run is over."""
+        for rank in self.ranks:
+            if not rank.has_ended:
+                rank.state = "stopped" if rank.state == "starting" else "lost"
+                rank.silent = None
+
+    def _extend_history(self, name: str, rank: int, step: int) -> None:
+        unit: Literal["steps", "reports"] = (
+            "steps" if any(other.step is not None for other in self.ranks) else "reports"
+        )
+        curves = self.history.get(name)
+        if curves is None and len(self.history) >= _MOST_METRICS:
+            return
+        # A curve over reports that came before the first step can't go on over steps.
+        if curves is None or (curves.unit, unit) == ("reports", "steps"):
+            latest = {number: other.metrics[name] for number, other in enumerate(self.ranks) if name in other.metrics}
+            curves = self.history[name] = Curves(len(self.ranks), unit, latest)
+        curves.add(rank, step, self.ranks[rank].metrics[name])
+
+    # Readings
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The reported metrics; losses first, else in the order in which they came."""
+        names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
+        return sorted(names, key=lambda name: "loss" not in name.lower())
+
+    @property
+    def restarts_why(self) -> list[str]:
+        """Of the last times that all ranks were started again, which time it was and why, in a line each."""
+        return [clipped(event.in_words) for event in [*self.restartings][-_SHOWN_RESTARTS:]]
+
+    @property
+    def restarts(self) -> int:
+        """How often all ranks were started anew, and then that of them which was started most often."""
+        return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
+
+    @property
+    def have_all_results(self) -> bool:
+        """Whether every rank has returned."""
+        return all(rank.has_result for rank in self.ranks)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the variables to be pulled are there: rank 0 has returned, or has saved them when it failed."""
+        first = self.ranks[0]
+        return first.has_result or (first.failed is not None and first.failed.saved)
+
+    @property
+    def memory_shortage(self) -> events.MemoryShortage | None:
+        """The shortage of host memory, if there was one when a rank ended."""
+        ends = (rank.ended for rank in self.ranks if rank.ended is not None)
+        return next((end.shortage for end in ends if end.shortage is not None), None)
+
+    @property
+    def first_failed(self) -> RankState | None:
+        """The rank that failed first, ``None`` if none has. One that only lost its peer comes after every other."""
+        reasons = [(rank.failed.lost_peer, rank.failed.time_s, rank.rank) for rank in self.ranks if rank.failed]
+        reasons += [
+            (False, rank.ended.time_s, rank.rank)
+            for rank in self.ranks
+            if rank.ended is not None and rank.failed is None and not rank.ended.stopped and not rank.has_result
+        ]
+        return self.ranks[min(reasons)[2]] if reasons else None
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds until the slowest rank's last step, ``None`` if that can't be known.
+
+        No run ends before all of its ranks have.
+        """
+        if any(rank.is_stalled(now_s) for rank in self.ranks):
+            return None
+        return max((left for rank in self.ranks if (left := rank.left_s(now_s)) is not None), default=None)
+
+    def behind(self, now_s: float) -> Mapping[int, int]:
+        """Return the ranks that are behind the others, and by how many steps."""
+        counting = {rank.rank: rank.steps for rank in self.ranks if not rank.has_ended and rank.steps is not None}
+        if len(counting) < 2:
+            return {}
+        middle = statistics.median_high(counting.values())
+        rates = [rate for rank in counting if (rate := self.ranks[rank].steps_per_s(now_s)) is not None]
+        apart = max(_BEHIND_STEPS, _BEHIND_SHARE * middle, _BEHIND_S * statistics.median_high(rates) if rates else 0.0)
+        return {rank: middle - steps for rank, steps in counting.items() if middle - steps >= apart}
