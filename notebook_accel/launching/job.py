@@ -131,7 +131,7 @@ class Job:
         self.state_lock = threading.RLock()
         # As it is where nodes are numbered; where they aren't, the elastic process will tell.
         nodes = int(config.num_nodes.partition(":")[0])
-        self.deliver(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
+        self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
         self._failures = failures.Failures(config.start_method, spec.left_out, shipped)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)

@@ -36,9 +36,7 @@ def test_rank_that_waits_for_another_is_brought_out_of_it(
     job.interrupt()
     assert job.wait(60)
     assert both(tmp_path, "finally") and both(tmp_path, "except")  # and its own connection was whole
-    assert {rank: failed.kind for rank, failed in job._record.failures.items()} == dict.fromkeys(
-        range(2), "KeyboardInterrupt"
-    )
+    assert [rank.failed and rank.failed.kind for rank in job.ranks] == 2 * ["KeyboardInterrupt"]
     ended = {rank: event.exit_code for rank, event in job.events() if isinstance(event, events.Ended)}
     assert ended == {0: 1, 1: 1}  # by themselves, not by a stronger signal
 

@@ -179,14 +179,14 @@ def test_ranks_are_described_by_what_they_said(job: Job) -> None:
     job.deliver(1, events.Finished(result_bytes=1))
     described = job.ranks
     first, second = described
-    assert (first.state, first.pid, first.device, first.step) == ("running", 7, "cuda:0", 13)
+    assert (first.word, first.pid, first.device, first.step, first.steps) == ("silent", 7, "cuda:0", 3, 13)
     assert (first.memory_used_bytes, first.memory_total_bytes) == (5, 9)
     assert first.silent is not None and first.silent.at == "In[7], line 3 in f"
-    assert (second.state, second.pid, second.step) == ("finished", None, None)
+    assert (second.word, second.pid, second.steps) == ("finished", None, None)
     job.deliver(0, events.Progress(step=4, steps=14))
-    assert (first.step, job.ranks[0].step, job.ranks[0].silent) == (13, 14, None)
+    assert (first.steps, job.ranks[0].steps, job.ranks[0].silent) == (13, 14, None)
     job.deliver(0, events.Ended(signal=9))
-    assert job.ranks[0].state == "ended"
+    assert job.ranks[0].word == "killed"
 
 
 class Told:

@@ -39,9 +39,10 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     out = io.StringIO()
     lines = lines_view.LinesView(job, out, period_s=0.0)
     job.deliver(1, events.Output(text="hello\nworld"))
-    job.deliver(0, events.Progress(time_s=10.0, step=10, total=50, epoch=2, epochs=5, steps=60))
+    now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
+    job.deliver(0, events.Progress(time_s=now_s - 2.0, step=10, total=50, epoch=2, epochs=5, steps=60))
     lines.refresh()
-    job.deliver(0, events.Progress(time_s=12.0, step=30, total=50, epoch=2, epochs=5, steps=80))
+    job.deliver(0, events.Progress(time_s=now_s, step=30, total=50, epoch=2, epochs=5, steps=80))
     job.deliver(0, events.Metrics(step=80, values={"loss": 0.123456}))
     job.deliver(1, events.Metrics(step=1, values={"loss": 2.0}))
     lines.close()
@@ -57,8 +58,9 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
 def test_steps_that_compile_are_not_timed(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out, period_s=0.0)
-    for time_s, step, compiling in ((0.0, 0, True), (30.0, 2, True), (31.0, 3, False), (33.0, 13, False)):
-        job.deliver(0, events.Progress(time_s=time_s, step=step, steps=step, compiling=compiling))
+    now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
+    for ago_s, step, compiling in ((33.0, 0, True), (3.0, 2, True), (2.0, 3, False), (0.0, 13, False)):
+        job.deliver(0, events.Progress(time_s=now_s - ago_s, step=step, steps=step, compiling=compiling))
         lines.refresh()
     lines.close()
     printed = out.getvalue()
@@ -159,12 +161,13 @@ def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
 def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
     out = io.StringIO()
     lines = lines_view.LinesView(job, out, period_s=0.0)
-    job.deliver(0, events.Progress(time_s=10.0, step=1, total=50, steps=1))
+    now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
+    job.deliver(0, events.Progress(time_s=now_s - 2.0, step=1, total=50, steps=1))
     lines.refresh()
-    job.deliver(0, events.Progress(time_s=11.0, step=2, total=50, steps=2))
+    job.deliver(0, events.Progress(time_s=now_s - 1.0, step=2, total=50, steps=2))
     lines.refresh()
     assert "00:48 left" in out.getvalue().splitlines()[-2]
-    job.deliver(0, events.Progress(time_s=12.0, step=3, total=50, steps=3))
+    job.deliver(0, events.Progress(time_s=now_s, step=3, total=50, steps=3))
     job.deliver(1, events.Silent(time_s=40.0, since_s=10.0))
     lines.refresh()
     assert "step 3/50  1.0 steps/s" in out.getvalue().splitlines()[-2]

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.stacks import RankStack
+from notebook_accel.launching.state.silence import Silence
 from notebook_accel.sessions import asking, messages
 from notebook_accel.sessions.session import Session
 from tests import processes
@@ -289,7 +289,7 @@ def test_training_that_was_interrupted_goes_on_to_the_same_accuracy(prepared: Se
 
 
 def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) -> None:
-    prepared.job._watch._silence = SilenceWatch(2, shortest_s=0.3)
+    prepared.job._silence = Silence(shortest_s=0.3)
     background = prepared.start(
         "for _ in loader: pass\nif rank == 0:\n    accelerator.wait_for_everyone()\ntime.sleep(100)"
     )
@@ -303,5 +303,5 @@ def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) 
     background.interrupt()
     assert background.wait(60)
     assert [info.silent for info in prepared.job.ranks] == [None, None]
-    prepared.job._watch._silence = SilenceWatch(2)
+    prepared.job._silence = Silence()
     assert goes_on(prepared)

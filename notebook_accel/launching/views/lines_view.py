@@ -149,7 +149,7 @@ class LinesView:
     def _print_silent(self, rank: int, event: events.Silent) -> None:
         """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
         steps = self._job.state.ranks[rank].steps
-        if self._silent_steps.get(rank) != steps:
+        if rank not in self._silent_steps or self._silent_steps[rank] != steps:
             self._silent_steps[rank] = steps
             at = f": {plain_text(event.at)}" if event.at else ""
             self._out.write(

@@ -77,7 +77,7 @@ def _columns(ranks: Sequence[RankState], now_s: float) -> list[_Column]:
     columns = [
         _Column(lambda rank: rank.epoch, "{:.0f}".format, "epoch ", _of(rank.epochs for rank in ranks)),
         _Column(lambda rank: rank.step, "{:.0f}".format, "step ", _of(rank.total for rank in ranks)),
-        _Column(lambda rank: None if _word(rank) else rank.steps_per_s(now_s), "{:.1f}".format, "", " steps/s"),
+        _Column(lambda rank: _rate(rank, now_s), "{:.1f}".format, "", " steps/s"),
     ]
     if not any(rank.silent for rank in ranks):  # nobody knows how long others will still wait for a silent one
         columns.append(_Column(lambda rank: rank.left_s(now_s), durations.in_minutes, "", " left"))
@@ -93,6 +93,11 @@ def _word(rank: RankState) -> str:
     if rank.is_compiling and not rank.has_ended:
         return "compiling"
     return rank.word if rank.has_ended else ""
+
+
+def _rate(rank: RankState, now_s: float) -> float | None:
+    """Return a rank's steps a second; ``None`` for one that stands still, so that its line doesn't change either."""
+    return None if _word(rank) or rank.is_stalled(now_s) else rank.steps_per_s(now_s)
 
 
 def _metric(name: str) -> Callable[[RankState], float | None]:
