@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from kernel_ext.markup import counted, faint, scrolled
-from kernel_ext.output_log import OutputLine, OutputLog
-from notebook_accel.plain_text import plain_lines
+from kernel_ext.output_log import OutputLog
+from notebook_accel.plain_text import RankLine, plain_lines
 
 __all__ = ["Choice", "errors_html", "log_html", "output_html", "output_lines", "stacks_html", "traceback_html",
            "whole_output_html"]  # fmt: skip
@@ -59,14 +59,14 @@ def _found_html(output: OutputLog, choice: Choice) -> str:
     found = [line for line in kept if choice.finds(line.text)]
     of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
     lines = "\n".join(
-        f"{faint(output.prefix(line))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
+        f"{faint(output.prefix(line.ranks))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
     )
     return f'<pre class="nba-output" aria-label="Output found">{faint(of)}\n{lines}</pre>'
 
 
 def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
     """The last lines that look like errors, for above all others; empty if there are none."""
-    errors = [line for line in output.errors if choice.rank in (None, line.rank)]
+    errors = [line for line in output.errors if choice.rank is None or choice.rank in line.ranks]
     if not errors:
         return ""
     count = output.error_count if choice.rank is None else len(errors)
@@ -160,12 +160,12 @@ def traceback_html(rank: int, traceback: str, *, is_open: bool, said: str) -> st
     )
 
 
-def _line_text(line: OutputLine, output: OutputLog) -> str:
-    return f"{output.prefix(line)}{line.text}"
+def _line_text(line: RankLine, output: OutputLog) -> str:
+    return f"{output.prefix(line.ranks)}{line.text}"
 
 
-def _lines_html(lines: Iterable[OutputLine], output: OutputLog) -> str:
-    return "\n".join(f"{faint(output.prefix(line))}{html.escape(line.text)}" for line in lines)
+def _lines_html(lines: Iterable[RankLine], output: OutputLog) -> str:
+    return "\n".join(f"{faint(output.prefix(line.ranks))}{html.escape(line.text)}" for line in lines)
 
 
 def _marked(text: str, search: str) -> str:

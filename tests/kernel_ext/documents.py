@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html.parser
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from kernel_ext import render
+from kernel_ext.output_log import OutputLog
 from kernel_ext.render import RunFacts
 from notebook_accel import events
 from notebook_accel.launching.state.run import RunState
 
-__all__ = ["ATTACK", "Document", "facts", "training"]
+__all__ = ["ATTACK", "Document", "Run", "facts", "header_html", "summary_html", "summary_text", "training"]
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
 
@@ -49,18 +52,41 @@ def facts(**changes: Any) -> RunFacts:
     return RunFacts(**{**given, **changes})
 
 
-def training(world_size: int = 2, seconds: int = 6) -> RunState:
+class Run:
+    """A run's state and its output, from the same events."""
+
+    def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
+        self.state = RunState(world_size)
+        self.output = OutputLog(world_size, prefix)
+
+    def apply(self, rank: int, event: events.Event) -> None:
+        self.state.apply(rank, event)
+        if isinstance(event, events.Output):
+            self.output.take(rank, event)
+
+
+def header_html(facts: RunFacts, run: Run, now_s: float) -> str:
+    return render.header_html(facts, run.state, now_s)
+
+
+def summary_html(facts: RunFacts, run: Run, now_s: float) -> str:
+    return render.summary_html(facts, run.state, run.output, now_s)
+
+
+def summary_text(facts: RunFacts, run: Run, now_s: float) -> str:
+    return render.summary_text(facts, run.state, run.output, now_s)
+
+
+def training(world_size: int = 2, seconds: int = 6) -> Run:
     """Ranks that do 10 steps a second, of 100 in epoch 2 of 3."""
-    state = RunState(world_size)
+    run = Run(world_size)
     for rank in range(world_size):
-        state.apply(rank, events.Started(time_s=0.0, pid=1))
+        run.apply(rank, events.Started(time_s=0.0, pid=1))
         for second in range(seconds):
             progress = events.Progress(
                 time_s=float(second), step=10 * second, total=100, epoch=2, epochs=3, steps=100 + 10 * second
             )
-            state.apply(rank, progress)
-            state.apply(
-                rank, events.Metrics(time_s=float(second), step=10 * second, values={"loss": 2.0 / (second + 1)})
-            )
-        state.apply(rank, events.Memory(time_s=5.0, used_bytes=9 << 30, total_bytes=16 << 30, kind="device"))
-    return state
+            run.apply(rank, progress)
+            run.apply(rank, events.Metrics(time_s=float(second), step=10 * second, values={"loss": 2.0 / (second + 1)}))
+        run.apply(rank, events.Memory(time_s=5.0, used_bytes=9 << 30, total_bytes=16 << 30, kind="device"))
+    return run

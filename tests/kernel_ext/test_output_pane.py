@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+from kernel_ext.output_log import OutputLog
 from kernel_ext.output_pane import Choice, errors_html, log_html, output_html, stacks_html
 from notebook_accel import events
-from notebook_accel.launching.state.run import RunState
 from tests.kernel_ext.documents import Document
 
 
 def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
-    state = RunState(12)
+    output = OutputLog(12)
     for number in range(150):
-        state.apply(number % 2 * 11, events.Output(text=f"line {number}"))
-    text = Document(output_html(state)).text
+        output.take(number % 2 * 11, events.Output(text=f"line {number}"))
+    text = Document(output_html(output)).text
     assert "50 earlier lines" in text
     assert "line 49\n" not in text
-    assert text.endswith(" 0 │ line 148\n11 │ line 149")
+    assert text.endswith("   0 │ line 148\n  11 │ line 149")
 
 
 def test_live_output_says_when_there_is_none() -> None:
-    assert Document(output_html(RunState(2))).text == "no output yet"
+    assert Document(output_html(OutputLog(2))).text == "no output yet"
 
 
 def test_template_stands_before_lines_of_output() -> None:
-    state = RunState(2, ["[a] ", "[b] "])
-    state.apply(1, events.Output(text="hello"))
-    assert "[b] hello" in Document(output_html(state)).text
+    output = OutputLog(2, lambda ranks: f"[of {sorted(ranks)}] ")
+    output.take(1, events.Output(text="hello"))
+    assert "[of [1]] hello" in Document(output_html(output)).text
 
 
 def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:
-    state = RunState(2)
-    state.apply(0, events.Output(text="a.b <b>\naxb <b>"))
-    found = Document(output_html(state, Choice(search="A.B <")))
+    output = OutputLog(2)
+    output.take(0, events.Output(text="a.b <b>\naxb <b>"))
+    found = Document(output_html(output, Choice(search="A.B <")))
     assert "1 of 2 lines" in found.text
     assert "a.b <b>" in found.text
     assert "axb" not in found.text
@@ -39,23 +39,23 @@ def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:
 
 
 def test_output_of_one_rank_outlives_the_others_chatter() -> None:
-    state = RunState(2)
-    state.apply(1, events.Output(text="rare"))
+    output = OutputLog(2)
+    output.take(1, events.Output(text="rare"))
     for number in range(5000):
-        state.apply(0, events.Output(text=str(number)))
-    assert "rare" in Document(output_html(state, Choice(rank=1))).text
-    assert "rare" not in Document(output_html(state)).text
+        output.take(0, events.Output(text=str(number)))
+    assert "rare" in Document(output_html(output, Choice(rank=1))).text
+    assert "rare" not in Document(output_html(output)).text
 
 
 def test_errors_are_above_with_their_count() -> None:
-    state = RunState(2)
-    assert errors_html(state) == ""
-    state.apply(0, events.Output(text="\n".join(f"ERROR <{number}>" for number in range(10))))
-    shown = Document(errors_html(state))
+    output = OutputLog(2)
+    assert errors_html(output) == ""
+    output.take(0, events.Output(text="\n".join(f"ERROR <{number}>" for number in range(10))))
+    shown = Document(errors_html(output))
     assert "10 lines that look like errors, the last 3" in shown.text
     assert "0 │ ERROR <9>" in shown.text
     assert "<6>" not in shown.text
-    assert errors_html(state, Choice(rank=1)) == ""
+    assert errors_html(output, Choice(rank=1)) == ""
 
 
 def test_stacks_are_open_where_they_are_few_and_those_of_the_chosen_rank() -> None:
@@ -76,3 +76,18 @@ def test_log_of_a_rank_is_plain_text_in_which_one_can_search() -> None:
     assert shown.text == "/logs/rank_0.log\n<red>"
     assert "/logs/rank_0.log" in Document(log_html(["/logs/rank_0.log"], "", Choice())).text
     assert "no log files" in Document(log_html([], "", Choice(rank=0))).text
+
+
+def test_line_that_other_ranks_print_too_is_shown_at_once_and_names_them_as_they_come() -> None:
+    output = OutputLog(8)
+    shown = []
+    for rank in (0, 1, 2, 5):
+        output.take(rank, events.Output(time_s=10.0 + rank / 10, text="ERROR of several"))
+        shown.append(Document(output_html(output)).text)
+    assert shown == [f"{ranks:>3} │ ERROR of several" for ranks in ("0", "0-1", "0-2", "0-2,5")]
+    assert "1 line that looks like an error" in Document(errors_html(output, Choice(rank=5))).text
+    assert errors_html(output, Choice(rank=3)) == ""
+    assert Document(output_html(output, Choice(rank=2))).text == "0-2,5 │ ERROR of several"
+    assert "1 of 1 line" in Document(output_html(output, Choice(search="several"))).text
+    output.take(6, events.Output(time_s=20.0, text="ERROR of several"))  # much later
+    assert Document(output_html(output)).text == "0-2,5 │ ERROR of several\n  6 │ ERROR of several"

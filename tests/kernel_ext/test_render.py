@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_ext.output_pane import output_html
-from kernel_ext.render import header_html, summary_html, summary_text
 from kernel_ext.table import table_html
 from notebook_accel import events
-from notebook_accel.launching.state.run import RunState
 from tests.kernel_ext import documents as made
-from tests.kernel_ext.documents import ATTACK, Document
+from tests.kernel_ext.documents import ATTACK, Document, Run, header_html, summary_html, summary_text
 from tests.launching.state import strategies
 
 
@@ -32,16 +30,16 @@ def test_header_of_an_ended_run_has_no_time_left() -> None:
 
 
 def test_time_left_says_when_it_is_only_the_epochs() -> None:
-    state = RunState(1)
+    run = Run(1)
     for second in range(6):
-        state.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
-    assert "left in this epoch" in Document(header_html(made.facts(), state, 5.0)).text
+        run.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
+    assert "left in this epoch" in Document(header_html(made.facts(), run, 5.0)).text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
-    state = RunState(2)
-    state.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
-    lines = summary_text(made.facts(), state, 0.0).splitlines()
+    run = Run(2)
+    run.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
+    lines = summary_text(made.facts(), run, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "seen", "last", "output"]
     assert lines[3].split()[:4] == ["1", "running", "7", "8"]
 
@@ -62,17 +60,17 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
     ],
 )
 def test_metrics_have_few_digits(value: float, text: str) -> None:
-    state = RunState(1)
-    state.apply(0, events.Metrics(step=1, values={"loss": value}))
-    assert text in summary_text(made.facts(), state, 0.0).split()
+    run = Run(1)
+    run.apply(0, events.Metrics(step=1, values={"loss": value}))
+    assert text in summary_text(made.facts(), run, 0.0).split()
 
 
 def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
-    state = made.training()
-    state.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
-    state.apply(0, events.Finished(result_bytes=1))
-    state.apply(1, events.Finished(result_bytes=1))
-    summary = Document(summary_html(made.facts(status="succeeded"), state, 5.0))
+    run = made.training()
+    run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
+    run.apply(0, events.Finished(result_bytes=1))
+    run.apply(1, events.Finished(result_bytes=1))
+    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
     assert [number for number in range(40) if f"│ line {number}" not in summary.text] == []
     assert "28 earlier lines" in summary.text
     tags = [tag for tag, _ in summary.elements]
@@ -82,9 +80,9 @@ def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
 
 
 def test_summary_folds_nothing_of_a_screenful() -> None:
-    state = made.training()
-    state.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
-    summary = Document(summary_html(made.facts(), state, 5.0))
+    run = made.training()
+    run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
+    summary = Document(summary_html(made.facts(), run, 5.0))
     assert "line 0\n" in summary.text
     assert "details" not in {tag for tag, _ in summary.elements}
 
@@ -114,19 +112,19 @@ def test_summary_keeps_the_end_of_a_long_traceback() -> None:
 
 
 def test_summary_says_how_many_lines_were_left_out() -> None:
-    state = made.training()
+    run = made.training()
     for number in range(1500):
-        state.apply(0, events.Output(text=str(number)))
-    for shown in (Document(summary_html(made.facts(), state, 5.0)).text, summary_text(made.facts(), state, 5.0)):
+        run.apply(0, events.Output(text=str(number)))
+    for shown in (Document(summary_html(made.facts(), run, 5.0)).text, summary_text(made.facts(), run, 5.0)):
         assert "… 500 lines left out …" in shown
         assert "0 │ 0\n" in shown
         assert "0 │ 1499" in shown
-    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(made.facts(), state, 5.0)).text
+    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(made.facts(), run, 5.0)).text
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
-    state = RunState(2)
-    summary = Document(summary_html(made.facts(status="succeeded"), state, 5.0))
+    run = Run(2)
+    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
 
 
@@ -138,28 +136,28 @@ def test_summary_of_a_silent_run_with_a_chart_keeps_the_chart_in_its_place() -> 
 
 
 def test_summary_in_text_is_an_aligned_table() -> None:
-    state = made.training()
-    state.apply(0, events.Output(text="hello"))
-    state.apply(1, events.Ended(signal=9))
-    assert summary_text(made.facts(status="failed"), state, 5.0).splitlines() == [
+    run = made.training()
+    run.apply(0, events.Output(text="hello"))
+    run.apply(1, events.Ended(signal=9))
+    assert summary_text(made.facts(status="failed"), run, 5.0).splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
         "rank  state    step      steps/s  loss    memory        seen  last output",
         "0     running  50 / 100  10.0     0.3333  9.0 / 16 GiB  now   hello",
         "1     killed   50 / 100  10.0     0.3333  9.0 / 16 GiB  \N{EN DASH}",
         "rank 1: killed by SIGKILL",
-        "0 │ hello",
+        "  0 │ hello",
     ]
 
 
 def test_nothing_from_a_rank_becomes_an_element() -> None:
-    state = RunState(1)
-    state.apply(0, events.Progress(step=1, total=2, steps=1, label=ATTACK, device=ATTACK))
+    run = Run(1)
+    run.apply(0, events.Progress(step=1, total=2, steps=1, label=ATTACK, device=ATTACK))
     for step in (1, 2):
-        state.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
-    state.apply(0, events.Output(text="\n".join([ATTACK] * 30)))
-    state.apply(0, events.Failed(kind=ATTACK, message=ATTACK, traceback="", line=ATTACK))
+        run.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
+    run.apply(0, events.Output(text="\n".join([ATTACK] * 30)))
+    run.apply(0, events.Failed(kind=ATTACK, message=ATTACK, traceback="", line=ATTACK))
     facts = made.facts(name=ATTACK, devices=ATTACK)
-    for source in (summary_html(facts, state, 5.0), output_html(state)):
+    for source in (summary_html(facts, run, 5.0), output_html(run.output)):
         document = Document(source)
         assert ATTACK in document.text
         assert {tag for tag, _ in document.elements} & {"script", "img"} == set()
@@ -168,10 +166,10 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
 
 @given(st.text(max_size=200))
 def test_any_text_is_well_formed_html(text: str) -> None:
-    state = RunState(1)
-    state.apply(0, events.Output(text=text))
-    state.apply(0, events.Failed(kind="E", message=text, traceback=""))
-    assert {tag for tag, _ in Document(summary_html(made.facts(), state, 0.0)).elements} <= {
+    run = Run(1)
+    run.apply(0, events.Output(text=text))
+    run.apply(0, events.Failed(kind="E", message=text, traceback=""))
+    assert {tag for tag, _ in Document(summary_html(made.facts(), run, 0.0)).elements} <= {
         *(
             "div",
             "style",
@@ -193,69 +191,69 @@ def test_any_text_is_well_formed_html(text: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
 def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]], now_s: float) -> None:
-    state = RunState(3)
+    run = Run(3)
     for rank, event in sequence:
-        state.apply(rank, event)
-    for source in (header_html(made.facts(), state, now_s), summary_html(made.facts(status="failed"), state, now_s)):
+        run.apply(rank, event)
+    for source in (header_html(made.facts(), run, now_s), summary_html(made.facts(status="failed"), run, now_s)):
         assert "digits" in Document(source).text
-    assert summary_text(made.facts(), state, now_s).startswith("digits: running")
+    assert summary_text(made.facts(), run, now_s).startswith("digits: running")
 
 
 def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
-    state = made.training(world_size=3)
-    state.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
-    state.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
-    table = Document(table_html(state, 47.0))
+    run = made.training(world_size=3)
+    run.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
+    run.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
+    table = Document(table_html(run.state, 47.0))
     note = "no step for 00:42, at In[7], line 12 in <lambda>; others wait for it"
     assert table.having(**{"class": "nba-note nba-silent"})
     assert note in table.text
     assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
     assert table.having(title="waits in all_reduce")
-    text = summary_text(made.facts(), state, 47.0)
+    text = summary_text(made.facts(), run, 47.0)
     assert f"rank 1: {note}" in text
     assert "rank 0:" not in text
 
 
 def test_output_that_was_left_out_names_the_logs() -> None:
-    state = RunState(2)
-    state.apply(0, events.Output(text="first"))
-    state.apply(0, events.Output(text="last", left_out=1234))
+    run = Run(2)
+    run.apply(0, events.Output(text="first"))
+    run.apply(0, events.Output(text="last", left_out=1234))
     facts = made.facts(status="succeeded", log_folder="/tmp/logs")
     gap = "… 1,234 lines left out; the whole output is in /tmp/logs …"
-    assert gap in summary_text(facts, state, 5.0)
-    assert gap in Document(summary_html(facts, state, 5.0)).text
+    assert gap in summary_text(facts, run, 5.0)
+    assert gap in Document(summary_html(facts, run, 5.0)).text
 
 
 def test_header_counts_restarts() -> None:
-    state = made.training()
-    assert "restart" not in header_html(made.facts(), state, 5.0)
+    run = made.training()
+    assert "restart" not in header_html(made.facts(), run, 5.0)
     for pid in (2, 3):
-        state.apply(1, events.Started(time_s=5.0, pid=pid))
-    assert "2 restarts" in Document(header_html(made.facts(), state, 5.0)).text
+        run.apply(1, events.Started(time_s=5.0, pid=pid))
+    assert "2 restarts" in Document(header_html(made.facts(), run, 5.0)).text
 
 
 def test_why_ranks_were_started_again_is_shown_and_can_do_no_harm() -> None:
-    state = made.training()
-    state.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
-    header = Document(header_html(made.facts(), state, 5.0))
+    run = made.training()
+    run.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
+    header = Document(header_html(made.facts(), run, 5.0))
     assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
-    assert header_html(made.facts(), state, 5.0).endswith("</p></div>")  # in the header, which breaks lines
-    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), state, 5.0).splitlines()
+    assert header_html(made.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
+    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), run, 5.0).splitlines()
 
 
 def test_summary_has_the_errors_before_the_output() -> None:
-    state = made.training()
-    state.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))
-    summary = Document(summary_html(made.facts(status="succeeded"), state, 5.0))
+    run = made.training()
+    run.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))
+    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
     assert summary.text.index("1 line that looks like an error") < summary.text.index("earlier lines")
     assert "1 │ ERROR <first>" in summary.text
 
 
 def test_summary_of_many_ranks_has_a_row_for_each_folded_away() -> None:
-    state = made.training(world_size=64)
-    state.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
-    summary = Document(summary_html(made.facts(status="failed"), state, 5.0))
+    run = made.training(world_size=64)
+    run.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
+    summary = Document(summary_html(made.facts(status="failed"), run, 5.0))
     assert "all 64 ranks" in summary.text
     assert summary.text.count("ValueError: boom") == 2
     assert len(summary.having(scope="row")) == 2 + 64
-    assert len(summary_text(made.facts(status="failed"), state, 5.0).splitlines()) > 64
+    assert len(summary_text(made.facts(status="failed"), run, 5.0).splitlines()) > 64

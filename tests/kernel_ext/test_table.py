@@ -10,7 +10,7 @@ from tests.kernel_ext.documents import Document
 
 
 def test_table_has_a_row_a_rank_with_labelled_bars() -> None:
-    table = Document(table_html(made.training(world_size=8), 5.0))
+    table = Document(table_html(made.training(world_size=8).state, 5.0))
     assert len(table.having(scope="row")) == 8
     bars = table.having(role="progressbar")
     assert [bar["aria-label"] for bar in bars] == [f"Steps of rank {rank}" for rank in range(8)]
@@ -43,7 +43,7 @@ def test_more_steps_than_the_total_fill_the_bar_and_no_more() -> None:
 
 
 def test_a_failed_rank_says_why_below_its_row() -> None:
-    state = made.training()
+    state = made.training().state
     state.apply(1, events.Failed(kind="ValueError", message="boom", traceback="", line="In[7], line 12"))
     text = Document(table_html(state, 5.0)).text
     assert "failed" in text
@@ -59,7 +59,7 @@ def test_many_metrics_share_a_column() -> None:
 
 
 def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
-    state = made.training(world_size=3)
+    state = made.training(world_size=3).state
     state.apply(1, events.Progress(time_s=6.0, step=100, total=100, steps=200))
     for rank, steps in ((0, 900), (1, 1000), (2, 200)):
         for second in (7.0, 8.0):
@@ -71,7 +71,7 @@ def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
 
 
 def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
-    state = made.training(world_size=64)
+    state = made.training(world_size=64).state
     state.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
     folded = Document(table_html(state, 5.0))
     assert len(folded.having(scope="row")) == 2
@@ -86,7 +86,7 @@ def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
 
 
 def test_ranks_of_one_node_share_a_row_where_there_are_several() -> None:
-    state = made.training(world_size=64)
+    state = made.training(world_size=64).state
     for rank in range(64):
         state.apply(rank, events.Started(time_s=0.1, pid=rank, node=rank // 16))
     folded = Document(table_html(state, 0.2))
@@ -110,7 +110,7 @@ def test_ranks_that_share_a_row_show_what_they_have_in_common() -> None:
 
 
 def test_utilisation_has_a_column_only_where_it_is_known() -> None:
-    state = made.training()
+    state = made.training().state
     assert "busy" not in Document(table_html(state, 5.0)).text
     memory = events.Memory(time_s=5.0, used_bytes=1, total_bytes=2, kind="device", utilisation=87.4)
     state.apply(1, memory)
@@ -119,7 +119,7 @@ def test_utilisation_has_a_column_only_where_it_is_known() -> None:
 
 
 def test_time_since_the_last_sign_of_life() -> None:
-    state = made.training()
+    state = made.training().state
     assert Document(table_html(state, 6.0)).text.count("now") == 2
     state.apply(0, events.Memory(time_s=64.0, used_bytes=1, total_bytes=2, kind="device"))
     assert "01:00 ago" in Document(table_html(state, 65.0)).text

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from notebook_accel.launching.job import Job
-from notebook_accel.launching.views.lines_view import LinesView, line_prefix
+from notebook_accel.launching.views.lines_view import HOLD_S, LinesView, line_prefix
 
-__all__ = ["NoView", "View", "line_prefix", "open_panel", "open_view"]
+__all__ = ["HOLD_S", "NoView", "View", "line_prefix", "open_panel", "open_view"]
 
 _GROUP = "notebook_accel.views"
 
