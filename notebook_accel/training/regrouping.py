@@ -5,8 +5,9 @@ What was prepared stays what it is. Gradients' averaging begins with rank 0's we
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,12 +32,19 @@ def abandon_passes() -> None:
 def standing() -> list[int] | None:
     """Whether this package has made the group, and how many calls were made in each; ``None`` without a group.
 
-    Ranks whose numbers differ would wait for each other in vain.
+    Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
+    backends has a number for each of the two.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
-    return [int(torch_group.is_ours()), *(group._get_sequence_number_for_group() for group in groups)]
+    return [int(torch_group.is_ours()), *(number for group in groups for number in _calls(group))]
+
+
+def _calls(group: Any) -> Iterator[int]:
+    for device in sorted(group._device_types, key=str):
+        with contextlib.suppress(RuntimeError):  # this backend, such as MPI's, doesn't count
+            yield group._get_backend(device)._get_sequence_number_for_group()
 
 
 def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
