@@ -36,7 +36,7 @@ def serve(folder: str, secret: bytes) -> None:
         secret: Only the session's ranks have it.
     """
     interruption.note_only()
-    os.environ.setdefault(nccl.WATCHDOG_VARIABLE, "0")  # these ranks are to outlive a collective that has failed
+    nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open

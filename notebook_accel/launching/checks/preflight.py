@@ -54,7 +54,7 @@ def check(
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
-            findings += forkable.check()
+            findings += forkable.check(on_gpus=devices.kind == "GPU")
         elif devices.kind == "GPU":
             findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
         elif devices.kind == "TPU":

@@ -205,6 +205,8 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
     come_under(int(agent_pid))
     # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What is preloaded may ask for GPUs when it is imported, and must not wake the driver: no fork could use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have the notebook's variables, and not this one
     agent = Connection.from_descriptor(int(agent_descriptor))
     preloading.import_needed()
     preloading.import_welcome()
