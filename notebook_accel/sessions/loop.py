@@ -25,6 +25,7 @@ from notebook_accel.sessions.names import Names
 
 __all__ = ["serve"]
 
+_ABORT_PATIENCE_S = 2.0
 _BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
 
 
@@ -78,6 +79,9 @@ class _Rank:
             # An interrupt may come before it is looked at.
             self._lacks_delivery = getattr(order, "delivery", None) is not None
             facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
+            if facts.get("breaks_group"):  # what is on the GPU may wait in it, and whoever looked at that would wait too
+                nccl.abort_soon(_ABORT_PATIENCE_S)
+                reporting.reporter().forget_unread()
             if "value" in facts:
                 facts, descriptors = self._sealed(facts, opened)
             bound, unbound = self._names.changes()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from typing import Any
 
-__all__ = ["abort", "can_abort", "let_ranks_survive"]
+__all__ = ["abort", "abort_soon", "can_abort", "let_ranks_survive"]
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # What torch 2.13 does when a collective has passed its deadline, and when a communicator hangs.
@@ -47,6 +48,14 @@ def abort() -> None:
                 backend.abort()
     finally:
         first._group_end()
+
+
+def abort_soon(patience_s: float) -> None:
+    """Abort them, if that is of use, in another thread, which is waited for this long: what a GPU waits for ends."""
+    if can_abort():
+        thread = threading.Thread(target=abort, name="notebook-accel-abort", daemon=True)
+        thread.start()
+        thread.join(patience_s)
 
 
 def _backends() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,9 @@ class TorchDevice:
     device: torch.device
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
-        return functools.partial(_gpu_memory, self.device) if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            return None
+        return functools.partial(_gpu_memory, self.device, torch.cuda.get_device_properties(self.device).total_memory)
 
     def release_memory(self) -> None:
         if self.device.type == "cuda":
@@ -93,9 +96,18 @@ def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
     return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
 
 
-def _gpu_memory(device: torch.device) -> tuple[int, int]:
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free, total
+def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
+    """Return a GPU's used and total bytes.
+
+    Called by another thread than the one that trains, and so without a call of CUDA's: that could break the capture of a
+    CUDA graph.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+        memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))  # type: ignore[attr-defined]
+        return int(memory.used), int(memory.total)
+    except Exception:  # noqa: BLE001 - see below; a part of a GPU, or a container without NVML: what this process has
+        return torch.cuda.memory_reserved(device), total_bytes
 
 
 def _gpu_utilisation(device: torch.device) -> float | None:
