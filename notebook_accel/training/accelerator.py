@@ -37,6 +37,7 @@ from notebook_accel.training.group_calls import GroupCalls
 from notebook_accel.training.handlers import AutocastKwargs
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
+from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.profiling import ProfileKwargs
 from notebook_accel.training.project import Project
@@ -265,6 +266,7 @@ class Accelerator(GroupCalls, Project, Settings):
             self._begin()
         loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
+        PASSES.upload_next()
         try:
             scaled.backward(**kwargs)
         except RuntimeError as error:

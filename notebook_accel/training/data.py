@@ -161,7 +161,7 @@ def share_out(
 
 
 def _feed(runtime: Runtime, device: torch.device, *, non_blocking: bool) -> Feed:
-    uploader = runtime.uploader() if device == runtime.device else None
+    uploader = runtime.uploader(non_blocking=non_blocking) if device == runtime.device else None
     if uploader is not None:
         return Uploading(uploader, device)
     return Copying(functools.partial(send_to_device, device=device, non_blocking=non_blocking))

@@ -80,7 +80,7 @@ def prepare_model(
     # Prepared by another Accelerator, perhaps with another precision, or in a group that has ended since.
     if _autocast_view_in(model) is not None or model in _made_here:
         model = unwrap_model(model)
-    if device_placement:
+    if device_placement and not _has_its_place(model):
         runtime.place_model(model)
     prepared = model if precision.dtype is None else _autocast_view(model, precision.autocast)
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
@@ -93,6 +93,20 @@ def prepare_model(
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
     return distributed
+
+
+def _has_its_place(model: torch.nn.Module) -> bool:
+    """Return whether the library that has loaded a model has placed it, and refuses to move it.
+
+    Transformers says so by these names: a model that is on several devices, or whose quantised weights belong to one.
+    """
+    for module in model.modules():
+        own = vars(module)
+        places = own.get("hf_device_map") or {}
+        is_quantised = own.get("is_loaded_in_8bit") or own.get("is_loaded_in_4bit")
+        if is_quantised or len(set(map(str, places.values()))) > 1 or (places and own.get("is_quantized")):
+            return True
+    return False
 
 
 def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,9 +22,10 @@ class LoaderPass:
         is_last: Whether the batch that is out is the last.
         ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
         tail: The round that is out, if it is a last one unlike the others.
+        upload_next: Begins to take the next batch to the device, ``None`` where there is nothing to begin.
     """
 
-    __slots__ = ("counter", "ends_window", "is_last", "tail", "total")
+    __slots__ = ("counter", "ends_window", "is_last", "tail", "total", "upload_next")
 
     def __init__(self, counter: Counter, total: int | None) -> None:
         self.counter = counter
@@ -32,6 +33,7 @@ class LoaderPass:
         self.is_last = False
         self.ends_window = False
         self.tail: Tail | None = None
+        self.upload_next: Callable[[], None] | None = None
 
 
 class LoaderPasses:
@@ -75,6 +77,11 @@ class LoaderPasses:
                 self.training = outer
             if outer is not None:
                 reporter().show(outer.counter)
+
+    def upload_next(self) -> None:
+        """Begin to take the next batch to the device: a step's work has been asked for that hides it."""
+        if self.current is not None and self.current.upload_next is not None:
+            self.current.upload_next()
 
     def hand_out(self, current: LoaderPass) -> None:
         """A batch of this pass comes out."""

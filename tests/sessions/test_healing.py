@@ -14,6 +14,7 @@ import torch
 
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching import local
+from notebook_accel.launching.ranks import nccl
 from notebook_accel.launching.silence import SilenceWatch
 from notebook_accel.launching.stacks import RankStack
 from notebook_accel.sessions import asking, messages
@@ -313,11 +314,40 @@ def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) 
     assert goes_on(prepared)
 
 
+_NCCL_NOTED = """
+from notebook_accel import reporting
+from notebook_accel.launching.ranks import nccl
+done, reporter = [], reporting.reporter()
+catch_up = reporter.catch_up
+nccl.can_abort, nccl.abort = lambda: True, lambda: done.append("abort")
+reporter.catch_up = lambda: done.append("catch up") or catch_up()
+"""
+
+
+def test_nccl_is_given_up_before_anything_of_a_broken_cell_is_read(engine: local.LocalEngine) -> None:
+    """NCCL's communicators are replaced, since they need GPUs."""
+    with Session(num_processes=1, use_cpu=True, view="none") as own:
+        own.execute(_NCCL_NOTED)
+        for error, expected in (("ValueError", "['catch up']"), ("KeyboardInterrupt", "['abort', 'catch up']")):
+            with pytest.raises(RankFailedError):
+                own.execute(f"done.clear()\nraise {error}")
+            assert own.execute("done[: 1 + done.count('abort')]")[0] == expected
+
+
+def test_ranks_do_not_wait_for_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(nccl, "can_abort", lambda: True)
+    monkeypatch.setattr(nccl, "abort", lambda: hangs.wait(60))
+    nccl.abort_soon(0.1)
+    assert "notebook-accel-abort" in [thread.name for thread in threading.enumerate()]
+    hangs.set()
+
+
 _WATCHED_AS_WITH_NCCL = """
 import io
 from notebook_accel import Accelerator
 from notebook_accel.training.runtimes import torch_group, watch
-torch_group.Watch = lambda store, place, free, deadline_s, warns: watch.Watch(store, place, free, 1.0, warns=True)
+torch_group.Watch = lambda *arguments, **_: watch.Watch(*arguments, warns_before_s=1.0)
 sys.stderr = heard = io.StringIO()
 accelerator = Accelerator()
 """

@@ -171,8 +171,8 @@ def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> Non
 def accelerator_that_warns() -> Accelerator:
     """Return an accelerator that is watched as with NCCL, but for seconds: gloo itself would wait for half an hour."""
 
-    def watched(store: Any, place: Any, free: Any, _: float | None, *, warns: bool) -> Watch:  # noqa: ARG001
-        return Watch(store, place, free, 2.0, warns=True)
+    def watched(*arguments: Any, **_: Any) -> Watch:
+        return Watch(*arguments, warns_before_s=2.0)
 
     torch_group.Watch, before = watched, torch_group.Watch  # type: ignore[assignment, misc]
     try:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import cloudpickle
 import pytest
@@ -176,3 +176,30 @@ def only_evaluated() -> bool:
 
 def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
     assert two_ranks.run(only_evaluated) == [True, True]
+
+
+class Placed(torch.nn.Linear):
+    """Refuses to be moved, as quantised models do and models that are on several devices."""
+
+    def to(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        raise ValueError("`.to` is not supported")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"hf_device_map": {"first": 0, "second": "cpu"}},
+        {"is_loaded_in_8bit": True},
+        {"is_loaded_in_4bit": True},
+        {"hf_device_map": {"": 0}, "is_quantized": True},
+    ],
+)
+def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[str, Any]) -> None:
+    """The names are those that Transformers gives its models."""
+    model = Placed(2, 2)
+    vars(model).update(names)
+    assert prepare(model, "no") is model
+    vars(model).update(dict.fromkeys(names))
+    vars(model)["hf_device_map"] = {"": 0}  # at one place, from which it can be moved
+    with pytest.raises(ValueError, match="not supported"):
+        prepare(model, "no")

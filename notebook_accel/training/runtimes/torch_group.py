@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,8 @@ class Group:
         place: This rank's place in it.
         sockets: Its connections, as far as they were opened here.
         store: Where its ranks meet.
-        deadline: How long a collective may take, if it was made here.
+        deadline: How long a collective may take, if it was made here; by gloo, where it has gloo.
+        nccl_deadline: How long a collective may take by NCCL, if it was made here and has NCCL.
         options: What it was made with, if it was made here.
     """
 
@@ -67,6 +68,7 @@ class Group:
         sockets: GlooSockets,
         store: Store,
         deadline: datetime.timedelta | None = None,
+        nccl_deadline: datetime.timedelta | None = None,
         options: InitProcessGroupKwargs | None = None,
     ) -> None:
         self.options = options
@@ -79,9 +81,13 @@ class Group:
         self._watch: Watch | None = None
         if place.world_size > 1:
             deadline_s = None if deadline is None else deadline.total_seconds()
-            ends_processes = "nccl" in dist.get_backend_config()
+            warns_before_s = None if nccl_deadline is None else nccl_deadline.total_seconds()
             self._watch = Watch(
-                PrefixStore("notebook_accel", store), place, sockets.shut_down, deadline_s, warns=ends_processes
+                PrefixStore("notebook_accel", store),
+                place,
+                sockets.shut_down,
+                deadline_s,
+                warns_before_s=warns_before_s,
             )
             reporter().at_close(self._watch.close)
             atexit.register(self._watch.close)
@@ -256,7 +262,25 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         dist.init_process_group(
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
         )
-    return Group(place, sockets, own_store, deadline, options)
+    nccl_deadline = deadline if "nccl" in dist.get_backend_config() else None
+    if nccl_deadline is not None and options.timeout is None:
+        deadline = _lengthen_gloo() or deadline
+    return Group(place, sockets, own_store, deadline, nccl_deadline, options)
+
+
+def _lengthen_gloo() -> datetime.timedelta | None:
+    """Have ranks wait in gloo as long as on CPUs, and longer than in NCCL; return how long, ``None`` without gloo.
+
+    What goes through gloo are the host's own matters, such as waiting for a rank that prepares the data.
+    """
+    group: Any = dist.group.WORLD
+    try:
+        gloo = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # NCCL alone was asked for
+        return None
+    deadline = datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S["cpu"])
+    gloo._set_default_timeout(deadline)
+    return deadline
 
 
 def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:

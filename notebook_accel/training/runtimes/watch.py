@@ -40,8 +40,8 @@ class Watch:
         place: This rank's place in the group.
         free: Makes whatever waits for other ranks raise.
         deadline_s: How long a collective may take, in seconds; ``None`` if that isn't known.
-        warns: Whether to write what the ranks are doing to stderr shortly before the deadline, because a collective
-            that passes it raises no error that could say so. The warning frees nobody.
+        warns_before_s: Write what the ranks are doing to stderr shortly before this deadline, in seconds, because a
+            collective that passes it raises no error that could say so. The warning frees nobody.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Watch:
         free: Callable[[], None],
         deadline_s: float | None = None,
         *,
-        warns: bool = False,
+        warns_before_s: float | None = None,
     ) -> None:
         self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # a connection of its own: the other may be waiting
         self._place = place
         self._free = free
         self._deadline_s = deadline_s
-        self._warns_after_s = 0.9 * deadline_s if warns and deadline_s else None
+        self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
         self._questions = 0  # those of this group that this rank has answered
         self._left_behind = _nccl_status()  # of groups that were given up before: what they wait for never comes
         self._watched_thread = threading.get_ident()
