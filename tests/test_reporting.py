@@ -197,7 +197,7 @@ class Stuck(OnGpu):
     """One whose GPU waits for what never comes: a copy doesn't write, and to wait for it doesn't end."""
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN206
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.copy_:
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})

@@ -79,7 +79,7 @@ class _Rank:
             # An interrupt may come before it is looked at.
             self._lacks_delivery = getattr(order, "delivery", None) is not None
             facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
-            if facts.get("breaks_group"):  # what is on the GPU may wait in it, and whoever looked at that would wait too
+            if facts.get("breaks_group"):  # what is on a GPU may wait in it for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
             if "value" in facts:

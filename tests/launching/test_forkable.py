@@ -65,9 +65,7 @@ def test_driver_that_is_awake_is_found_by_a_fork(woken: types.ModuleType, monkey
     assert preflight.check(FORK, on_gpus) == ()
 
 
-def test_fork_that_does_not_answer_is_not_waited_for(
-    woken: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fork_that_does_not_answer_is_not_waited_for(woken: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_state, "_PROBE_DEADLINE_S", 0.1)
     monkeypatch.setattr(woken._C, "_cuda_isInBadFork", lambda: time.sleep(300))
     before = processes.children(os.getpid())

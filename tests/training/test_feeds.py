@@ -48,7 +48,7 @@ class OnMeta(SingleProcess):
         super().__init__(RankPlace(), torch.device("meta"))
         self.uploaders: list[Doubler] = []
 
-    def uploader(self, *, non_blocking: bool) -> Doubler:  # type: ignore[override]  # noqa: ARG002
+    def uploader(self, *, non_blocking: bool) -> Doubler:  # type: ignore[override]
         self.uploaders.append(Doubler())
         return self.uploaders[-1]
 

@@ -225,7 +225,7 @@ def test_a_collective_that_takes_long_is_warned_of_and_goes_on(pair: ranks.Ranks
 def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU: what ``FlightRecorder::dump_json`` of torch 2.13 gives is put in its place."""
     said = {"pg_status": {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}}
-    dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: ARG005, N803
+    dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: N803
     monkeypatch.setattr(torch._C, "_distributed_c10d", types.SimpleNamespace(**dump))
     assert watch._nccl_status() == {"0": ("7", "6")}
     said.clear()  # as where it records nothing

@@ -77,7 +77,7 @@ class SideStream:
     def __init__(self, device: torch.device, *, non_blocking: bool) -> None:
         self._device = device
         self._non_blocking = non_blocking
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._sent: collections.deque[Sequence[torch.Tensor]] = collections.deque()
         self._begun: collections.deque[tuple[list[torch.Tensor], torch.cuda.Event]] = collections.deque(maxlen=1)
 
@@ -157,7 +157,7 @@ def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """
     try:
         nvml = importlib.import_module("pynvml")
-        memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))  # type: ignore[attr-defined]
+        memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))
         return int(memory.used), int(memory.total)
     except Exception:  # noqa: BLE001 - see below; a part of a GPU, or a container without NVML: what this process has
         return torch.cuda.memory_reserved(device), total_bytes
