@@ -132,8 +132,8 @@ def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cud
         assert len(alive) == 1  # nobody but the loop has one, and the next has not begun
         cuda.done.append(f"step {step}")
         PASSES.upload_next()  # as a backward pass does
-    steps = [["wait for event", f"step {step}", "copy"] for step in range(5)]
-    assert cuda.done == ["copy", *sum(steps, [])[:-1]]
+    steps = [what for step in range(5) for what in ("wait for event", f"step {step}", "copy")]
+    assert cuda.done == ["copy", *steps[:-1]]
     cuda.done.clear()
     for _ in loader:  # an evaluation: a batch is copied when it is taken, while the GPU still has to compute
         cuda.done.append("step")

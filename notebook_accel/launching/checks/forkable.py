@@ -50,7 +50,7 @@ def _cuda_driver() -> Finding | None:
     if not kernel_state.forks_lose_cuda():
         return None
     return Finding(
-        "This kernel has woken CUDA's driver, as torch.cuda.is_available() does, and start_method='fork' was asked for.",
+        "This kernel has woken CUDA's driver, as torch.cuda.is_available() does; start_method='fork' was asked for.",
         "CUDA doesn't work in a fork of such a process, although torch.cuda.is_initialized() is still False in it.",
         "--start_method spawn; or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before the kernel starts, with which "
         "torch.cuda.is_available() leaves the driver asleep",

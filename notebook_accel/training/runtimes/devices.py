@@ -66,8 +66,8 @@ class TorchDevice:
 class SideStream:
     """An ``Uploader`` that copies in a stream of its own, while the GPU computes in another.
 
-    A batch's memory is asked for when the backward pass before it begins, or else when it is taken. By then the loop has
-    let go of the batch before the running one, so that two at most are on the GPU.
+    A batch's memory is asked for when the backward pass before it begins, or else when it is taken. By then the loop
+    has let go of the batch before the running one, so that two at most are on the GPU.
 
     Args:
         device: The GPU.
@@ -116,7 +116,7 @@ class SideStream:
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
     """This rank's own GPU, made the current one, or the CPU if there is no GPU or ``cpu`` is asked for.
 
-    A rank that sees one GPU only has that one: who starts ranks, as ``srun --gpus-per-task=1`` does, shows each its own.
+    A rank that sees one GPU only has that one: ``srun --gpus-per-task=1`` and the like show each rank its own.
 
     Args:
         place: This rank's place.
@@ -152,8 +152,8 @@ def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """Return a GPU's used and total bytes.
 
-    Called by another thread than the one that trains, and so without a call of CUDA's: that could break the capture of a
-    CUDA graph.
+    Called by another thread than the one that trains, and so without a call of CUDA's: that could break the capture of
+    a CUDA graph.
     """
     try:
         nvml = importlib.import_module("pynvml")

@@ -71,8 +71,8 @@ class TorchDistributed(TorchDevice):
         self._group.explain(error)
 
     def barrier(self) -> None:
-        # Not dist.barrier: with several backends in one group that has to guess the device. By gloo, where there is gloo:
-        # a rank that waits in NCCL keeps its GPU busy, and ends when another takes longer than NCCL's deadline.
+        # Not dist.barrier: with several backends in one group that has to guess the device. By gloo, where there is
+        # gloo: a rank that waits in NCCL keeps its GPU busy, and ends when another takes longer than NCCL's deadline.
         carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
         ticket = torch.ones((), device="cpu" if carries_cpu else self.device)
         with self._explained():

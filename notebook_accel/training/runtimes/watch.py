@@ -123,7 +123,8 @@ class Watch:
     def _is_in_a_collective(self, frame: types.FrameType | None) -> bool:
         """Return whether the watched thread waits for other ranks, or for a GPU that does.
 
-        Which calls wait for a GPU can't be seen on a stack. So NCCL is asked whether it has completed what it was given.
+        Which calls wait for a GPU can't be seen on a stack. So NCCL is asked whether it has completed what it was
+        given.
         """
         if code_places.runs_only_ours(frame):  # as between two cells of a session
             return False
