@@ -121,6 +121,15 @@ def test_all_nodes_restart_together(nodes: Callable[..., list[Job]]) -> None:
     assert "[restart 1 of 2: rank 3" in shown(first)
 
 
+def test_failure_that_crosses_with_the_end_of_ranks_here_is_followed_by_a_restart(
+    nodes: Callable[..., list[Job]],
+) -> None:
+    options: dict[str, Any] = {"preload": ("tests.launching.late_looks",), "rdzv_id": "late looks"}
+    first, second = nodes(restarted.on_two_nodes, 1, max_restarts=1, **options)
+    assert [result[:3] for result in first.results(timeout_s=_WAIT_S)] == [(0, 1, 16.0), (1, 1, 16.0)]
+    assert [result[:3] for result in second.results(timeout_s=_WAIT_S)] == [(2, 1, 16.0), (3, 1, 16.0)]
+
+
 @pytest.mark.parametrize(
     ("own", "differs"),
     [
