@@ -219,6 +219,7 @@ class ElasticRuns:
             self._tell_kernel(said)
         elif isinstance(said, elastic_messages.Over):
             elastic.is_ending, elastic.elsewhere = True, said.failure
+            elastic.must_go_s = time.monotonic() + _LEAVING_S
             if said.has_succeeded:
                 run.release()
             elif said.refusal is not None:
