@@ -151,6 +151,8 @@ class ElasticAgent(api.SimpleElasticAgent):
             self._listening = _listening(_LOOPBACK, self._order.port)
             self._master = self._listening.getsockname()[:2]
             return list(super()._assign_worker_ranks(store, group_rank, group_world_size, spec))
+        if group_world_size < meeting.least:
+            raise rendezvous.without_others(group_world_size, meeting)
         guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
         self._meet(guarded, meeting, group_rank, group_world_size)
         assign: Callable[..., list[api.Worker]] = super()._assign_worker_ranks
