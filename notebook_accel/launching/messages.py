@@ -285,12 +285,14 @@ class ForkElastic(_Message, frozen=True, kw_only=True):
     Attributes:
         world_size: Number of ranks.
         port: Of the ranks' store, 0 for a free one.
+        grace_s: How long ranks that are told to end have for it, in seconds, before they are killed.
     """
 
     job_id: str
     options: Elastic
     world_size: int
     port: int
+    grace_s: float
 
 
 class Ready(_Message, frozen=True, kw_only=True):

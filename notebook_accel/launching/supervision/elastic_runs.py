@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import socket
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -38,6 +41,7 @@ class _Elastic:
         run: Its run.
         line: The agent's end of the line to it.
         pid: Its process, ``None`` before it was forked and when it is gone.
+        attempt: The attempt that it was last to have ranks started for, 0 before the first.
         has_ranks: Whether ranks were started whose end it hasn't been told.
         knows_results: Whether it has been told that all of them have their results.
         is_ending: Whether it has said its last word, or is being killed: its end says nothing then.
@@ -49,6 +53,7 @@ class _Elastic:
     run: Run
     line: Connection
     pid: int | None = None
+    attempt: int = 0
     has_ranks: bool = False
     knows_results: bool = False
     is_ending: bool = False
@@ -58,8 +63,12 @@ class _Elastic:
     steps: tuple[int, int] | None = None
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
+        self.line.queue(messages.encode(message))
+        self.flush()
+
+    def flush(self) -> None:
         with contextlib.suppress(ClosedError):  # its end is noticed as such
-            self.line.send(messages.encode(message))
+            self.line.flush()
 
     def kill(self) -> None:
         self.is_ending = True
@@ -69,6 +78,7 @@ class _Elastic:
     def send_away(self, now_s: float) -> None:
         """The run ends by what somebody wants: other nodes, if there are any, are to hear of it."""
         launch = self.run.launch
+        self.run.reason = self.wanted or self.run.reason
         if launch.elastic is None or launch.elastic.meeting is None:
             self.kill()
             return
@@ -104,7 +114,11 @@ class ElasticRuns:
         launch = run.launch
         assert launch.elastic is not None
         order = messages.ForkElastic(
-            job_id=launch.job_id, options=launch.elastic, world_size=launch.world_size, port=launch.port
+            job_id=launch.job_id,
+            options=launch.elastic,
+            world_size=launch.world_size,
+            port=launch.port,
+            grace_s=launch.grace_s,
         )
         with contextlib.closing(theirs):
             try:
@@ -157,24 +171,25 @@ class ElasticRuns:
 
     def _look(self, elastic: _Elastic, now_s: float) -> None:
         run = elastic.run
-        if elastic.must_go_s is not None and now_s > elastic.must_go_s:
-            elastic.kill()
+        if elastic.pid is not None:
+            elastic.flush()
+            if elastic.must_go_s is not None and now_s > elastic.must_go_s:
+                kill_group(elastic.pid)
         if elastic.is_ending:
             return
         if elastic.has_ranks and not elastic.knows_results and all(rank.said_finished for rank in run.ranks):
             elastic.knows_results = True
-            elastic.tell(elastic_messages.RanksFinished())
+            elastic.tell(elastic_messages.RanksFinished(attempt=elastic.attempt))
         if run.alive:
             return
         failure = _first_failure(run)
         was_interrupted = any(rank.failure and rank.failure.kind == "KeyboardInterrupt" for rank in run.ranks)
         if elastic.wanted or was_interrupted or run.reason not in ("", "failed") or run.refusal is not None:
-            run.reason = elastic.wanted or run.reason
             elastic.send_away(now_s)
         elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
             elastic.has_ranks, elastic.steps = False, None
             run.rest()
-            elastic.tell(elastic_messages.RanksEnded(failure=failure))
+            elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _Elastic) -> None:
         try:
@@ -183,30 +198,28 @@ class ElasticRuns:
                     self._heard(elastic, message)
         except ClosedError:
             self._loop.unwatch(elastic.line.fileno())
+            elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _heard(self, elastic: _Elastic, message: Message) -> None:
         said = elastic_messages.for_agent.decode(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
-        if isinstance(said, elastic_messages.StartRanks) and not (run.reason or elastic.wanted):
-            run.begin_at(said.places, listening.pop() if listening else None)
-            elastic.has_ranks, elastic.knows_results = True, False
-            self._tell_kernel(
-                messages.Starting(
-                    job_id=run.launch.job_id,
-                    restarts=said.restarts,
-                    first_rank=said.places[0][0].rank,
-                    world_size=said.places[0][0].world_size,
-                    cause=said.cause,
-                )
-            )
-            self._start_ranks(run)
+        if isinstance(said, elastic_messages.StartRanks):
+            if not message.is_whole:
+                run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
+            if not (run.reason or elastic.wanted):
+                self._start(elastic, said, listening.pop() if listening else None)
+            elif not elastic.is_ending:
+                elastic.send_away(time.monotonic())
         elif isinstance(said, elastic_messages.StopRanks):
-            run.end("stop", "failed")
+            # Without ranks, the answer is on its way: the last of them were ending when this was written.
+            if elastic.has_ranks and said.attempt == elastic.attempt:
+                run.end("stop", "failed")
         elif isinstance(said, messages.AboutNodes):
             self._tell_kernel(said)
         elif isinstance(said, elastic_messages.Over):
             elastic.is_ending, elastic.elsewhere = True, said.failure
+            elastic.must_go_s = time.monotonic() + _LEAVING_S
             if said.has_succeeded:
                 run.release()
             elif said.refusal is not None:
@@ -215,6 +228,22 @@ class ElasticRuns:
                 run.end("kill", "failed")
         for sock in listening:
             sock.close()
+
+    def _start(self, elastic: _Elastic, said: elastic_messages.StartRanks, listening: socket.socket | None) -> None:
+        run = elastic.run
+        run.begin_at(said.places, listening)
+        elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
+        self._tell_kernel(
+            messages.Starting(
+                job_id=run.launch.job_id,
+                restarts=said.restarts,
+                first_rank=said.places[0][0].rank,
+                world_size=said.places[0][0].world_size,
+                cause=said.cause,
+            )
+        )
+        elastic.tell(elastic_messages.RanksStand(attempt=said.attempt))
+        self._start_ranks(run)
 
     def _gone(self, elastic: _Elastic) -> None:
         elastic.pid = None
@@ -235,7 +264,7 @@ def _tell_steps(elastic: _Elastic) -> None:
         return
     if elastic.steps != (min(counted), max(counted)):
         elastic.steps = min(counted), max(counted)
-        elastic.tell(elastic_messages.RanksStand(steps=elastic.steps))
+        elastic.tell(elastic_messages.RanksStand(attempt=elastic.attempt, steps=elastic.steps))
 
 
 def _first_failure(run: Run) -> messages.Failure | None:
