@@ -189,7 +189,8 @@ def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[s
     # Between nodes, whoever has named an interface knows better which one it is.
     named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
     own = {**place.variables(), **store.VARIABLES, **variables, **named}
-    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
+    everything = {"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own}
+    environment.become(everything | environment.tasks_of_schedulers(everything))
     if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
