@@ -59,10 +59,10 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",
 )
 
-# What schedulers and MPI launchers call the process that they have started, and torchrun's name for the same number. The
-# kernel's own values mislead what asks for them before it asks for RANK, or instead: Ignite takes its local rank from
-# SLURM_LOCALID, and refuses a SLURM_NTASKS above WORLD_SIZE (ignite/distributed/comp_models/native.py). What an MPI
-# library reads itself, such as PMI_RANK and PMIX_RANK, isn't here.
+# What schedulers and MPI launchers call the process that they have started, and torchrun's name for the same number.
+# The kernel's own values mislead what asks for them before it asks for RANK, or instead: Ignite takes its local rank
+# from SLURM_LOCALID, and refuses a SLURM_NTASKS above WORLD_SIZE (ignite/distributed/comp_models/native.py). What an
+# MPI library reads itself, such as PMI_RANK and PMIX_RANK, isn't here.
 _TASKS = {
     "NODE_RANK": "GROUP_RANK",
     **dict.fromkeys(("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"), "RANK"),

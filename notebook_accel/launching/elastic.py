@@ -109,8 +109,7 @@ def _refuse_what_one_node_has_no_use_for(config: LaunchConfig) -> None:
     for name, is_unused in (
         ("node_rank", config.node_rank == 0),
         ("master_addr", config.master_addr in _LOOPBACK),
-        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it: it only has to be
-        # one.
+        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
         ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
     ):
         if not is_unused:

@@ -121,8 +121,8 @@ def _members(group: int) -> tuple[list[int], list[int]]:
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
     """A command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
 
-    Python puts the working directory in front, with ``-c`` and with ``-m``, and a ``random.py`` of the user's there would
-    be ours. So nothing is imported but ``sys``, which is built in, before the import path is what it should be.
+    Python puts the working directory in front, with ``-c`` and with ``-m``, and a ``random.py`` of the user's there
+    would be ours. So nothing is imported but ``sys``, which is built in, before the import path is what it should be.
     """
     code = (
         "import sys; end = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:end]; "
