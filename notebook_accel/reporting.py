@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import events
+from notebook_accel import events, host_memory
 from notebook_accel.channel import ClosedError
 from notebook_accel.errors import ConfigError
 
@@ -363,7 +363,7 @@ class Reporter:
     def say_memory(self) -> None:
         """Says how much memory is in use now."""
         if self._device_memory is None:
-            self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=_host_bytes(), kind="host"))
+            self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=host_memory.total_bytes(), kind="host"))
             return
         try:
             used, total = self._device_memory()
@@ -393,10 +393,6 @@ def _number(value: Any) -> float | None:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 _reporter = Reporter()

@@ -226,7 +226,16 @@ def _working_directory() -> str:
 
 
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
-    variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+    variables: dict[str, str] = {
+        environment.MIXED_PRECISION: config.mixed_precision,
+        # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
+        # knows that its processes are there already, and asks neither Slurm nor MPI then.
+        "TORCHELASTIC_RUN_ID": config.rdzv_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+    }
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if devices.kind == "CPU":

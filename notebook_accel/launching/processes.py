@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+
+from notebook_accel import environment
 
 __all__ = [
     "are_supported",
@@ -120,10 +121,12 @@ def _members(group: int) -> tuple[list[int], list[int]]:
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
     """A command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
 
-    Not ``-m``: that puts the working directory in front, and a ``random.py`` of the user's there would be ours.
+    Python puts the working directory in front, with ``-c`` and with ``-m``, and a ``random.py`` of the user's there
+    would be ours. So nothing is imported but ``sys``, which is built in, before the import path is what it should be.
     """
     code = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-        "import importlib; importlib.import_module(sys.argv[2]).main(*sys.argv[3:])"
+        "import sys; end = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:end]; "
+        "import importlib; importlib.import_module(sys.argv[end]).main(*sys.argv[end + 1:])"
     )
-    return [sys.executable, "-c", code, json.dumps(list(sys_path or sys.path)), module, *arguments]
+    path = list(sys_path or environment.import_path())
+    return [sys.executable, "-c", code, str(len(path)), *path, module, *arguments]

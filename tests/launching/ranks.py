@@ -19,6 +19,15 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def threads() -> tuple[int, int, dict[str, str | None]]:
+    """How many threads torch and numpy's OpenBLAS compute with, and what variables say."""
+    import threadpoolctl  # not everywhere where this module is used
+
+    [blas] = [info["num_threads"] for info in threadpoolctl.threadpool_info() if "numpy" in info["filepath"]]
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return torch.get_num_threads(), blas, {name: os.environ.get(name) for name in names}
+
+
 def note(folder: str, what: str) -> None:
     """Leaves a mark that the test, or another rank, waits for."""
     pathlib.Path(folder, f"{rank()} {what}").touch()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from notebook_accel.launching.processes import bootstrap
 from tests import kernels, processes
 from tests.launching.conftest import FIRST_LAUNCH_S
 
@@ -79,6 +80,19 @@ def test_import_of_the_launcher_warms_a_kernel(tmp_path: pathlib.Path) -> None:
 def parent_of_ranks_by_function(kernel: kernels.Kernel) -> int:
     code = "import os\nlist(notebook_launcher(os.getppid, num_processes=1, view='none'))"
     return int(kernel.run(code, FIRST_LAUNCH_S).result.strip("[]"))
+
+
+def test_modules_in_the_working_directory_are_not_ours(tmp_path: pathlib.Path) -> None:
+    for name in ("json", "importlib", "random", "selectors", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the one of the user')\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "probe.py").write_text(
+        "import json, sys\ndef main(*args):\n    print(json.dumps([args, sys.path]))\n"
+    )
+    path = [*(entry for entry in sys.path if entry), "", str(tmp_path / "elsewhere"), "with, [a comma] and 'quotes'"]
+    command = bootstrap("probe", "3", "two words", sys_path=path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "" and json.loads(done.stdout) == [["3", "two words"], path]
 
 
 def test_import_of_the_launcher_starts_nothing_in_a_script() -> None:

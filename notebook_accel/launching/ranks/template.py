@@ -210,6 +210,7 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
     agent = Connection.from_descriptor(int(agent_descriptor))
     preloading.import_needed()
     preloading.import_welcome()
+    worker.openblas_counts()
     try:
         preloading.import_named(preload)
     except preloading.RefusedError as error:

@@ -9,8 +9,10 @@ import ast
 import atexit
 import builtins
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
+import functools
 import importlib
 import importlib.machinery
 import linecache
@@ -20,20 +22,22 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
+from notebook_accel import code_places, environment, events, host_memory, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import messages, stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec, Source
 
-__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "show_sources"]
+__all__ = ["Inherited", "Target", "call", "open_namespace", "openblas_counts", "run", "run_cell", "show_sources"]
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
+# For libraries that compute with threads. The first is all of them's, if they have none of their own.
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
@@ -189,14 +193,48 @@ def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[s
     # Between nodes, whoever has named an interface knows better which one it is.
     named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
     own = {**place.variables(), **store.VARIABLES, **variables, **named}
-    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
+    everything = {"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own}
+    environment.become(everything | environment.tasks_of_schedulers(everything))
     if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # torch read the variable when the template imported it, so tell it the other way.
-        torch = importlib.import_module("torch")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+    if _THREADS[0] not in os.environ:
+        _share_processors(place.local_world_size)
+
+
+def _share_processors(ranks: int) -> None:
+    """Gives each of this machine's ranks its share of the threads that libraries compute with.
+
+    torch and numpy read their variables when the template imported them, so they are told in other ways. The variables
+    are for what the rank imports itself, such as scipy, and for the programs that it starts. A rank that has the whole
+    machine has what a process without a launch has.
+    """
+    each = max(1, host_memory.cores() // ranks)
+    importlib.import_module("torch").set_num_threads(each)
+    if each >= (os.cpu_count() or 1):
+        return
+    if _THREADS[1] not in os.environ:
+        for count in openblas_counts():
+            count.value = min(count.value, each)
+    for name in _THREADS:
+        os.environ.setdefault(name, str(each))
+
+
+@functools.cache
+def openblas_counts() -> Sequence[ctypes.c_int]:
+    """Returns how many threads numpy's OpenBLAS computes with, as places to write to; called once in the template.
+
+    OpenBLAS starts its threads in a fork when it first needs them. Its function for setting their number would start
+    all of them at once, and then use as many as it was told.
+    """
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
+    counts = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # another build of it, which has no such numbers
+            library = ctypes.CDLL(path)
+            counts += [ctypes.c_int.in_dll(library, name) for name in ("blas_num_threads", "blas_cpu_number")]
+    return counts
 
 
 def _become_main(payload: int, rank: int) -> dict[str, Any]:
