@@ -6,16 +6,19 @@ What it holds is bounded, however much they write.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import re
+from collections.abc import Sequence
 
-__all__ = ["OutputLine", "OutputLog"]
+from notebook_accel.plain_text import AlikeLines, RankLine
+
+__all__ = ["OutputLog"]
 
 _HEAD_LINES = 200
 _TAIL_LINES = 800
 _RANK_LINES = 200
 _ERROR_LINES = 50
+_MOMENT_S = 1.0  # after a line, in which other ranks that print the same are named in its margin
 
 # The first and the last line of a traceback, what loggers write in capitals, and what compilers and C libraries write.
 _ERROR = re.compile(
@@ -24,75 +27,89 @@ _ERROR = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputLine:
-    """One line that a rank wrote."""
-
-    rank: int
-    text: str
-
-
 class OutputLog:
     """Lines of all ranks in the order in which they came: the first ones and the last ones.
+
+    A line that several ranks print alike, within a moment of each other, is one line.
+
+    Args:
+        world_size: Number of ranks.
 
     Attributes:
         count: How many lines there were in all.
         error_count: How many of them looked like errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.count = 0
         self.error_count = 0
-        self._errors: collections.deque[OutputLine] = collections.deque(maxlen=_ERROR_LINES)
-        self._by_rank: dict[int, collections.deque[OutputLine]] = {}
-        self._head: list[OutputLine] = []
-        self._tail: collections.deque[OutputLine] = collections.deque(maxlen=_TAIL_LINES)
+        self._errors: collections.deque[RankLine] = collections.deque(maxlen=_ERROR_LINES)
+        self._by_rank: dict[int, collections.deque[RankLine]] = {}
+        self._head: list[RankLine] = []
+        self._tail: collections.deque[RankLine] = collections.deque(maxlen=_TAIL_LINES)
+        self._has_gap = False
+        self._newest = AlikeLines(world_size, _MOMENT_S, self._keep)
 
     @property
-    def head(self) -> list[OutputLine]:
+    def head(self) -> list[RankLine]:
         """The first lines; what came after them is in ``tail``."""
         return list(self._head)
 
     @property
-    def tail(self) -> list[OutputLine]:
+    def tail(self) -> list[RankLine]:
         """The last lines that are not in ``head``."""
-        return list(self._tail)
+        return [*self._tail, *self._newest.unsettled][-_TAIL_LINES:]
 
     @property
-    def errors(self) -> list[OutputLine]:
+    def errors(self) -> list[RankLine]:
         """The last lines that look like errors, also those that are no longer among the others."""
         return list(self._errors)
 
     @property
     def left_out(self) -> int:
         """How many lines between ``head`` and ``tail`` were not kept."""
-        return self.count - len(self._head) - len(self._tail)
+        return self.count - len(self._head) - len(self.tail)
 
     def pass_over(self, rank: int, count: int) -> None:
         """Lines that are in a log only came here. There is one gap: what is before it and not in ``head`` goes too."""
         self.count += count
+        self._newest.settle()
+        self._has_gap = True
         self._tail.clear()
         self._by_rank.pop(rank, None)
 
-    def add(self, line: OutputLine) -> None:
-        """Appends a line."""
-        self.count += 1
-        if len(self._head) < _HEAD_LINES and self.count == len(self._head) + 1:
-            self._head.append(line)
-        else:
-            self._tail.append(line)
-        self._by_rank.setdefault(line.rank, collections.deque(maxlen=_RANK_LINES)).append(line)
-        if _ERROR.search(line.text):
-            self.error_count += 1
-            self._errors.append(line)
+    def add(self, rank: int, texts: Sequence[str], now_s: float) -> None:
+        """Appends lines.
 
-    def of_rank(self, rank: int) -> list[OutputLine]:
+        Args:
+            rank: The rank that has printed them.
+            texts: The lines.
+            now_s: When they came, in seconds.
+        """
+        of_rank = self._by_rank.setdefault(rank, collections.deque(maxlen=_RANK_LINES))
+        for line in self._newest.add(rank, texts, now_s):
+            of_rank.append(line)
+            if len(line.ranks) > 1:
+                continue
+            self.count += 1
+            if _ERROR.search(line.text):
+                self.error_count += 1
+                self._errors.append(line)
+
+    def of_rank(self, rank: int) -> list[RankLine]:
         """One rank's last lines, however much the others have written since."""
         return list(self._by_rank.get(rank, ()))
 
-    def last(self, count: int) -> list[OutputLine]:
+    def last(self, count: int) -> list[RankLine]:
         """The last ``count`` lines that were kept without a gap between them."""
-        from_tail = list(itertools.islice(reversed(self._tail), count))
+        from_tail = list(itertools.islice(reversed(self.tail), count))
         missing = count - len(from_tail)
         from_head = self._head[-missing:] if missing > 0 and self.left_out == 0 else []
         return from_head + from_tail[::-1]
+
+    def _keep(self, line: RankLine) -> None:
+        """Takes a line that no other rank can join any more."""
+        if len(self._head) < _HEAD_LINES and not self._has_gap:
+            self._head.append(line)
+        else:
+            self._tail.append(line)

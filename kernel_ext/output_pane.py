@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from kernel_ext.markup import counted, faint, scrolled
-from kernel_ext.output_log import OutputLine
 from kernel_ext.run_state import RunState
-from notebook_accel.plain_text import plain_lines
+from notebook_accel.plain_text import RankLine, plain_lines
 
 __all__ = ["Choice", "errors_html", "log_html", "output_html", "output_lines", "stacks_html", "traceback_html",
            "whole_output_html"]  # fmt: skip
@@ -60,14 +59,14 @@ def _found_html(state: RunState, choice: Choice) -> str:
     found = [line for line in kept if choice.finds(line.text)]
     of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if state.output.left_out else "")
     lines = "\n".join(
-        f"{faint(_margin(line, state))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
+        f"{faint(state.prefix(line.ranks))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
     )
     return f'<pre class="nba-output" aria-label="Output found">{faint(of)}\n{lines}</pre>'
 
 
 def errors_html(state: RunState, choice: Choice = Choice()) -> str:
     """The last lines that look like errors, for above all others; empty if there are none."""
-    errors = [line for line in state.output.errors if choice.rank in (None, line.rank)]
+    errors = [line for line in state.output.errors if choice.rank is None or choice.rank in line.ranks]
     if not errors:
         return ""
     count = state.output.error_count if choice.rank is None else len(errors)
@@ -162,12 +161,12 @@ def traceback_html(rank: int, traceback: str, *, is_open: bool, said: str) -> st
     )
 
 
-def _line_text(line: OutputLine, state: RunState) -> str:
-    return f"{_margin(line, state)}{line.text}"
+def _line_text(line: RankLine, state: RunState) -> str:
+    return f"{state.prefix(line.ranks)}{line.text}"
 
 
-def _lines_html(lines: Iterable[OutputLine], state: RunState) -> str:
-    return "\n".join(f"{faint(_margin(line, state))}{html.escape(line.text)}" for line in lines)
+def _lines_html(lines: Iterable[RankLine], state: RunState) -> str:
+    return "\n".join(f"{faint(state.prefix(line.ranks))}{html.escape(line.text)}" for line in lines)
 
 
 def _marked(text: str, search: str) -> str:
@@ -176,9 +175,3 @@ def _marked(text: str, search: str) -> str:
         return html.escape(text)
     parts = re.split(f"({re.escape(search)})", text, flags=re.IGNORECASE)
     return "".join(f"<mark>{html.escape(part)}</mark>" if n % 2 else html.escape(part) for n, part in enumerate(parts))
-
-
-def _margin(line: OutputLine, state: RunState) -> str:
-    if state.prefixes:
-        return state.prefixes[line.rank]
-    return f"{line.rank:>{len(str(len(state.ranks) - 1))}} │ "

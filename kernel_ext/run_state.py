@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from kernel_ext.history import Curves
-from kernel_ext.output_log import OutputLine, OutputLog
+from kernel_ext.output_log import OutputLog
 from notebook_accel import events
 from notebook_accel.errors import signal_name
-from notebook_accel.plain_text import clipped, plain_lines, plain_text
+from notebook_accel.plain_text import clipped, line_prefix, plain_lines, plain_text
 
 __all__ = ["RankState", "RunState"]
 
@@ -220,7 +221,7 @@ class RunState:
 
     Args:
         world_size: Number of ranks.
-        prefixes: What stands before the ranks' lines; empty for their numbers.
+        prefix: Gives what stands before a line of these ranks. Default: their numbers.
 
     Attributes:
         ranks: One state a rank.
@@ -230,10 +231,10 @@ class RunState:
         restarts_why: Of the last times that all ranks were started again, which time it was and why, in a line each.
     """
 
-    def __init__(self, world_size: int, prefixes: Sequence[str] = ()) -> None:
-        self.prefixes = prefixes
+    def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
+        self.prefix = prefix or functools.partial(line_prefix, total=world_size)
         self.ranks = [RankState(rank) for rank in range(world_size)]
-        self.output = OutputLog()
+        self.output = OutputLog(world_size)
         self.history: dict[str, Curves] = {}
         self._restarts = 0
         self.nodes: list[str] = []
@@ -262,9 +263,9 @@ class RunState:
         if isinstance(event, events.Output):
             if event.left_out:
                 self.output.pass_over(rank, event.left_out)
-            for text in plain_lines(event.text):
-                self.output.add(OutputLine(rank, text))
-                self.ranks[rank].last_line = text or self.ranks[rank].last_line
+            texts = list(plain_lines(event.text))
+            self.output.add(rank, texts, event.time_s)
+            self.ranks[rank].last_line = next(filter(None, reversed(texts)), self.ranks[rank].last_line)
         elif isinstance(event, events.Metrics):
             for name in event.values.keys() & self.ranks[rank].metrics.keys():
                 self._extend_history(name, rank, event.step)

@@ -7,6 +7,7 @@ was there. Such a run gets its summary only: to make widgets for nobody takes lo
 from __future__ import annotations
 
 import contextvars
+import functools
 import time
 import uuid
 from collections.abc import Callable
@@ -33,10 +34,7 @@ class ShownRun:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # Numbers need no help, and the panel draws them in another colour.
-        has_prefixes = bool(job.config.log_line_prefix_template)
-        prefixes = [line_prefix(job, rank) for rank in range(job.world_size)] if has_prefixes else []
-        self.state = RunState(job.world_size, prefixes)
+        self.state = RunState(job.world_size, functools.partial(line_prefix, job))
         # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
         # ipykernel keeps in a context variable (since version 7).
         self._cell_context = contextvars.copy_context()

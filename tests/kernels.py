@@ -23,6 +23,17 @@ _START_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
+def unfolded(shown: str) -> list[str]:
+    """Lines that ranks print, as if nothing stood once for several of them: ``0 │ up`` and ``1 │ up``, unpadded."""
+    lines = []
+    for line in shown.splitlines():
+        folded = re.fullmatch(r" *(\d+(?:[-,]\d+)*) │ (.*)", line)
+        spans = [span.split("-") for span in folded[1].split(",")] if folded else []
+        ranks = [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)]
+        lines += [f"{rank} │ {folded[2]}" for rank in ranks] if folded else [line]
+    return lines
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a cell ended, and what it showed.
@@ -80,10 +91,14 @@ class Cell:
         )
 
     def wait_for_output(self, text: str, timeout_s: float = 60.0) -> None:
-        """Waits until the text was printed, on either stream; a cell that fails before that isn't waited for."""
+        """Waits until the text was printed, on either stream; a cell that fails before that isn't waited for.
+
+        A line such as ``1 │ up`` is also there when it stands once for several ranks.
+        """
 
         def is_there() -> bool:
-            return text in self.stream("stdout") + self.stream("stderr")
+            shown = self.stream("stdout") + self.stream("stderr")
+            return text in shown or text in "\n".join(unfolded(shown))
 
         deadline = time.monotonic() + timeout_s
         self._read_until(lambda: is_there() or any(self._contents("error")), f"output {text!r}", deadline)

@@ -1,7 +1,7 @@
 """What ranks print, display and count while a cell runs, in the cell.
 
 What they print is read from their logs, rank by rank, line by line. What they display comes over their lines, with how
-long the log was then.
+long the log was then. A line that several ranks print alike stands once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import collections
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel.events import Display
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.launching.views.view import line_prefix
-from notebook_accel.plain_text import clipped, plain_text
+from notebook_accel.launching.views.view import HOLD_S, line_prefix
+from notebook_accel.plain_text import AlikeLines, RankLine, clipped, plain_text
 from notebook_accel.sessions.messages import Reply
 from notebook_accel.sessions.progress import CellProgress
 
@@ -28,12 +29,18 @@ _LAST_LINES = 20
 
 
 class _Log:
-    """One rank's log, from where it was read to."""
+    """One rank's log, from where it was read to.
 
-    def __init__(self, path: str, prefix: str, most_lines: int) -> None:
+    Args:
+        path: The file.
+        most_lines: How many lines of a cell are shown as they come.
+        show: Takes lines that are to be shown.
+    """
+
+    def __init__(self, path: str, most_lines: int, show: Callable[[Sequence[str]], object]) -> None:
         self._path = path
-        self._prefix = prefix
         self._most_lines = most_lines
+        self._show = show
         self._descriptor = -1
         self._position = 0
         self._begun = b""
@@ -46,7 +53,7 @@ class _Log:
         self._last: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
 
     def read(self, until: int | None) -> None:
-        """Prints the lines that are there now, or until so many bytes."""
+        """Shows the lines that are there now, or until so many bytes."""
         if self._descriptor < 0:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -59,44 +66,40 @@ class _Log:
                 break
             self._position += len(data)
             *lines, self._begun = (self._begun + data).split(b"\n")
-            for line in lines:
-                self._print(line)
+            self._take(lines)
 
     def end_line(self) -> None:
         """What comes next begins a line of its own."""
         if self._begun:
-            self._print(self._begun)
+            self._take([self._begun])
             self._begun = b""
 
-    def finish(self) -> None:
-        """The cell has ended: prints what is left."""
-        self.end_line()
+    def rest(self) -> list[str]:
+        """What is to be shown of this rank at the end of the cell."""
         left_out = self._left_out - len(self._last)
-        if left_out > 0:
-            sys.stdout.write(f"{self._prefix}[{left_out:,} lines left out here; the whole output is in {self._path}]\n")
-        for line in self._last:
-            self._write(line)
+        note = f"[{left_out:,} lines left out here; the whole output is in {self._path}]"
+        return [*([note] if left_out > 0 else []), *map(_shown, self._last)]
 
     def add(self, text: str) -> None:
-        """Prints lines that are not in the log."""
-        for line in text.splitlines():
-            self._print(line.encode())
+        """Shows lines that are not in the log."""
+        self._take([line.encode() for line in text.splitlines()])
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _print(self, line: bytes) -> None:
-        if self._free:
-            self._free -= 1
-            self._write(line)
-        else:
-            self._left_out += 1
-            self._last.append(line)
+    def _take(self, lines: Sequence[bytes]) -> None:
+        now, later = lines[: self._free], lines[self._free :]
+        self._free -= len(now)
+        self._left_out += len(later)
+        self._last.extend(later)
+        if now:
+            self._show([_shown(line) for line in now])
 
-    def _write(self, line: bytes) -> None:
-        sys.stdout.write(f"{self._prefix}{clipped(plain_text(line.decode(errors='replace')))}\n")
+
+def _shown(line: bytes) -> str:
+    return clipped(plain_text(line.decode(errors="replace")))
 
 
 class Output:
@@ -108,7 +111,12 @@ class Output:
 
     def __init__(self, job: Job) -> None:
         most = max(_MOST_LINES // job.world_size, 1)
-        self._logs = [_Log(str(path), line_prefix(job, rank), most) for rank, path in enumerate(job.log_files)]
+        self._job = job
+        self._alike = AlikeLines(job.world_size, HOLD_S, self._write)
+        self._logs = [
+            _Log(str(path), most, lambda lines, rank=rank: self._alike.add(rank, lines, time.monotonic()))  # type: ignore[misc]
+            for rank, path in enumerate(job.log_files)
+        ]
         self._display = KernelDisplay()
         self._progress = CellProgress(job, self._display)
 
@@ -120,9 +128,10 @@ class Output:
             log.start()
 
     def show_new(self) -> None:
-        """Prints whole lines that are there now."""
+        """Prints whole lines that are there now, after a moment in which other ranks may print the same."""
         for log in self._logs:
             log.read(None)
+        self._alike.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
@@ -130,6 +139,7 @@ class Output:
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
+        self._alike.settle()
 
     def display(self, rank: int, event: Display) -> None:
         """Shows what a rank has displayed; what is only text, as a line of it."""
@@ -141,8 +151,15 @@ class Output:
         """Shows all that these ranks have printed and counted by the end of the cell."""
         for rank, log in enumerate(self._logs):
             log.read(replies[rank].log_bytes if rank in replies else None)
-            log.finish()
+            log.end_line()
+        self._alike.settle()
+        for rank, log in enumerate(self._logs):
+            for text in log.rest():
+                sys.stdout.write(f"{line_prefix(self._job, [rank])}{text}\n")
         self._progress.end({rank: reply.steps for rank, reply in replies.items()})
+
+    def _write(self, line: RankLine) -> None:
+        sys.stdout.write(f"{line_prefix(self._job, line.ranks)}{line.text}\n")
 
     def close(self) -> None:
         for log in self._logs:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from notebook_accel.launching.ranks import mime_bundles
+from notebook_accel.plain_text import rank_spans
 
 __all__ = ["Shown", "bundle", "ranks_in_words"]
 
@@ -87,11 +88,5 @@ def _markup(data: Mapping[str, str]) -> str:
 
 def ranks_in_words(ranks: list[int]) -> str:
     """``rank 3``, ``ranks 0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    text = ", ".join("-".join(map(str, dict.fromkeys(span))) for span in spans)
+    text = ", ".join(rank_spans(ranks))
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -15,7 +15,7 @@ def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
     text = Document(output_html(state)).text
     assert "50 earlier lines" in text
     assert "line 49\n" not in text
-    assert text.endswith(" 0 │ line 148\n11 │ line 149")
+    assert text.endswith("   0 │ line 148\n  11 │ line 149")
 
 
 def test_live_output_says_when_there_is_none() -> None:
@@ -23,9 +23,9 @@ def test_live_output_says_when_there_is_none() -> None:
 
 
 def test_template_stands_before_lines_of_output() -> None:
-    state = RunState(2, ["[a] ", "[b] "])
+    state = RunState(2, lambda ranks: f"[of {sorted(ranks)}] ")
     state.apply(1, events.Output(text="hello"))
-    assert "[b] hello" in Document(output_html(state)).text
+    assert "[of [1]] hello" in Document(output_html(state)).text
 
 
 def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:
@@ -76,3 +76,18 @@ def test_log_of_a_rank_is_plain_text_in_which_one_can_search() -> None:
     assert shown.text == "/logs/rank_0.log\n<red>"
     assert "/logs/rank_0.log" in Document(log_html(["/logs/rank_0.log"], "", Choice())).text
     assert "no log files" in Document(log_html([], "", Choice(rank=0))).text
+
+
+def test_line_that_other_ranks_print_too_is_shown_at_once_and_names_them_as_they_come() -> None:
+    state = RunState(8)
+    shown = []
+    for rank in (0, 1, 2, 5):
+        state.apply(rank, events.Output(time_s=10.0 + rank / 10, text="ERROR of several"))
+        shown.append(Document(output_html(state)).text)
+    assert shown == [f"{ranks:>3} │ ERROR of several" for ranks in ("0", "0-1", "0-2", "0-2,5")]
+    assert "1 line that looks like an error" in Document(errors_html(state, Choice(rank=5))).text
+    assert errors_html(state, Choice(rank=3)) == ""
+    assert Document(output_html(state, Choice(rank=2))).text == "0-2,5 │ ERROR of several"
+    assert "1 of 1 line" in Document(output_html(state, Choice(search="several"))).text
+    state.apply(6, events.Output(time_s=20.0, text="ERROR of several"))  # much later
+    assert Document(output_html(state)).text == "0-2,5 │ ERROR of several\n  6 │ ERROR of several"

@@ -147,7 +147,7 @@ def test_summary_in_text_is_an_aligned_table() -> None:
         "0     running  50 / 100  10.0     0.3333  9.0 / 16 GiB  now   hello",
         "1     killed   50 / 100  10.0     0.3333  9.0 / 16 GiB  \N{EN DASH}",
         "rank 1: killed by SIGKILL",
-        "0 │ hello",
+        "  0 │ hello",
     ]
 
 

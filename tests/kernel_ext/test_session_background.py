@@ -33,7 +33,7 @@ def test_cell_in_the_background_returns_at_once_and_shows_its_own_output(noteboo
     notebook.run("open('go', 'w').close()")
     background.wait_for_output(" has ended, after ")
     background.wait_for_output("rank 0: 0\nrank 1: 2")
-    said = background.stream("stdout").splitlines()
+    said = kernels.unfolded(background.stream("stdout"))
     assert said.index("1 │ begun") < said.index("1 │ done")
     assert shown(notebook, "first.results(30), first.status") == "([0, 2], 'succeeded')"
 

@@ -29,7 +29,7 @@ def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel
     assert shown(notebook, "%%distributed\nstays = rank + 1\n6 * 7") == "ranks 0-1: 42"
     outcome = notebook.run("%%distributed\nprint('printed by', rank)\nstays")
     assert outcome.result == "rank 0: 1\nrank 1: 2"
-    assert sorted(outcome.stdout.splitlines()) == ["0 │ printed by 0", "1 │ printed by 1"]
+    assert sorted(outcome.stdout.splitlines()) == ["  0 │ printed by 0", "  1 │ printed by 1"]
     assert shown(notebook, "%%rank 1\nstays * 10") == "rank 1: 20"
     assert shown(notebook, "%%distributed\npass") == ""
     assert shown(notebook, "'stays' in globals(), 'rank' in globals()") == "(False, False)"
@@ -51,7 +51,7 @@ print("after")""")
     for message in cell.messages:
         content = message["content"]
         if message["msg_type"] == "stream":
-            order += [line[4:] for line in content["text"].splitlines() if line.startswith("0 │ ")]
+            order += [line[4:] for line in kernels.unfolded(content["text"]) if line.startswith("0 │ ")]
         elif message["msg_type"] == "display_data":
             order.append(content["data"]["text/html"])
     assert order == ["before 0", "0", "before 1", "1", "here", "after"]

@@ -57,7 +57,7 @@ print("last")""")
     html, markdown, shown, left_open = bundles(outcome)
     assert (html["text/html"], markdown["text/markdown"]) == ("<b>bold</b>", "# head")
     assert 200 < width_px(shown) < 330 < width_px(left_open) < 550
-    lines = [line[4:] for line in outcome.stdout.splitlines() if line.startswith("1 │ ")]
+    lines = [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith("1 │ ")]
     named = ["<IPython.core.display.HTML object>", "<IPython.core.display.Markdown object>"]
     figures = ["<Figure size 300x200 with 1 Axes>", "<Figure size 500x200 with 1 Axes>"]
     assert lines == ["before", *named, figures[0], "between", "last", figures[1]]

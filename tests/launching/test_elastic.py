@@ -30,7 +30,7 @@ from notebook_accel.errors import (
 from notebook_accel.launching import launcher, local
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.views.lines_view import LinesView
-from tests import processes
+from tests import kernels, processes
 from tests.launching import ranks, restarted, training
 
 Launch = Callable[..., Job]
@@ -84,7 +84,8 @@ def test_rank_that_fails_twice_and_then_succeeds_is_a_success(launch: Launch, ho
         f"[restart 1 of 3: {said[0]}",
         f"[restart 2 of 3: {said[1]}",
     ]
-    assert [lines.count(f"0 │ attempt {attempt}") for attempt in range(3)] == [1, 1, 1]
+    each = kernels.unfolded(shown.getvalue())
+    assert [each.count(f"0 │ attempt {attempt}") for attempt in range(3)] == [1, 1, 1]
 
 
 def test_last_failure_is_raised_and_says_what_came_before(launch: Launch) -> None:

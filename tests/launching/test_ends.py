@@ -136,7 +136,7 @@ time.sleep(60)""")
 def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel, how: Way) -> None:
     cell = notebook.start(f"%%distributed -n 2 {how}\nprint('pid', os.getpid(), sep='=', flush=True)\ntime.sleep(60)")
     cell.wait_for_output("1 │ pid=")
-    line = next(line for line in cell.stream("stdout").splitlines() if line.startswith("1 │ pid="))
+    line = next(line for line in kernels.unfolded(cell.stream("stdout")) if line.startswith("1 │ pid="))
     os.kill(int(line.partition("=")[2]), signal.SIGKILL)
     outcome = cell.finish()
     assert "rank 1 of 2 was killed by SIGKILL" in outcome.traceback

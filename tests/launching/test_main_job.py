@@ -365,7 +365,7 @@ sys.stdout.write("no newline at the end")
 None""")
     )
     for rank in range(2):
-        mine = [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+        mine = [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith(f"{rank} │ ")]
         assert mine == [*(f"line {i} " + "x" * 50 for i in range(3000)), "from C", "no newline at the end"]
 
 

@@ -19,7 +19,7 @@ def run(notebook: kernels.Kernel, code: str) -> kernels.Outcome:
 
 
 def of_rank(rank: int, outcome: kernels.Outcome) -> list[str]:
-    return [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+    return [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith(f"{rank} │ ")]
 
 
 def test_flood_of_one_rank_shows_its_ends_and_leaves_the_other_rank_alone(notebook: kernels.Kernel) -> None:
@@ -120,10 +120,11 @@ print("done")""",
 
 
 def test_template_of_the_prefix_is_torchs(notebook: kernels.Kernel) -> None:
-    outcome = run(notebook, "%%distributed -n 2 --log_line_prefix_template '[${role_name}:${rank}] '\nprint('hello')")
+    template = "--log_line_prefix_template '[${role_name}:${rank}] '"
+    outcome = run(notebook, f"%%distributed -n 2 {template}\nprint('hello', os.environ['RANK'])")
     assert sorted(line for line in outcome.stdout.splitlines() if "hello" in line) == [
-        "[default_role:0] hello",
-        "[default_role:1] hello",
+        "[default_role:0] hello 0",
+        "[default_role:1] hello 1",
     ]
 
 
@@ -142,3 +143,42 @@ with multiprocessing.get_context("spawn").Pool(2) as pool: sorted(pool.map(say, 
 def test_template_with_an_unknown_name_is_refused(notebook: kernels.Kernel, bad: str) -> None:
     outcome = notebook.run(f"%%distributed -n 1 --log_line_prefix_template '{bad}'\n1")
     assert outcome.error_name == "ConfigError" and "${role_name}, ${rank}, ${local_rank}" in outcome.traceback
+
+
+_WARNS = """
+import warnings
+from pathlib import Path
+folder, rank = Path({folder!r}), int(os.environ["RANK"])
+(folder / str(rank)).touch()
+while len(list(folder.iterdir())) < 8: time.sleep(0.001)
+warnings.warn({said!r})
+print("of rank", rank)
+None
+"""
+
+
+@pytest.mark.front_end
+@pytest.mark.parametrize("shown", ["panel", "lines", "session"])
+def test_what_eight_ranks_warn_alike_stands_once(notebook: kernels.Kernel, tmp_path: pathlib.Path, shown: str) -> None:
+    if shown == "session":
+        started = notebook.run("%distributed start -n 8 --use_cpu", 100)
+        assert started.stdout.startswith("8 ranks are ready"), started
+    for attempt in range(10):  # on a busy machine, ranks come far apart
+        (tmp_path / str(attempt)).mkdir()
+        said = f"this is attempt {attempt}"
+        magic = "%%distributed" if shown == "session" else f"%%distributed -n 8 --view {shown}"
+        outcome = run(notebook, magic + _WARNS.format(folder=str(tmp_path / str(attempt)), said=said))
+        text = outcome.displays[-1]["data"]["text/plain"] if shown == "panel" else outcome.stdout
+        each = kernels.unfolded(text)
+        for rank in range(8):  # nothing is lost, and nothing stands elsewhere
+            mine = [line.partition("│ ")[2] for line in each if line.startswith(f"{rank} │ ")]
+            assert mine[0].endswith(f"UserWarning: {said}") and mine[-1] == f"of rank {rank}"
+            assert [line for line in mine if "UserWarning" in line] == mine[:1]
+        lines = [line for line in text.splitlines() if line.endswith(f"UserWarning: {said}") and "│" in line]
+        if len(lines) == 1:
+            break
+    if shown == "session":
+        run(notebook, "%distributed stop")
+    assert len(lines) == 1 and lines[0].startswith("0-7 │ ")
+    own = [line for line in text.splitlines() if "of rank" in line and "│" in line]
+    assert sorted(own) == [f"  {rank} │ of rank {rank}" for rank in range(8)]

@@ -121,7 +121,7 @@ finally:
     notebook.interrupt()
     outcome = cell.finish()
     assert (outcome.status, outcome.error_name) == ("error", "KeyboardInterrupt")
-    assert outcome.stdout.count("tidied up") == how.ranks
+    assert "\n".join(kernels.unfolded(outcome.stdout)).count("│ tidied up") == how.ranks
     assert "rank 0 was at In[" in outcome.traceback and "line 3" in outcome.traceback
     assert run("kept").result == "[]"
 
@@ -149,7 +149,7 @@ os.write(1, b"from C\\n")
 None""")
     )
     for rank in range(2):
-        mine = [line[4:] for line in outcome.stdout.splitlines() if line.startswith(f"{rank} │ ")]
+        mine = [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith(f"{rank} │ ")]
         assert mine == [*(f"line {i}" for i in range(500)), "from C"]
 
 

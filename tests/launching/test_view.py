@@ -20,6 +20,7 @@ from notebook_accel.launching import following
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.views import lines_view, view
+from tests import processes
 
 
 def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
@@ -46,7 +47,7 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     job.deliver(1, events.Metrics(step=1, values={"loss": 2.0}))
     lines.close()
     printed = out.getvalue().splitlines()
-    assert printed[:2] == ["1 │ hello", "1 │ world"]
+    assert printed[:2] == ["  1 │ hello", "  1 │ world"]
     assert printed[2].endswith("rank 0  epoch 2/5  step 10/50")
     assert [line.partition("] ")[2] for line in printed[4:]] == [
         "rank 0  epoch 2/5  step 30/50  10.0 steps/s  00:17 left  loss 0.1235",
@@ -75,9 +76,9 @@ def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> No
     lines.refresh()
     lines.close()
     printed = out.getvalue().splitlines()
-    assert printed[4_998:5_001] == ["0 │ 4998", "0 │ 4999", "1 │ of the other one"]
-    assert printed[5_001:5_003] == ["0 │ [2,500 lines left out here]", "0 │ 7500"]
-    assert (len(printed), printed[-1]) == (5_502, "0 │ 7999")
+    assert printed[4_998:5_001] == ["  0 │ 4998", "  0 │ 4999", "  1 │ of the other one"]
+    assert printed[5_001:5_003] == ["  0 │ [2,500 lines left out here]", "  0 │ 7500"]
+    assert (len(printed), printed[-1]) == (5_502, "  0 │ 7999")
 
 
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
@@ -89,9 +90,9 @@ def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job.deliver(1, events.Output(text="last", left_out=5))
     lines.close()
     assert out.getvalue().splitlines() == [
-        "1 │ first",
-        "1 │ [1,000,006 lines left out here; the whole output is in /tmp/logs/rank_1.log]",
-        "1 │ last",
+        "  1 │ first",
+        "  1 │ [1,000,006 lines left out here; the whole output is in /tmp/logs/rank_1.log]",
+        "  1 │ last",
     ]
 
 
@@ -102,6 +103,28 @@ def test_template_stands_before_the_lines() -> None:
     job.deliver(1, events.Output(text="a\nb"))
     lines.close()
     assert out.getvalue() == "[default_role 1/1] $ a\n[default_role 1/1] $ b\n"
+
+
+def test_line_is_held_for_a_moment_in_which_other_ranks_may_print_it_too(job: Job) -> None:
+    out = io.StringIO()
+    lines = lines_view.LinesView(job, out)
+
+    def say(rank: int, text: str) -> None:
+        job.deliver(rank, events.Output(text=text))
+        lines.refresh()
+
+    say(0, "of both")
+    assert out.getvalue() == ""
+    say(1, "of both")
+    assert out.getvalue() == "0-1 │ of both\n"  # nobody else can join it
+    began_s = time.monotonic()
+    say(0, "of rank 0")
+    processes.wait_until(lambda: lines.refresh() or "of rank 0" in out.getvalue(), "the line is printed")
+    assert time.monotonic() - began_s >= 0.15
+    say(0, "before")
+    job.deliver(1, events.Nodes(lines=["node 1 is here"], is_news=True))
+    lines.refresh()
+    assert out.getvalue().endswith("  0 │ of rank 0\n  0 │ before\n[node 1 is here]\n")
 
 
 def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
@@ -177,7 +200,7 @@ def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
     job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x08<script>" + "x" * 1_000_000))
     lines.close()
     (printed,) = out.getvalue().splitlines()
-    assert printed.startswith("0 │ red \N{REPLACEMENT CHARACTER}<script>xxx")
+    assert printed.startswith("  0 │ red \N{REPLACEMENT CHARACTER}<script>xxx")
     assert printed.endswith("more characters") and len(printed) < 2100
 
 
@@ -204,7 +227,7 @@ def test_terminal_has_one_line_below_the_output_that_is_written_over(job: Job) -
         job.deliver(0, events.Progress(step=1, total=50, epoch=1, epochs=1000000))
         lines.refresh()
         job.deliver(0, events.Output(text="hello"))
-        lines.refresh()
+        processes.wait_until(lambda: lines.refresh() or "hello" in out.getvalue(), "the line is printed")
         job.end("stopped")
         lines.close()
     finally:
@@ -212,8 +235,8 @@ def test_terminal_has_one_line_below_the_output_that_is_written_over(job: Job) -
         os.close(theirs)
     status = "[00:00] 2 ranks  epoch 1/1000000  step 1"  # cut before the last column, where a terminal would wrap
     drawn = re.sub(r"\[00:\d\d\]", "[00:00]", out.getvalue()).split("\r\x1b[K")
-    assert drawn[1:3] == [status[:39], "0 │ hello\n"]
-    assert set(drawn[3:-1]) == {status[:39]}  # again, if that was due
+    printed = drawn.index("  0 │ hello\n")
+    assert set(drawn[1:printed]) == set(drawn[printed + 1 : -1]) == {status[:39]}  # again, if that was due
     assert drawn[-1].startswith("[00:00] rank 0  ") and drawn[-1].endswith("\n")
 
 

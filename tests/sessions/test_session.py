@@ -15,6 +15,7 @@ from notebook_accel.launching import local
 from notebook_accel.launching.results import Results
 from notebook_accel.sessions import crew
 from notebook_accel.sessions.session import Session
+from tests import kernels
 
 
 class Pair:
@@ -62,7 +63,7 @@ def test_name_of_the_notebook_that_only_some_ranks_have_yet(session: Session, mo
 
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     session.execute("print('from', rank)\nos.system(f'echo a child of {rank}')\nsys.stdout.write('no end of line')")
-    shown = capsys.readouterr().out.splitlines()
+    shown = kernels.unfolded(capsys.readouterr().out)
     for rank in range(2):
         mine = [line for line in shown if line.startswith(f"{rank} │ ")]
         assert mine == [f"{rank} │ from {rank}", f"{rank} │ a child of {rank}", f"{rank} │ no end of line"]
@@ -75,13 +76,13 @@ def test_of_too_much_output_the_beginning_and_the_end_are_shown(
 ) -> None:
     session.execute("for number in range(50_000): print('line', number)", ranks=[0])
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "0 │ line 0" and shown[-1] == "0 │ line 49999"
+    assert shown[0] == "  0 │ line 0" and shown[-1] == "  0 │ line 49999"
     assert len(shown) < 5000
     assert [line for line in shown if "47,980 lines left out here" in line]
     session.execute("print('x' * 3_000_000)\nprint('half\\rwhole \\x1b[31mred')", ranks=[0])
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"0 │ {'x' * 2000} … and 2,998,000 more characters"
-    assert second == "0 │ whole red"
+    assert first == f"  0 │ {'x' * 2000} … and 2,998,000 more characters"
+    assert second == "  0 │ whole red"
 
 
 def test_function_is_called_on_all_ranks(session: Session) -> None:

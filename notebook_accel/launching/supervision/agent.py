@@ -307,6 +307,7 @@ class Agent:
             run.close_descriptors()
             elsewhere = self._elastic.failure_elsewhere(run)
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
+        self._flush()  # a cell waits for it, and not for what follows
         self._templates.release(run)
         self._elastic.forget(run)
         run.ended()

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import collections
 import os
-import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from notebook_accel import durations, events
@@ -17,9 +16,13 @@ from notebook_accel.launching.job import Job
 from notebook_accel.launching.views import standings
 from notebook_accel.launching.views.kernel_display import KernelDisplay
 from notebook_accel.launching.views.standings import Standing
-from notebook_accel.plain_text import plain_lines, plain_text
+from notebook_accel.plain_text import AlikeLines, RankLine, plain_lines, plain_text
+from notebook_accel.plain_text import line_prefix as prefix
 
-__all__ = ["LinesView", "line_prefix"]
+__all__ = ["HOLD_S", "LinesView", "line_prefix"]
+
+HOLD_S = 0.2
+"""Seconds that a printed line is held back, since other ranks may print the same and it can't be changed afterwards."""
 
 _PERIOD_S = 5.0  # between two lines of progress at first
 _LONGEST_PERIOD_S = 60.0  # in a run of many hours
@@ -28,54 +31,43 @@ _TERMINAL_PERIOD_S = 1.0  # where one line is written over
 # A notebook with more lines can't be opened any more. Of all ranks of a run together.
 _MOST_LINES = 10_000
 _LAST_LINES = 1_000
-_ROLE = "default_role"  # what torch calls it
 _ERASE_LINE = "\r\x1b[K"
 _USUAL_COLUMNS = 80
-_WRITTEN = (events.Output, events.Display, events.Silent, events.Restarting, events.Nodes)
+_NOTICES = (events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
-def line_prefix(job: Job, rank: int) -> str:
-    """What stands before a line of a rank's output: the option's template filled in, or the rank."""
-    template = job.config.log_line_prefix_template
-    number = job.first_rank + rank
-    if not template:
-        return f"{number:>{len(str(job.total_ranks - 1))}} │ "
-    return string.Template(template).substitute(role_name=_ROLE, rank=number, local_rank=rank)
+def line_prefix(job: Job, ranks: Iterable[int]) -> str:
+    """What stands before a line of these ranks' output: the option's template filled in, or their numbers."""
+    # Several nodes may number their ranks anew.
+    return prefix(ranks, job.total_ranks, first=job.first_rank, template=job.config.log_line_prefix_template or "")
 
 
 class _Lines:
     """One rank's lines on their way out: the first ones as they come, and of the others the last ones at the end."""
 
-    def __init__(self, out: TextIO, job: Job, rank: int) -> None:
-        self._out = out
-        self._job, self._rank = job, rank
+    def __init__(self, job: Job, rank: int) -> None:
         self._log_file = str(job.log_files[rank]) if job.log_files else ""
         self._free = max(_MOST_LINES // job.world_size, 1)
         self._held = collections.deque[str](maxlen=max(_LAST_LINES // job.world_size, 1))
         self._left_out = 0
 
-    @property
-    def _prefix(self) -> str:
-        return line_prefix(self._job, self._rank)  # several nodes may number their ranks anew
-
-    def add(self, text: str, left_out: int = 0) -> None:
+    def add(self, text: str, left_out: int = 0) -> list[str]:
+        """Takes lines; returns those that are to be shown now."""
         if left_out:
             self._left_out += left_out + len(self._held)
             self._held.clear()
             self._free = 0
-        for line in plain_lines(text):
-            if self._free:
-                self._free -= 1
-                self._out.write(f"{self._prefix}{line}\n")
-            else:
-                self._left_out += len(self._held) == self._held.maxlen
-                self._held.append(line)
+        lines = list(plain_lines(text))
+        shown = lines[: self._free]
+        self._free -= len(shown)
+        self._left_out += max(len(self._held) + len(lines) - len(shown) - (self._held.maxlen or 0), 0)
+        self._held.extend(lines[len(shown) :])
+        return shown
 
-    def close(self) -> None:
-        if self._left_out:
-            where = f"; the whole output is in {self._log_file}" if self._log_file else ""
-            self._out.write(f"{self._prefix}[{self._left_out:,} lines left out here{where}]\n")
-        self._out.writelines(f"{self._prefix}{line}\n" for line in self._held)
+    def close(self) -> list[str]:
+        """What is to be shown at the end."""
+        where = f"; the whole output is in {self._log_file}" if self._log_file else ""
+        return [*([f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []), *self._held]
 
 
 class LinesView:
@@ -94,7 +86,8 @@ class LinesView:
         self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
         self._standings = [Standing(rank) for rank in range(job.world_size)]
         self._shown: list[str] = []
-        self._lines = [_Lines(out, job, rank) for rank in range(job.world_size)]
+        self._lines = [_Lines(job, rank) for rank in range(job.world_size)]
+        self._alike = AlikeLines(job.world_size, HOLD_S, self._print_line)
         self._silent_steps: dict[int, int] = {}
         self._nodes: list[str] = []
         self._terminal = _StatusLine(out) if out.isatty() else None
@@ -102,15 +95,12 @@ class LinesView:
 
     def refresh(self) -> None:
         """Prints the new lines, and the progress when it is due."""
-        new = self._job.events()
-        writes = any(isinstance(event, _WRITTEN) for _, event in new)
-        if writes and self._terminal is not None:
-            self._terminal.erase()
-        for rank, event in new:
-            self._take(rank, event)
         now_s = time.monotonic()
+        for rank, event in self._job.events():
+            self._take(rank, event, now_s)
+        self._alike.settle(now_s)
         if self._terminal is not None:
-            self._terminal.draw(lambda: self._describe(now_s, folded=True), was_erased=writes)
+            self._terminal.draw(lambda: self._describe(now_s, folded=True))
         elif now_s >= self._due_s:
             self._due_s = now_s + self._next_period_s(now_s)
             self._print_progress(now_s)
@@ -119,10 +109,9 @@ class LinesView:
         """Prints what is left and where each rank ended."""
         self._due_s = float("inf")
         self.refresh()
-        if self._terminal is not None:
-            self._terminal.erase()
-        for lines in self._lines:
-            lines.close()
+        self._alike.settle()
+        for rank, lines in enumerate(self._lines):
+            self._print(f"{line_prefix(self._job, [rank])}{line}" for line in lines.close())
         self._print_progress(self._job.ended_s or time.monotonic())
         self._out.flush()
 
@@ -131,24 +120,37 @@ class LinesView:
             return self._period_s
         return min(max(_PERIOD_S, _PERIOD_SHARE * (now_s - self._job.started_s)), _LONGEST_PERIOD_S)
 
-    def _take(self, rank: int, event: events.Event) -> None:
+    def _print_line(self, line: RankLine) -> None:
+        self._print([f"{line_prefix(self._job, line.ranks)}{line.text}"])
+
+    def _print(self, lines: Iterable[str]) -> None:
+        if self._terminal is not None:
+            self._terminal.erase()
+        self._out.writelines(f"{line}\n" for line in lines)
+
+    def _take(self, rank: int, event: events.Event, now_s: float) -> None:
         self._standings[rank].add(event)
+        if isinstance(event, _NOTICES):
+            self._alike.settle()  # what was printed before comes before
+        came_s = min(event.time_s, now_s)
         if isinstance(event, events.Output):
-            self._lines[rank].add(event.text, event.left_out)
+            self._alike.add(rank, self._lines[rank].add(event.text, event.left_out), came_s)
         elif isinstance(event, events.Display):
+            if self._terminal is not None:
+                self._terminal.erase()
             self._out.flush()
             if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
-                self._lines[rank].add(text)
+                self._alike.add(rank, self._lines[rank].add(text), came_s)
         elif isinstance(event, events.Silent) and not event.waits_in:
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):
-            self._out.write(f"[{event.in_words}]\n")
+            self._print([f"[{event.in_words}]"])
             self._standings = [Standing(number) for number in range(self._job.world_size)]
             self._silent_steps.clear()
         elif isinstance(event, events.Nodes):
             self._nodes = [plain_text(line) for line in event.lines]
             if event.is_news:
-                self._out.writelines(f"[{line}]\n" for line in self._nodes)
+                self._print(f"[{line}]" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
         """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
@@ -156,18 +158,17 @@ class LinesView:
         if self._silent_steps.get(rank) != steps:
             self._silent_steps[rank] = steps
             at = f": {plain_text(event.at)}" if event.at else ""
-            self._out.write(
-                f"[rank {self._job.first_rank + rank} has done no step for {event.time_s - event.since_s:.0f} s, "
-                f"and others wait{at}]\n"
-            )
+            number, since_s = self._job.first_rank + rank, event.time_s - event.since_s
+            self._print([f"[rank {number} has done no step for {since_s:.0f} s, and others wait{at}]"])
 
     def _print_progress(self, now_s: float) -> None:
         described = self._describe(now_s)
         described += self._nodes if described else []
         if described and described != self._shown:
             self._shown = described
+            self._alike.settle()
             time_shown = durations.in_minutes(now_s - self._job.started_s)
-            self._out.writelines(f"[{time_shown}] {line}\n" for line in described)
+            self._print(f"[{time_shown}] {line}" for line in described)
         for standing in self._standings:
             standing.begin_period()
 
@@ -200,14 +201,14 @@ class _StatusLine:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
-    def draw(self, describe: Callable[[], list[str]], *, was_erased: bool) -> None:
+    def draw(self, describe: Callable[[], list[str]]) -> None:
         """Writes it: as it is now if that is due, and as it was if it was erased."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:
             self._due_s = now_s + _TERMINAL_PERIOD_S
             self._text = "".join(describe())
-        if self._text and (is_due or was_erased):
+        if self._text and (is_due or not self._is_drawn):
             self._out.write(f"{_ERASE_LINE}{self._text[: self._columns() - 1]}")
             self._is_drawn = True
         self._out.flush()

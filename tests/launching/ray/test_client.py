@@ -67,7 +67,7 @@ def test_everything_that_is_seen_of_a_run_is_as_without_it(notebook: kernels.Ker
     assert "'GROUP_RANK': '1'" in shown.result and "'value': 1.0" in shown.result and "'value': 2.0" in shown.result
     assert "0 │ rank 0 has added\n" in shown.stdout and "1 │ rank 1 has added\n" in shown.stdout
     # Nothing of Ray's own between it.
-    assert sorted(shown.stdout.splitlines())[:2] == ["0 │ rank 0 has added", "1 │ rank 1 has added"]
+    assert sorted(shown.stdout.splitlines())[:2] == ["  0 │ rank 0 has added", "  1 │ rank 1 has added"]
     assert not shown.stderr
 
     failed = notebook.run("def fails():\n    raise ValueError('no images')\nlaunch(fails)", DEADLINE_S)
