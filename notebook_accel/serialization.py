@@ -95,13 +95,14 @@ def pickle_by_value(
     options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
     pickler = _Pickler(options)
     try:
-        data = pickler.pickled(value, roots)
+        pickler.dump_with(value, roots)
     except _TooLargeError:
-        raise unpicklable.too_large(pickler.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
+        raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
     shipped = tuple(obj for _, obj in pickler.shipped)
-    return Pickled(data, tuple(pickler.buffers), shipped, pickler.sizes_bytes)
+    written = pickler.written
+    return Pickled(written.data, tuple(written.buffers), shipped, written.sizes_bytes)
 
 
 def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
@@ -189,47 +190,46 @@ class _Mark:
         self.label = label
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
+class _Written:
+    """The pickle so far, its out-of-band buffers, and what each root has taken of both.
 
-    def __init__(self, options: _Options) -> None:
-        self._stream = _Stream()
-        self._options = options
-        self._blocks = Blocks(device_tensors_to_cpu=options.device_tensors_to_cpu)
+    It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
+    buffers is in a reference cycle, and with it the memory of everything that it has pickled.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.stream = _Stream()
+        self.buffers: list[Block | Whole] = []
+        self._blocks = blocks
         self._root = ""
         self._root_start = 0
         self._in_band_bytes: dict[str, int] = {}
         self._buffers_of: dict[str, list[Block | Whole]] = {}
-        self.buffers: list[Block | Whole] = []
-        self.shipped: list[tuple[str | None, Any]] = []
-        super().__init__(self._stream, protocol=5, buffer_callback=self._take_buffer)
-        if options.namespace is not None:
-            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
-            self.globals_ref[id(options.namespace)] = _Namespace()
 
-    def pickled(self, value: Any, roots: Mapping[str, Any]) -> memoryview:
-        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
-        # the end is filled while what stands before it is being pickled.
-        marked = [(_Mark(label), root) for label, root in roots.items()]
-        self.dump(([*marked, _Mark("")], value, self.shipped))
-        return self._stream.getbuffer()
+    @property
+    def data(self) -> memoryview:
+        # Not getbuffer(): some Pythons, 3.12.1 for one, crash when its view is collected as part of a cycle.
+        # getvalue() doesn't copy either.
+        return memoryview(self.stream.getvalue())
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
         """How much each root has taken so far."""
-        self._mark(self._root)
+        self.begin(self._root)
         return {
             label: size_bytes + sum(buffer.used_bytes for buffer in self._buffers_of.get(label, ()))
             for label, size_bytes in self._in_band_bytes.items()
             if label
         }
 
-    def _mark(self, label: str) -> None:
-        taken = self._stream.tell() - self._root_start
+    def begin(self, root: str) -> None:
+        """Count what follows for the root with this label."""
+        taken = self.stream.tell() - self._root_start
         self._in_band_bytes[self._root] = self._in_band_bytes.get(self._root, 0) + taken
-        self._root, self._root_start = label, self._stream.tell()
+        self._root, self._root_start = root, self.stream.tell()
 
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Decide about a buffer, as pickle's ``buffer_callback``: return whether it goes into the pickle itself."""
         if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
             return True
         taken = self._blocks.of(buffer)
@@ -237,12 +237,32 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._buffers_of.setdefault(self._root, []).append(taken)
         return False
 
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
+
+    def __init__(self, options: _Options) -> None:
+        self._options = options
+        self._blocks = Blocks(device_tensors_to_cpu=options.device_tensors_to_cpu)
+        self.written = _Written(self._blocks)
+        self.shipped: list[tuple[str | None, Any]] = []
+        super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
+        if options.namespace is not None:
+            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
+            self.globals_ref[id(options.namespace)] = _Namespace()
+
+    def dump_with(self, value: Any, roots: Mapping[str, Any]) -> None:
+        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
+        # the end is filled while what stands before it is being pickled.
+        marked = [(_Mark(label), root) for label, root in roots.items()]
+        self.dump(([*marked, _Mark("")], value, self.shipped))
+
     def reducer_override(self, obj: Any) -> Any:
         origin = self._options.origins.get(id(obj))
         if origin is not None:
             return _resolve_origin, (origin,)
         if type(obj) is _Mark:
-            self._mark(obj.label)
+            self.written.begin(obj.label)
             return tuple, ()
         reduced = self._blocks.reduce(obj)
         if reduced is not NotImplemented:
@@ -301,7 +321,7 @@ def _resolve_origin(index: int) -> Any:
 def _failure(obj: Any, options: _Options) -> Exception | None:
     """What pickling the object alone raises."""
     try:
-        _Pickler(options).pickled(obj, {})
+        _Pickler(options).dump_with(obj, {})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
         return error
     return None

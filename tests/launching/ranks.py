@@ -95,6 +95,16 @@ def interrupted_in(how: str, folder: str) -> None:
             accepted.close()
 
 
+def computes_until_it_is_interrupted(folder: str) -> str:
+    """Makes no call in which Python looks for signals by itself."""
+    try:
+        note(folder, "computes")
+        while True:
+            sum(n for n in range(1000))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+
+
 def goes_on_after_an_interrupt(folder: str) -> float:
     """Brought out of a collective, destroys the group, makes another, and uses it."""
     try:
