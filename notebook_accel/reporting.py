@@ -71,8 +71,9 @@ class _Arrival:
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
-        self._number = torch.empty(1, dtype=torch.float64, pin_memory=torch.cuda.is_available())
-        self._bits = self._number.view(torch.int64)
+        with torch.inference_mode(False):  # memory that was made there could be written to nowhere else
+            self._number = torch.empty(1, dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
+            self._bits = self._number.view(torch.int64)
         self._started_s = -_SAMPLE_PERIOD_S
         self._is_coming = False
         self._next: Any = None
@@ -95,8 +96,8 @@ class _Arrival:
         if self._is_coming or tensor is None or torch.cuda.is_current_stream_capturing():
             return
         self._next, self._started_s = None, time.monotonic()
-        self._bits.fill_(_NOT_COME)
         with contextlib.suppress(RuntimeError):  # it has several elements, or its device has failed
+            self._bits.fill_(_NOT_COME)
             self._number.copy_(tensor.detach().reshape(1).to(torch.float64), non_blocking=True)
             self._is_coming = True
 
@@ -225,15 +226,19 @@ class Reporter:
             return
         for name, value in values.items():
             if getattr(value, "is_cuda", False):
-                if name not in self._arrivals:
-                    if sys.modules["torch"].cuda.is_current_stream_capturing():
-                        continue  # the memory that it would come to can't be had now
-                    self._arrivals[name] = _Arrival()
-                self._arrivals[name].report(value)
+                self._await(name, value)
             else:
                 self._arrivals.pop(name, None)
                 self._values[name] = value
                 self._values_changed = True
+
+    def _await(self, name: str, tensor: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # no memory to be had for it: a metric is no reason to fail training
+            if name not in self._arrivals:
+                if sys.modules["torch"].cuda.is_current_stream_capturing():
+                    return  # nor can memory be had then
+                self._arrivals[name] = _Arrival()
+            self._arrivals[name].report(tensor)
 
     def forget_unread(self) -> None:
         """Leave out the numbers that are still on a GPU: what computes them has failed."""

@@ -222,11 +222,14 @@ def test_number_on_a_gpu_is_copied_by_the_thread_that_reports_it(rank: types.Sim
     notebook_accel.report(loss=on_gpu(0.5), broken=on_gpu(float("nan")))
     said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics) and len(event.values) == 2)
     assert said.values["loss"] == 0.5 and math.isnan(said.values["broken"])
+    with torch.inference_mode():
+        notebook_accel.report(validation=on_gpu(0.75))
     for step in range(100):
-        notebook_accel.report(loss=on_gpu(float(step)))
+        notebook_accel.report(loss=on_gpu(float(step)), validation=on_gpu(0.25))
     rank.end()  # the latest is said, though it came too soon after another
     rank.watcher.read_to_the_end()
-    assert rank.watcher.of(events.Metrics)[-1].values["loss"] == 99
+    last = rank.watcher.of(events.Metrics)[-1].values
+    assert (last["loss"], last["validation"]) == (99, 0.25)
 
 
 @pytest.mark.usefixtures("no_capture")

@@ -63,12 +63,16 @@ def forks_lose_cuda() -> bool:
 
 
 def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
-    """Return a fork's answer; ``False`` if it doesn't answer in time, which the launch will say better."""
+    """Return a fork's answer; ``False`` if there is none in time, for a reason that the launch will say better."""
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as answer:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this fork takes no lock
-            pid = os.fork()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this fork takes no lock
+                pid = os.fork()
+        except OSError:  # no more processes
+            os.close(write_end)
+            return False
         if pid == 0:
             try:
                 os.write(write_end, b"1" if question() else b"0")

@@ -90,12 +90,13 @@ class SideStream:
             self._upload()
 
     def _upload(self) -> None:
-        tensors = self._sent.popleft()
+        tensors = self._sent[0]
         if any(tensor.is_cuda for tensor in tensors):  # of a dataset that is on a GPU, which may still compute them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=self._non_blocking) for tensor in tensors]
             self._begun.append((copies, self._stream.record_event()))
+        self._sent.popleft()  # not before: the GPU may have no memory for it just now
 
     def take(self) -> Sequence[torch.Tensor]:
         if not self._begun:
