@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError
+from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError, ResultError
 from notebook_accel.launching.results import Results
 from notebook_accel.sessions import crew
 from notebook_accel.sessions.session import Session
@@ -114,9 +114,11 @@ def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
         session.push(line=Pair(file, 1))
     with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
         session.pull("nowhere")
-    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator") as raised:
-        session.execute("endless = (x for x in [1])") or session.pull("endless")
+    session.execute("endless, kept = (x for x in [1]), 7")
+    with pytest.raises(ResultError, match="can't be sent to another process: it is a generator") as raised:
+        session.pull("endless", "kept", rank=1)
     assert str(raised.value).count("Fix: ") == 1
+    assert raised.value.values == {1: {"kept": 7}}
     assert session.execute("rank", ranks=[1])[1] == "1"
 
 
