@@ -104,6 +104,7 @@ def notebook_launcher(
         PayloadError: Something that the function uses can't be sent.
         RankFailedError: A rank failed; the first in time, of the last attempt. Its own exception is the cause, unless
             it is a rank of another node.
+        ResultError: A rank's value can't be sent or not be made again here. The other ranks' values are in the error.
         NodeLostError: Another node has gone, or the run was ended there.
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.

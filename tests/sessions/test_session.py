@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from notebook_accel import environment
-from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError
+from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError, ResultError
 from notebook_accel.launching import local
 from notebook_accel.launching.results import Results
 from notebook_accel.sessions import crew
@@ -117,9 +117,11 @@ def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
         session.push(line=Pair(file, 1))
     with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
         session.pull("nowhere")
-    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator") as raised:
-        session.execute("endless = (x for x in [1])") or session.pull("endless")
+    session.execute("endless, kept = (x for x in [1]), 7")
+    with pytest.raises(ResultError, match="can't be sent to another process: it is a generator") as raised:
+        session.pull("endless", "kept", rank=1)
     assert str(raised.value).count("Fix: ") == 1
+    assert raised.value.values == {1: {"kept": 7}}
     assert session.execute("rank", ranks=[1])[1] == "1"
 
 

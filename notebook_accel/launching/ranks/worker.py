@@ -28,7 +28,7 @@ from typing import Any
 from notebook_accel import code_places, environment, events, host_memory, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import messages, stack_dumps
+from notebook_accel.launching import messages, result_files, stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec, Source
 
@@ -131,25 +131,37 @@ def _run_to_the_end(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.local_rank == 0 else {}
-        finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
+        values, missing = _found(namespace, spec.pull if place.local_rank == 0 else ())
+        result_bytes = _write_result(result, place.rank, {"": value, **values}, shipped, missing)
+        finished = events.Finished(result_bytes=result_bytes)
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
         error = interruption.settle(raised)
-        saved = place.local_rank == 0 and _save_pulled(spec, result, shipped)
+        saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, shipped)
         return failure.describe(error, spec, shipped, saved=saved), 1
     return finished, 0
 
 
-def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
+def _save_pulled(spec: JobSpec, result: int, rank: int, shipped: list[Any]) -> bool:
     """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
-    namespace = sys.modules["__main__"].__dict__
-    pulled = {name: namespace[name] for name in spec.pull if name in namespace}
+    pulled, _ = _found(sys.modules["__main__"].__dict__, spec.pull)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
-        return bool(pulled) and _write_result(result, 0, None, pulled, shipped) > 0
+        return bool(pulled) and _write_result(result, rank, pulled, shipped) > 0
     return False
+
+
+def _found(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the names that are there, and for the others what to say."""
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = failure.look_up(namespace, name)
+        except NameError as error:
+            missing[name] = str(error)
+    return found, missing
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
@@ -288,16 +300,17 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
 
 
-def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], shipped: list[Any]) -> int:
-    roots = {f"the result of rank {rank}": value, **{f'name "{name}"': obj for name, obj in pulled.items()}}
-    pickled = serialization.pickle_by_value(
-        (value, pulled),
-        roots=roots,
+def _write_result(
+    result: int, rank: int, values: Mapping[str, Any], shipped: list[Any], missing: Mapping[str, str] | None = None
+) -> int:
+    return result_files.write(
+        result,
+        values,
+        rank=rank,
         origins=shipped,
-        device_tensors_to_cpu=True,
         advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
+        missing=missing,
     )
-    return serialization.seal(result, pickled)
 
 
 def _wait_for_release(link: Connection) -> None:
