@@ -263,8 +263,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if devices.kind == "CPU":
-        # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
-        variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+        # Without the first, Accelerate inside a rank trains alone.
+        variables |= {environment.USE_CPU: "true", **devices.hiding()}
     elif devices.platform is not None:
         variables |= devices.platform.variables()
     elif (config.num_processes or 0) > devices.available:

@@ -45,7 +45,7 @@ def check(
         captured: What the ranks are to have, by the words that a message uses for it.
     """
     devices = devices or Devices.find(config)
-    findings = [_half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
+    findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
     findings += [_restarts_of_what_is_no_template(config, devices), _options_of_no_engine(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
