@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pathlib
@@ -80,29 +81,73 @@ def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None
     assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
 
 
-@pytest.fixture
-def little_memory(engine: object) -> Iterator[int]:
-    """A control group with little memory, and the template in it; its limit in bytes."""
+@contextlib.contextmanager
+def control_group(controller: str, limit: str, value: str) -> Iterator[pathlib.Path]:
+    """A control group with a limit, and the agent and the template in it."""
     root = pathlib.Path("/sys/fs/cgroup")
-    folder = (root / "memory" if (root / "memory").is_dir() else root) / f"notebook-accel-test-{os.getpid()}"
+    is_v1 = (root / controller).is_dir()
+    folder = (root / controller if is_v1 else root) / f"notebook-accel-test-{os.getpid()}"
+    agent, template = supervisor("agent"), supervisor("template")
     try:
         folder.mkdir()
     except OSError as error:
         pytest.skip(f"NOT TESTED: no control group can be made here ({error.strerror})")
+    try:
+        try:
+            (folder / limit).write_text(value)
+        except OSError as error:
+            pytest.skip(f"NOT TESTED: no control group can have a limit here ({error.strerror})")
+        groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
+        [path] = [path for _, controllers, path in groups if controllers == (controller if is_v1 else "")]
+        before = folder.parent / path.lstrip("/")
+        for pid in (agent, template):
+            (folder / "cgroup.procs").write_text(str(pid))
+        try:
+            yield folder
+        finally:
+            for pid in (folder / "cgroup.procs").read_text().split():
+                (before / "cgroup.procs").write_text(pid)
+    finally:
+        processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
+        folder.rmdir()
+
+
+# No room for a rank; for a template; what a program is started with is too much.
+@pytest.mark.parametrize(("who", "said"), [
+    ("template", "Resource temporarily unavailable"),
+    ("agent", "Resource temporarily unavailable"),
+    ("variable", "Argument list too long"),
+])  # fmt: skip
+def test_process_that_cannot_be_started_ends_the_run_that_needs_it(
+    launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, who: str, said: str
+) -> None:
+    other = launch(ranks.waits, str(tmp_path))
+    processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
+    pid = supervisor("agent")
+    with contextlib.ExitStack() as limits:
+        if who != "variable":
+            folder = limits.enter_context(control_group("pids", "pids.max", "max"))
+            (folder / "pids.max").write_text((folder / "pids.current").read_text())
+        with monkeypatch.context() as variables:
+            if who != "template":  # a new one is needed
+                variables.setenv("TORCH_OF_THIS_TEST", "x" * (200_000 if who == "variable" else 1))
+            job = launch(ranks.rank)
+            assert job.wait(60)
+    assert isinstance(job.error, ProcessStartError), job.error
+    assert said in str(job.error)
+    assert ("environment variables" if who == "variable" else "ulimit -u") in job.error.fix
+    assert other.status == "running"
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert supervisor("agent") == pid
+
+
+@pytest.fixture
+def little_memory(engine: object) -> Iterator[int]:
+    """A control group with little memory, and the template in it; its limit in bytes."""
     limit_bytes = 512 << 20
-    v1 = folder / "memory.limit_in_bytes"
-    (v1 if v1.exists() else folder / "memory.max").write_text(str(limit_bytes))
-    agent, template = supervisor("agent"), supervisor("template")
-    groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
-    [path] = [path for _, controllers, path in groups if controllers == ("memory" if v1.exists() else "")]
-    before = folder.parent / path.lstrip("/")
-    for pid in (agent, template):
-        (folder / "cgroup.procs").write_text(str(pid))
-    yield limit_bytes
-    for pid in (agent, template):
-        (before / "cgroup.procs").write_text(str(pid))
-    processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
-    folder.rmdir()
+    is_v1 = pathlib.Path("/sys/fs/cgroup/memory").is_dir()
+    with control_group("memory", "memory.limit_in_bytes" if is_v1 else "memory.max", str(limit_bytes)):
+        yield limit_bytes
 
 
 def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_memory: int) -> None:
