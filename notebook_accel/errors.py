@@ -316,7 +316,7 @@ class RankFailedError(RunError):
 
 
 class RunStoppedError(RunError):
-    """The run was stopped, by ``Job.stop()``, the panel's button, or the extension being unloaded."""
+    """The run was stopped: by ``Job.stop()``, the panel's button, the extension's unloading, SIGTERM to its agent."""
 
 
 class RunTimeoutError(RunError, TimeoutError):

@@ -133,7 +133,7 @@ class Job:
         return self._end_status()
 
     def _end_status(self) -> Status:
-        if self._reason in ("stopped", "interrupted"):
+        if self._reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
 
@@ -390,6 +390,11 @@ class Job:
             )
         if self._reason in ("stopped", "interrupted"):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
+        if self._reason == "terminated":
+            return RunStoppedError(
+                f"The run {self.name!r} was stopped, since somebody told its agent process to end (SIGTERM).",
+                why="A batch system such as Slurm does that before it takes the machine back.",
+            )
         if self._reason in ("template lost", "elastic lost"):
             return explanations.of_lost_process(self._reason, self._record.shortage)
         if self._elsewhere is not None:

@@ -231,3 +231,34 @@ def forgets_to_end_forks() -> list[int]:
             raise end
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     return [os.getpid()]
+
+
+def saves_at_sigterm(folder: str) -> None:
+    """Takes its time to save, as what runs under a cluster's scheduler may, and says when it has."""
+
+    def save(*_: object) -> None:
+        note(folder, "was asked")
+        wait_for(folder, "go")
+        note(folder, "has saved")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    note(folder, "trains")
+    time.sleep(120)
+
+
+def trains_through_a_jump(folder: str) -> tuple[bool, float]:
+    """Two groups, one before and one after the machine's clock jumps. Whether it has, and the sum over the ranks."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    before_s, since_s = time.time(), time.monotonic()
+    note(folder, "waits for the jump")
+    if rank() == 0:  # the other one waits for it in the collective
+        wait_for(folder, "jump")
+    total = torch.tensor(float(rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.all_reduce(total)
+    has_jumped = abs((time.time() - before_s) - (time.monotonic() - since_s)) > 3600
+    return has_jumped, float(total)

@@ -84,33 +84,69 @@ def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None
 
 
 @contextlib.contextmanager
-def control_group(controller: str, limits: dict[str, str]) -> Iterator[None]:
-    """A control group with limits, by the names of either version, and agent and template in it."""
+def control_group(controller: str, limits: dict[str, str]) -> Iterator[pathlib.Path]:
+    """A control group with limits, by the names of either version, and the agent and the template in it."""
     root = pathlib.Path("/sys/fs/cgroup")
     is_v1 = (root / controller).is_dir()
     folder = (root / controller if is_v1 else root) / f"notebook-accel-test-{os.getpid()}"
+    agent, template = supervisor("agent"), supervisor("template")
     try:
         folder.mkdir()
     except OSError as error:
         pytest.skip(f"NOT TESTED: no control group can be made here ({error.strerror})")
-    for name, value in limits.items():
-        if (folder / name).exists():
-            (folder / name).write_text(value)
-    agent, template = supervisor("agent"), supervisor("template")
-    groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
-    [path] = [
-        path for _, controllers, path in groups if (controller in controllers.split(",") if is_v1 else not controllers)
-    ]
-    before = folder.parent / path.lstrip("/")
-    for pid in (agent, template):
-        (folder / "cgroup.procs").write_text(str(pid))
     try:
-        yield
-    finally:
+        try:
+            for name, value in limits.items():
+                if (folder / name).exists():
+                    (folder / name).write_text(value)
+        except OSError as error:
+            pytest.skip(f"NOT TESTED: no control group can have a limit here ({error.strerror})")
+        groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
+        [path] = [
+            path
+            for _, controllers, path in groups
+            if (controller in controllers.split(",") if is_v1 else not controllers)
+        ]
+        before = folder.parent / path.lstrip("/")
         for pid in (agent, template):
-            (before / "cgroup.procs").write_text(str(pid))
+            (folder / "cgroup.procs").write_text(str(pid))
+        try:
+            yield folder
+        finally:
+            for pid in (folder / "cgroup.procs").read_text().split():
+                (before / "cgroup.procs").write_text(pid)
+    finally:
         processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
         folder.rmdir()
+
+
+# No room for a rank; for a template; what a program is started with is too much.
+@pytest.mark.parametrize(("who", "said"), [
+    ("template", "Resource temporarily unavailable"),
+    ("agent", "Resource temporarily unavailable"),
+    ("variable", "Argument list too long"),
+])  # fmt: skip
+def test_process_that_cannot_be_started_ends_the_run_that_needs_it(
+    launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, who: str, said: str
+) -> None:
+    other = launch(ranks.waits, str(tmp_path))
+    processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
+    pid = supervisor("agent")
+    with contextlib.ExitStack() as limits:
+        if who != "variable":
+            folder = limits.enter_context(control_group("pids", {"pids.max": "max"}))
+            (folder / "pids.max").write_text((folder / "pids.current").read_text())
+        with monkeypatch.context() as variables:
+            if who != "template":  # a new one is needed
+                variables.setenv("TORCH_OF_THIS_TEST", "x" * (200_000 if who == "variable" else 1))
+            job = launch(ranks.rank)
+            assert job.wait(60)
+    assert isinstance(job.error, ProcessStartError), job.error
+    assert said in str(job.error)
+    assert ("environment variables" if who == "variable" else "ulimit -u") in job.error.fix
+    assert other.status == "running"
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert supervisor("agent") == pid
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from notebook_accel.launching import messages
 from notebook_accel.launching.elasticity import elastic_messages
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
 from notebook_accel.launching.supervision.loop import Loop
-from notebook_accel.launching.supervision.runs import Run, reason_of
+from notebook_accel.launching.supervision.runs import Run
 from notebook_accel.launching.supervision.templates import TemplateProcess
 from notebook_accel.plain_text import plain_lines
 
@@ -91,14 +91,21 @@ class ElasticRuns:
 
     Args:
         loop: The agent's.
+        owning_errors: The seam in which a run's errors end that run.
         start_ranks: Starts all ranks of a run at the places that it has now.
         tell_kernel: Sends the kernel a message.
     """
 
     def __init__(
-        self, loop: Loop, *, start_ranks: Callable[[Run], object], tell_kernel: Callable[[msgspec.Struct], None]
+        self,
+        loop: Loop,
+        *,
+        owning_errors: Callable[[Run], contextlib.AbstractContextManager[None]],
+        start_ranks: Callable[[Run], object],
+        tell_kernel: Callable[[msgspec.Struct], None],
     ) -> None:
         self._loop = loop
+        self._owning_errors = owning_errors
         self._start_ranks = start_ranks
         self._tell_kernel = tell_kernel
         self._all: dict[str, _Elastic] = {}
@@ -108,9 +115,10 @@ class ElasticRuns:
         """Has a run's elastic process forked. The run is held until that process is gone."""
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
-        elastic = self._all[run.launch.job_id] = _Elastic(run, ours)
-        run.is_held = True
+        elastic = _Elastic(run, ours)
         self._loop.watch(ours.fileno(), lambda: self._read(elastic))
+        self._all[run.launch.job_id] = elastic
+        run.is_held = True
         launch = run.launch
         assert launch.elastic is not None
         order = messages.ForkElastic(
@@ -126,6 +134,9 @@ class ElasticRuns:
                 template.connection.send(messages.encode(order), [theirs.fileno(), *results])
             except (ClosedError, TimeoutError):
                 template.kill()  # what follows from its end is done where it is noticed
+            except OSError:
+                self._gone(elastic)  # it won't come: nothing is to wait for it
+                raise
 
     def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         """Takes what a template says of an elastic process."""
@@ -144,11 +155,11 @@ class ElasticRuns:
         if run.launch.job_id in self._all:
             self._gone(self._all[run.launch.job_id])
 
-    def end(self, run: Run, how: messages.How) -> None:
+    def end(self, run: Run, reason: messages.Reason) -> None:
         """The run is to end, whatever its ranks are at."""
         if run.launch.job_id in self._all:
             elastic = self._all[run.launch.job_id]
-            elastic.wanted = elastic.wanted or reason_of(how)
+            elastic.wanted = elastic.wanted or reason
 
     def tick(self, now_s: float) -> None:
         """Tells elastic processes what has become of their ranks; lets go on what somebody has stopped."""
@@ -156,10 +167,11 @@ class ElasticRuns:
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
         for elastic in self._all.values():
-            self._look(elastic, now_s)
-            if is_time and elastic.pid is not None:
-                resume_if_stopped(elastic.pid)
-                _tell_steps(elastic)
+            with self._owning_errors(elastic.run):
+                self._look(elastic, now_s)
+                if is_time and elastic.pid is not None:
+                    resume_if_stopped(elastic.pid)
+                    _tell_steps(elastic)
 
     def failure_elsewhere(self, run: Run) -> messages.Failure | None:
         """The failure on another node that a run has ended by, if it has."""
@@ -192,13 +204,14 @@ class ElasticRuns:
             elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _Elastic) -> None:
-        try:
-            while frames := elastic.line.receive():
-                for message in frames:
-                    self._heard(elastic, message)
-        except ClosedError:
-            self._loop.unwatch(elastic.line.fileno())
-            elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
+        with self._owning_errors(elastic.run):
+            try:
+                while frames := elastic.line.receive():
+                    for message in frames:
+                        self._heard(elastic, message)
+            except ClosedError:
+                self._loop.unwatch(elastic.line.fileno())
+                elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _heard(self, elastic: _Elastic, message: Message) -> None:
         said = elastic_messages.for_agent.decode(message.body)
