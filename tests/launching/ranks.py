@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import notebook_accel
+
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def reports_once() -> int:
+    notebook_accel.report(loss=0.5)
+    time.sleep(0.4)  # until that is said
+    return rank()
 
 
 def note(folder: str, what: str) -> None:
