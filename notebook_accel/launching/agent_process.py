@@ -222,11 +222,14 @@ class AgentProcess:
             self._has_started.set()
         try:
             with contextlib.suppress(ClosedError, OSError):
+                were_samples = False
                 while True:
                     frames = self._connection.receive()
                     are_samples = [self._heard(messages.decode_for_kernel(frame.body)) for frame in frames]
-                    if frames and all(are_samples):
+                    # Not after the first ones: they may be the last words of a short run, whose end is on its way.
+                    if frames and were_samples and all(are_samples):
                         time.sleep(_SAMPLES_PAUSE_S)
+                    were_samples = bool(frames) and all(are_samples)
                     if not frames and self._jobs:
                         self._resume()
         finally:

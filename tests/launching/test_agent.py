@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from notebook_accel.errors import RunStoppedError
-from notebook_accel.launching import local
+from notebook_accel.launching import agent_process, local
 from notebook_accel.launching.job import Job
 from tests import processes
 from tests.launching import ranks
@@ -79,3 +80,47 @@ def test_ranks_can_save_when_the_agent_is_told_to_end(
         closing.join(30)
     assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
     local.engine().close()  # the next agent, which wasn't there before
+
+
+_RUN_ENDS = """
+import os
+from notebook_accel.channel import Connection
+from notebook_accel.launching import messages
+from notebook_accel.launching.supervision import agent, runs
+
+launch = messages.Launch(
+    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
+)
+kernel, theirs = Connection.pair()
+kernel.set_receive_deadline(5.0)
+made = agent.Agent(theirs, os.getpid())
+run = runs.Run(launch, [])
+made._runs["1"] = run
+run.ended = lambda: print([messages.decode_for_kernel(frame.body) for frame in kernel.receive()])
+made._run_ended(run)
+"""
+
+
+def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> None:
+    done = subprocess.run([sys.executable, "-c", _RUN_ENDS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
+
+
+def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
+    launch: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        if threading.current_thread().name == "notebook-accel-agent":
+            pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(agent_process.time, "sleep", noted)
+    for _ in range(4):  # on a busy machine, a rank may say more than its loss
+        pauses.clear()
+        assert launch(ranks.reports_once, num_processes=1).results(timeout_s=60) == [0]
+        if not pauses:
+            break
+    assert not pauses
