@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class _OfAttempt(_Message, frozen=True, kw_only=True):
-    """A message about the ranks of one attempt, which this process's attempts are counted by, from 1."""
+    """A message about the ranks of one attempt. The elastic process counts its attempts from 1."""
 
     attempt: int
 
