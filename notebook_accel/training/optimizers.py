@@ -202,6 +202,8 @@ def prepare_optimizer(
     if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
     same_state.remember(optimizer)
+    if scaler is not None:
+        scaler.add(optimizer)
     return AcceleratedOptimizer(optimizer, state, scaler, end_step)
 
 
