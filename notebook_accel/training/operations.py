@@ -94,7 +94,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 def extract_model_from_parallel(
     model: torch.nn.Module,
-    keep_fp32_wrapper: bool = False,
+    keep_fp32_wrapper: bool = True,
     keep_torch_compile: bool = True,
     recursive: bool = False,  # noqa: ARG001  what is inside of a model isn't wrapped here
 ) -> torch.nn.Module:
