@@ -7,6 +7,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, TypeGuard, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.agreement import agree_on_model
@@ -79,6 +81,7 @@ def prepare_model(
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
+        TrainingError: The model was sharded before.
     """
     # Prepared by another Accelerator, perhaps with another precision, or in a group that has ended since.
     while model in _made_here:
@@ -91,6 +94,7 @@ def prepare_model(
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
+    _refuse_sharded(model)
     agree_on_model(runtime, model)
     distributed = runtime.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
@@ -98,6 +102,21 @@ def prepare_model(
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
     return distributed
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    """Refuses a model of which each rank holds a part only: to average its gradients once more would fail.
+
+    Raises:
+        TrainingError: It was sharded.
+    """
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # where it isn't imported, nothing is sharded
+    if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
+        raise TrainingError(
+            f"prepare can't take {type(model).__name__}: it was sharded before, such as by fully_shard.",
+            why="A sharded model averages its gradients itself, and prepare would do so again.",
+            fix="leave it out of prepare, which can still take its optimizer and the loaders",
+        )
 
 
 def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:

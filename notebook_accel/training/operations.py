@@ -48,7 +48,13 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002  the name that Accele
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The ``"mean"`` or ``"sum"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
+    """The ranks' tensors made one, element by element, in new tensors, times ``scale``.
+
+    Args:
+        tensor: Nested tensors.
+        reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
+        scale: What the result is multiplied by.
+    """
     return collectives.reduce(process_group.current(), tensor, reduction, scale)
 
 

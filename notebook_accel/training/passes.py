@@ -22,9 +22,10 @@ class LoaderPass:
         is_last: Whether the batch that is out is the last.
         ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
         tail: The round that is out, if it is a last one unlike the others.
+        moment: When its latest batch came out, as a count of all passes' batches.
     """
 
-    __slots__ = ("counter", "ends_window", "is_last", "tail", "total")
+    __slots__ = ("counter", "ends_window", "is_last", "moment", "tail", "total")
 
     def __init__(self, counter: Counter, total: int | None) -> None:
         self.counter = counter
@@ -32,6 +33,7 @@ class LoaderPass:
         self.is_last = False
         self.ends_window = False
         self.tail: Tail | None = None
+        self.moment = 0
 
 
 class LoaderPasses:
@@ -41,11 +43,13 @@ class LoaderPasses:
         running: All of them, the one that began last at the end.
         current: The one whose batch came out last.
         training: The one whose batch came out last for a backward pass.
+        moment: How often a pass has begun or a batch has come out in this process.
     """
 
-    __slots__ = ("current", "running", "training")
+    __slots__ = ("current", "moment", "running", "training")
 
     def __init__(self) -> None:
+        self.moment = 0
         self.clear()
 
     def clear(self) -> None:
@@ -63,6 +67,7 @@ class LoaderPasses:
             total: Batches in it.
         """
         current = LoaderPass(counter, total)
+        self._note(current)
         self.running = [*(other for other in self.running if other.counter is not counter), current]
         try:
             yield current
@@ -78,11 +83,16 @@ class LoaderPasses:
 
     def hand_out(self, current: LoaderPass) -> None:
         """A batch of this pass comes out."""
+        self._note(current)
         self.current = current
         # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
         # before, says nothing about where training stands.
         if torch.is_grad_enabled():
             self.training = current
+
+    def _note(self, current: LoaderPass) -> None:
+        self.moment += 1
+        current.moment = self.moment
 
 
 # Those of this process: which batch is out is no matter of one ``Accelerator``.

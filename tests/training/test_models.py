@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 import cloudpickle
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.models import prepare_model, unwrap_model
 from notebook_accel.training.precision import Precision
@@ -263,3 +265,32 @@ def only_evaluated() -> bool:
 
 def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
     assert two_ranks.run(only_evaluated) == [True, True]
+
+
+def trained_in_shards() -> Any:
+    """What an error advises, beside training that isn't sharded; and that error."""
+    accelerator = Accelerator(cpu=True)
+    trained = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(4, 2)
+        if sharded:
+            model = fully_shard(model)
+            with pytest.raises(TrainingError, match="was sharded before") as refused:
+                accelerator.prepare(model)
+            accelerator.wait_for_everyone()
+        optimizer = torch.optim.AdamW(model.parameters())
+        net, optimizer = (model, accelerator.prepare(optimizer)) if sharded else accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            accelerator.backward(net(torch.full((1, 4), 1.0 + accelerator.process_index)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([getattr(part, "full_tensor", lambda part=part: part)().tolist() for part in model.parameters()])
+    return *trained, refused.value.fix
+
+
+def test_a_sharded_model_is_refused_and_trains_as_advised(two_ranks: Ranks) -> None:
+    for sharded, whole, fix in two_ranks.run(trained_in_shards):
+        assert "leave it out of prepare" in fix
+        for part, expected in zip(sharded, whole, strict=True):
+            assert torch.allclose(torch.tensor(part), torch.tensor(expected), atol=1e-6)
