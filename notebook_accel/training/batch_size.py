@@ -47,7 +47,8 @@ def find_executable_batch_size(
     ``batch_size`` of the decorated function, and rank 0 prints it if it isn't the first one.
 
     Ranks agree once the function, or what was before it, has made the ``Accelerator``. A group that the user's code
-    has made itself, without one, is left as it is: there a rank that waits for another does so until its deadline.
+    has made itself, without one, is left as it is: there a rank that waits for another does so until its deadline. So
+    does one whose GPU waits in NCCL, which only its own deadline ends.
 
     Args:
         function: Its first parameter is the batch size; callers leave it out.
