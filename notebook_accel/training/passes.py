@@ -23,9 +23,10 @@ class LoaderPass:
         ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
         tail: The round that is out, if it is a last one unlike the others.
         upload_next: Begins to take the next batch to the device, ``None`` where there is nothing to begin.
+        moment: When its latest batch came out, as a count of all passes' batches.
     """
 
-    __slots__ = ("counter", "ends_window", "is_last", "tail", "total", "upload_next")
+    __slots__ = ("counter", "ends_window", "is_last", "moment", "tail", "total", "upload_next")
 
     def __init__(self, counter: Counter, total: int | None) -> None:
         self.counter = counter
@@ -34,6 +35,7 @@ class LoaderPass:
         self.ends_window = False
         self.tail: Tail | None = None
         self.upload_next: Callable[[], None] | None = None
+        self.moment = 0
 
 
 class LoaderPasses:
@@ -43,11 +45,13 @@ class LoaderPasses:
         running: All of them, the one that began last at the end.
         current: The one whose batch came out last.
         training: The one whose batch came out last for a backward pass.
+        moment: How often a pass has begun or a batch has come out in this process.
     """
 
-    __slots__ = ("current", "running", "training")
+    __slots__ = ("current", "moment", "running", "training")
 
     def __init__(self) -> None:
+        self.moment = 0
         self.clear()
 
     def clear(self) -> None:
@@ -65,6 +69,7 @@ class LoaderPasses:
             total: Batches in it.
         """
         current = LoaderPass(counter, total)
+        self._note(current)
         self.running = [*(other for other in self.running if other.counter is not counter), current]
         try:
             yield current
@@ -85,11 +90,16 @@ class LoaderPasses:
 
     def hand_out(self, current: LoaderPass) -> None:
         """A batch of this pass comes out."""
+        self._note(current)
         self.current = current
         # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
         # before, says nothing about where training stands.
         if torch.is_grad_enabled():
             self.training = current
+
+    def _note(self, current: LoaderPass) -> None:
+        self.moment += 1
+        current.moment = self.moment
 
 
 # Those of this process: which batch is out is no matter of one ``Accelerator``.

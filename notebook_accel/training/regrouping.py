@@ -47,11 +47,12 @@ def _calls(group: Any) -> Iterator[int]:
             yield group._get_backend(device)._get_sequence_number_for_group()
 
 
-def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
+def renew(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
     """Leaves the process group and makes another. All ranks call it at once.
 
     Args:
-        renewals: The how-manieth time. What ranks say in the store then has a prefix of its own.
+        renewals: The how-manieth time. What ranks say in the store then has a prefix of its own. ``None`` where this
+            package has made the group: each of its groups has a prefix anyway.
         rejoins: Whether all ranks have a group of the same origin, so that they can make another. Otherwise whoever
             needs one makes it.
         namespace: The rank's names, for the names of what is lost.
@@ -62,7 +63,8 @@ def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list
     Raises:
         TrainingError: The other ranks didn't come in time.
     """
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
+    if renewals is not None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
     if not (dist.is_available() and dist.is_initialized()):
         _forget()
         return []

@@ -158,6 +158,22 @@ class _DataParallel(DistributedDataParallel):
             self.explain(error)
             raise
 
+    def no_sync(self) -> Any:
+        """As torch's.
+
+        Raises:
+            TrainingError: With ``static_graph`` torch can't leave gradients local.
+        """
+        if self.static_graph:
+            raise TrainingError(
+                "Gradients can't be accumulated, nor left local by no_sync, with "
+                "DistributedDataParallelKwargs(static_graph=True).",
+                why="torch learns the static graph from the first backward pass, which has to average gradients.",
+                fix="leave static_graph out, or average in each micro-batch: "
+                "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
+            )
+        return super().no_sync()
+
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
         """As at the end of a forward pass outside of ``no_sync``.

@@ -33,7 +33,7 @@ from notebook_accel.training.runtimes.watch import Watch
 if TYPE_CHECKING:
     from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours"]
+__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours", "made_here"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -111,7 +111,7 @@ class Group:
         if self._members:
             return
         self.stop_watching()
-        if self._deadline is not None and self.is_current:
+        if self.was_made_here and self.is_current:
             dist.destroy_process_group()
 
     @property
@@ -123,6 +123,18 @@ class Group:
     def gradient_groups(self) -> int:
         """How many groups there are for gradients."""
         return len(self._for_gradients)
+
+    def give_up(self) -> None:
+        """Has whatever waits for other ranks in it fail, here and on the ranks that wait for this one.
+
+        Afterwards the group can only be broken up.
+        """
+        self._sockets.shut_down()
+
+    @property
+    def was_made_here(self) -> bool:
+        """Whether it was made by this package and not by the user's code."""
+        return self._deadline is not None
 
     def stop_watching(self) -> None:
         """Tells the other ranks that this one has left."""
@@ -194,6 +206,11 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
             stacklevel=2,
         )
     return _current
+
+
+def made_here() -> Group | None:
+    """The default group that there is, if this package has made it."""
+    return _current if _current is not None and _current.is_current and _current.was_made_here else None
 
 
 def is_ours() -> bool:
