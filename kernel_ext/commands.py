@@ -17,8 +17,7 @@ from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel import durations, sizes
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import logs, registry
-from notebook_accel.launching.checks import preflight
+from notebook_accel.launching import launcher, logs, registry
 from notebook_accel.launching.job import Job
 from notebook_accel.plain_text import plain_lines
 
@@ -179,11 +178,7 @@ def _config(_: _Order) -> ConfigForm:
 
 
 def _doctor(_: _Order) -> None:
-    findings = preflight.check(configuration.resolve({}, file=configuration.default_path()))
-    for finding in findings:
-        print(f"{'refused' if finding.refuses else 'warning'}: {finding}")
-    if not findings:
-        print("Nothing speaks against a launch.")
+    print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
 COMMANDS: dict[str, Callable[[_Order], ConfigForm | None]] = {

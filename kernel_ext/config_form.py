@@ -13,7 +13,7 @@ from typing import Any
 
 from kernel_ext import front_end
 from kernel_ext.form_style import STYLE
-from notebook_accel import config
+from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.configuring import BASIC, Draft, Source
@@ -239,7 +239,7 @@ def _label(source: Source, draft: Draft) -> str:
 
 def _short(path: pathlib.Path) -> str:
     """The path as a shell would take it, from the user's home if it is in there."""
-    home = pathlib.Path.home()
+    home = config_file.from_home("~")
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 

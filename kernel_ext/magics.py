@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import arguments, commands, completion, session_magics
+from kernel_ext import arguments, commands, completion, front_end, panel_widgets, session_magics
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
@@ -24,6 +24,7 @@ from notebook_accel.launching import following, launcher, local
 from notebook_accel.launching.exporting import export
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.results import Results
+from notebook_accel.launching.views import view
 
 __all__ = ["register", "unregister"]
 
@@ -201,7 +202,7 @@ class Magics:
 
 
 def register(shell: InteractiveShell) -> None:
-    """Makes the magics known to a shell, and starts warming the template."""
+    """Makes the magics known to a shell, starts warming the template, and imports what the first launch will show."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
     if owner is not None and not isinstance(getattr(owner, "__self__", None), Magics):
         print(
@@ -224,6 +225,9 @@ def register(shell: InteractiveShell) -> None:
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
+    if front_end.kernel() is not None:  # while agent and template start, which takes longer
+        view.warm()
+        panel_widgets.warm()
 
 
 def unregister(shell: InteractiveShell) -> None:

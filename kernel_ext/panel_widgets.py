@@ -6,6 +6,8 @@ and told to whoever has given the panel its actions. Widgets change when the pan
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,16 @@ from kernel_ext import render
 from kernel_ext.output_pane import Choice
 from kernel_ext.table import MOST_ROWS
 
-__all__ = ["PanelWidgets"]
+__all__ = ["PanelWidgets", "warm"]
 
 _VIEWS = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
 _MEAN, _EACH = "Mean", "Each rank"
+
+
+def warm() -> None:
+    """Imports ipywidgets where there is one, so that the first panel need not wait for it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("ipywidgets")
 
 
 class PanelWidgets:

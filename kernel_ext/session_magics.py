@@ -14,7 +14,7 @@ from kernel_ext.arguments import Parser, name, split
 from kernel_ext.session_help import SessionHelp, asked_about
 from notebook_accel import config as configuration
 from notebook_accel import options
-from notebook_accel.errors import CellError, RunError
+from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching import registry
 from notebook_accel.launching.cell import Cell
 from notebook_accel.sessions.interrupts import held
@@ -160,9 +160,14 @@ class SessionMagics:
         parsed = self._read(cell)
         if given.background:
             return self._start_cell(session, given, parsed)
-        shown, values = session.run_cell(
-            parsed, self._shell.user_ns, push=given.push, wants_values=given.out is not None
-        )
+        try:
+            shown, values = session.run_cell(
+                parsed, self._shell.user_ns, push=given.push, wants_values=given.out is not None
+            )
+        except ResultError:  # a value for --out can't be had, which is no reason to do without the names
+            if given.pull:
+                self._bind(session, given.pull, 0)
+            raise
         if given.pull:
             self._bind(session, given.pull, 0)
         if given.out is not None:
@@ -225,7 +230,13 @@ class SessionMagics:
         self._bind(session, given.names, ranks[0])
 
     def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
-        [values] = session.pull_all(*wanted, ranks=[rank])
+        try:
+            [values] = session.pull_all(*wanted, ranks=[rank])
+        except ResultError as error:
+            found = error.values.get(rank, {})
+            self._shell.push(found)
+            error.values, error.pulled = {}, tuple(found)
+            raise
         self._shell.push(values)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PayloadError,
         PreflightError,
         RankFailedError,
+        ResultError,
         RunError,
         RunStoppedError,
         RunTimeoutError,
@@ -95,6 +96,7 @@ _HOME = {
     "ProfileKwargs": "training.profiling",
     "ProjectConfiguration": "training.checkpoint_folders",
     "RankFailedError": "errors",
+    "ResultError": "errors",
     "Results": "launching.results",
     "RunError": "errors",
     "RunStoppedError": "errors",
@@ -148,6 +150,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RankFailedError",
+    "ResultError",
     "Results",
     "RunError",
     "RunStoppedError",
@@ -183,6 +186,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
+    if name in ("debug_launcher", "notebook_launcher"):  # whoever looks at them in a notebook is about to launch
+        importlib.import_module(f"{__name__}.launching.local").engine().warm_in_kernel()
     return value
 
 

@@ -96,13 +96,14 @@ class Blocks:
         # Never import them: a kernel without torch has no tensors. They may also be half imported, in another thread.
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type = getattr(self._torch, "Tensor", None)
-        self._storage_types = tuple(
-            getattr(module, name)
-            for module, name in ((self._torch, "UntypedStorage"), (sys.modules.get("torch.storage"), "TypedStorage"))
-            if hasattr(module, name)
-        )
+        self._storage_types = _storage_types()
         numpy: Any = sys.modules.get("numpy")
         self._array_types = tuple(getattr(numpy, name) for name in ("ndarray", "memmap") if hasattr(numpy, name))
+
+    @staticmethod
+    def is_storage(obj: Any) -> bool:
+        """Whether it is a storage of torch's: a way to look into a block, made anew whenever somebody asks for it."""
+        return isinstance(obj, _storage_types())
 
     def reduce(self, obj: Any) -> Any:
         """What pickle's ``reducer_override`` returns, for a tensor, a storage or an array."""
@@ -189,6 +190,11 @@ class Blocks:
             block = self._blocks[key] = Block(address, size_bytes, owner)
             self._by_buffer[id(block.buffer)] = block
         return self._blocks[key]
+
+
+def _storage_types() -> tuple[type, ...]:
+    modules = ((sys.modules.get("torch"), "UntypedStorage"), (sys.modules.get("torch.storage"), "TypedStorage"))
+    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 def _has_address(tensor: Any) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from notebook_accel import __version__, config, end_signals, launch_command, options, questions
-from notebook_accel.errors import NotebookAccelError, PreflightError
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import configuring, launcher
 from notebook_accel.launching.checks.devices import Devices
 from notebook_accel.launching.checks.machine import Machine
@@ -141,17 +141,6 @@ def _config(parsed: argparse.Namespace) -> int:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(options.given(parsed), file=config.default_path())
-    findings = launcher.check(asked)
-    took_s = None
-    if parsed.trial and not any(finding.refuses for finding in findings):
-        try:
-            took_s = launcher.try_out(asked)
-        except PreflightError as error:
-            findings += error.findings
-    for finding in findings:
-        sys.stdout.write(f"{'refused' if finding.refuses else 'warning'}: {finding}\n")
-    if not findings:
-        sys.stdout.write("Nothing speaks against a launch.\n")
-    if took_s is not None:
-        sys.stdout.write(f"The trial run went well, in {took_s:.1f} s.\n")
-    return int(any(finding.refuses for finding in findings))
+    text, is_refused = launcher.diagnosis(asked, tries=parsed.trial)
+    sys.stdout.write(f"{text}\n")
+    return int(is_refused)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 
-__all__ = ["OURS", "describe", "name_files"]
+__all__ = ["OURS", "describe", "library_calls", "name_files", "runs_only_ours"]
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
 
 # Code that the user hasn't written: ours, Python's and what was installed.
 _PATHS = sysconfig.get_paths()
-_NOT_THE_USERS = (
-    OURS,
-    *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<frozen",
-)
+_INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
+_PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
+_NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS)
 # What a call is called on its way into a library where its own name says little.
 _CALLS = {
     "__iter__": "the loader",
@@ -47,11 +46,40 @@ def describe(frame: types.FrameType | None) -> str:
     call = ""
     for current in _outwards(frame):
         filename = current.f_code.co_filename
-        if filename in _labels or not filename.startswith(_NOT_THE_USERS):
+        if _is_the_users(filename):
             where = f"{_labels.get(filename, filename)}, line {current.f_lineno}"
             return f"{call} at {where}" if call else where
         call = _CALLS.get(current.f_code.co_name, current.f_code.co_name)
     return call
+
+
+def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yield the calls that the user's innermost line has led to, the innermost first.
+
+    Args:
+        frame: The innermost frame of a thread.
+    """
+    return itertools.takewhile(lambda current: not _is_the_users(current.f_code.co_filename), _outwards(frame))
+
+
+def runs_only_ours(frame: types.FrameType | None) -> bool:
+    """Return whether a thread runs neither the user's code nor a library's, as a session's rank between two cells.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
+    return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
+
+
+def _is_the_users(filename: str) -> bool:
+    return filename in _labels or not filename.startswith(_NOT_THE_USERS)
+
+
+def _is_ours_or_pythons(filename: str) -> bool:
+    if filename in _labels:
+        return False
+    # This package can be installed, and what is installed can be in a folder of Python's.
+    return filename.startswith(OURS) or (filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED))
 
 
 def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:

@@ -223,9 +223,9 @@ def default_path() -> pathlib.Path:
     """Where the configuration file is looked for: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or the user's cache directory."""
     named = os.environ.get("NOTEBOOK_ACCEL_CONFIG_FILE")
     if named:
-        return pathlib.Path(named).expanduser()
+        return config_file.from_home(named)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "notebook_accel" / "default_config.yaml"
+    return config_file.from_home(cache) / "notebook_accel" / "default_config.yaml"
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
@@ -270,19 +270,32 @@ def resolve(
 
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
-        file: A configuration file; ignored if it doesn't exist.
+        file: A configuration file; ignored if it doesn't exist, or is in a folder that can't be looked into and nobody
+            has named it.
         environ: The environment to read.
 
     Raises:
         ConfigError: A value isn't allowed, wherever it came from.
     """
-    merged: dict[str, Any] = load(file) if file is not None and file.exists() else {}
+    merged: dict[str, Any] = load(file) if file is not None and _is_there(file) else {}
     for option in fields():
         text = environ.get(f"NOTEBOOK_ACCEL_{option.name.upper()}")
         if text:
             merged[option.name] = from_text(option, text)
     merged.update({name: value for name, value in arguments.items() if value is not None})
     return _checked(merged)
+
+
+def _is_there(file: pathlib.Path) -> bool:
+    if "NOTEBOOK_ACCEL_CONFIG_FILE" not in os.environ:
+        return os.path.exists(file)  # false also where a home can't be looked into, as on a root-squashed file system
+    try:
+        return file.exists()
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {file} can't be looked at: {error.strerror}.",
+            fix="unset NOTEBOOK_ACCEL_CONFIG_FILE, which names it, or let it name a file that you can read",
+        ) from None
 
 
 def from_text(option: Option, text: str) -> Any:

@@ -19,7 +19,7 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["ConfigFile", "accelerate_path", "dump", "is_harmless", "problems", "read", "write"]
+__all__ = ["ConfigFile", "accelerate_path", "dump", "from_home", "is_harmless", "problems", "read", "write"]
 
 _TEXT = "tag:yaml.org,2002:str"
 
@@ -81,8 +81,13 @@ class ConfigFile:
 def accelerate_path() -> pathlib.Path:
     """Where Accelerate keeps its own file: below ``HF_HOME``, or else in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = pathlib.Path(os.environ.get("HF_HOME") or pathlib.Path(cache, "huggingface"))
-    return home.expanduser() / "accelerate" / "default_config.yaml"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return from_home(home) / "accelerate" / "default_config.yaml"
+
+
+def from_home(path: str) -> pathlib.Path:
+    """The path, with the user's home for ``~``, which stays where nobody knows it, as of a user without an account."""
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def read(path: pathlib.Path) -> ConfigFile:
@@ -148,6 +153,11 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The folder can't be written to.
     """
+    if path.parts[:1] == ("~",):
+        raise ConfigError(
+            f"The configuration file {path} can't be written: this user has no home folder.",
+            fix="set NOTEBOOK_ACCEL_CONFIG_FILE to the path of a file that you may write",
+        )
     text = json.dumps(dict(values), indent=2, sort_keys=True) + "\n" if path.suffix == ".json" else dump(values)
     path = path.resolve()  # a link stays one
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -50,8 +50,8 @@ def _new_type(obj: Any) -> Any:
     return typing.NewType, (obj.__name__, obj.__supertype__)
 
 
-def _param_spec(obj: Any) -> Any:
-    return typing.ParamSpec, (obj.__name__,)
+def _by_name(obj: Any) -> Any:
+    return type(obj), (obj.__name__,)
 
 
 def _function(obj: Any) -> Any:
@@ -68,6 +68,17 @@ def _make_generic(registry: Mapping[type, Callable[..., Any]]) -> Any:
     return generic
 
 
+def _dispatching_method(obj: Any) -> Any:
+    """Leave its methods bound so far behind, which Python 3.13 and later keep by weak references."""
+    return _make_dispatching_method, (obj.func, obj.dispatcher)
+
+
+def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> functools.singledispatchmethod[Any]:
+    made = functools.singledispatchmethod(func)
+    made.dispatcher = dispatcher
+    return made
+
+
 _generic: Any = functools.singledispatch(_function)
 _DISPATCHING = _generic.__code__  # that of every generic function
 _LruCache = type(functools.lru_cache(_function))
@@ -75,6 +86,19 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(_function): _function,
     _LruCache: _lru_cache,
     functools.cached_property: _cached_property,
+    functools.singledispatchmethod: _dispatching_method,
     typing.NewType: _new_type,
-    typing.ParamSpec: _param_spec,
+    typing.ParamSpec: _by_name,
 }
+
+if sys.version_info >= (3, 11):
+    _REDUCERS[typing.TypeVarTuple] = _by_name
+if sys.version_info >= (3, 12):
+
+    def _alias(obj: Any) -> Any:
+        return _make_alias, (obj.__name__, obj.__value__, obj.__type_params__)
+
+    def _make_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:
+        return typing.TypeAliasType(name, value, type_params=type_params)
+
+    _REDUCERS[typing.TypeAliasType] = _alias

@@ -31,6 +31,7 @@ __all__ = [
     "is_true",
     "patched",
     "sendable",
+    "tasks_of_schedulers",
 ]
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -57,6 +58,25 @@ _READ_LATER = (
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",
 )
+
+# What schedulers and MPI launchers call the process that they have started, and torchrun's name for the same number.
+# The kernel's own values mislead what asks for them before it asks for RANK, or instead: Ignite takes its local rank
+# from SLURM_LOCALID, and refuses a SLURM_NTASKS above WORLD_SIZE (ignite/distributed/comp_models/native.py). What an
+# MPI library reads itself, such as PMI_RANK and PMIX_RANK, isn't here.
+_TASKS = {
+    "NODE_RANK": "GROUP_RANK",
+    **dict.fromkeys(("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"), "RANK"),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), "WORLD_SIZE"),
+    **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"), "WORLD_SIZE"),
+    **dict.fromkeys(("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"), "LOCAL_RANK"),
+    **dict.fromkeys(("OMPI_COMM_WORLD_NODE_RANK", "JSM_NAMESPACE_LOCAL_RANK", "MPI_LOCALRANKID"), "LOCAL_RANK"),
+    **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "LOCAL_WORLD_SIZE"),
+    **dict.fromkeys(("MV2_COMM_WORLD_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE", "MPI_LOCALNRANKS"), "LOCAL_WORLD_SIZE"),
+    "SLURM_NODEID": "GROUP_RANK",
+    "SLURM_STEP_NUM_NODES": "GROUP_WORLD_SIZE",
+}
+_SLURM_JOB = "SLURM_JOB_ID"
+_OF_EACH_SLURM_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +129,8 @@ class RankPlace:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
@@ -153,6 +175,23 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
         for name, value in sorted(environ.items())
         if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
     }
+
+
+def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a scheduler's variables have to say in a rank, so that they agree with ``RANK`` and the like.
+
+    Args:
+        environ: All variables of the rank, among them its place and, where a scheduler has started the kernel, those
+            that describe the kernel as one of the scheduler's tasks.
+    """
+    tasks = {name: environ[same] for name, same in _TASKS.items() if name in environ and same in environ}
+    if _SLURM_JOB in environ:  # in a batch script not all of them are set, and a rank is a task
+        tasks |= {name: environ[_TASKS[name]] for name in _OF_EACH_SLURM_TASK if _TASKS[name] in environ}
+    nodes, on_each = environ.get("GROUP_WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
+    for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"):
+        if name in environ and on_each:
+            tasks[name] = on_each if nodes == "1" else f"{on_each}(x{nodes})"
+    return tasks
 
 
 def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

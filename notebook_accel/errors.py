@@ -9,6 +9,7 @@
     │   ├── PayloadError                an object can't be sent to the ranks; names the path to it
     │   └── ProcessStartError           a process of ours could not be started
     ├── RunError                        the run was started and did not end well
+    │   ├── ResultError (PayloadError)  a rank's value, or a name to be pulled, can't be had; the others can
     │   ├── RankFailedError             a rank raised or died; the first one in time, with its own traceback
     │   ├── RunStoppedError             somebody stopped the run
     │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
@@ -45,6 +46,7 @@ __all__ = [
     "ProcessStartError",
     "RankEnd",
     "RankFailedError",
+    "ResultError",
     "RunError",
     "RunStoppedError",
     "RunTimeoutError",
@@ -168,6 +170,47 @@ class RunError(NotebookAccelError):
     """The run was started and did not end with every rank's result."""
 
 
+class ResultError(PayloadError, RunError):
+    """Something that ranks have returned, or a name that was to be pulled, can't be had. All the rest is here.
+
+    Attributes:
+        values: The ranks' values that there are, by rank.
+        reasons: What is missing, as a message calls it, with the reason.
+        pulled: The names that were bound in the notebook all the same.
+        job: The run, for asking again; ``None`` for a session's cell, and in a copy.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str,
+        why: str = "",
+        fix: str = "",
+        values: dict[int, Any] | None = None,
+        reasons: dict[str, str] | None = None,
+        pulled: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(what, path=path, why=why, fix=fix)
+        self.values = values or {}
+        self.reasons = reasons or {}
+        self.pulled = pulled
+        self.job: Any = None
+
+    def __str__(self) -> str:
+        parts = [super().__str__()]
+        if self.pulled:
+            parts.append(f"Pulled all the same: {', '.join(self.pulled)}")
+        ranks = ", ".join(str(rank) for rank, value in self.values.items() if value is not None)
+        if ranks:
+            parts.append(f"What has come from rank {ranks} is in this error: sys.last_value.values")
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (kind, args, attributes) = super().__reduce__()
+        return rebuild, (kind, args, {**attributes, "job": None})
+
+
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
     """How one rank ended.
@@ -211,6 +254,7 @@ class RankFailedError(RunError):
         log_file: The file with all that it wrote, empty if there is none.
         others: How the other ranks ended.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
+        not_pulled: Names that were to be, and can't be, with the reasons.
         restarts: Why all ranks had been started again before, for each time.
     """
 
@@ -239,6 +283,7 @@ class RankFailedError(RunError):
         self.log_file = ""
         self.local_rank = rank
         self.pulled: tuple[str, ...] = ()
+        self.not_pulled: dict[str, str] = {}
         self.restarts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -258,6 +303,8 @@ class RankFailedError(RunError):
             parts.append(f"All ranks had been started again {times} before:\n{reasons}")
         if self.pulled:
             parts.append(f"Pulled all the same, as it was then in rank 0: {', '.join(self.pulled)}")
+        if self.not_pulled:
+            parts.append("Not pulled:\n" + "\n".join(f"  {why}" for why in self.not_pulled.values()))
         return "\n".join(parts)
 
     def _advice_in_notebook(self) -> str:
@@ -269,7 +316,7 @@ class RankFailedError(RunError):
 
 
 class RunStoppedError(RunError):
-    """The run was stopped, by ``Job.stop()``, the panel's button, or the extension being unloaded."""
+    """The run was stopped: by ``Job.stop()``, the panel's button, the extension's unloading, SIGTERM to its agent."""
 
 
 class RunTimeoutError(RunError, TimeoutError):

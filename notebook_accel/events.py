@@ -4,7 +4,7 @@ Events are small, typed and encoded with msgpack, never pickled: whoever reads t
 here, ``Failed.exception``, stays bytes until the job that owns the rank opens it.
 
 Times are seconds of ``time.monotonic()``, which on Linux is one clock for all processes of a machine, so that events of
-different ranks can be ordered.
+different ranks can be ordered. Those of ranks on another machine are put by the kernel's clock as they reach it.
 """
 
 from __future__ import annotations

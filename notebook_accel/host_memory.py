@@ -1,6 +1,7 @@
-"""The memory of this machine, and of the control groups that this process is in: what there is and what is left.
+"""The memory and the processors of this machine, and of the control groups that this process is in.
 
-A container's limit is that of a control group. See cgroups(7) and Linux's cgroup-v1/memory.rst for the files.
+A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst and
+scheduler/sched-bwc.rst for the files.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Room", "available_bytes", "kills", "rooms", "total_bytes"]
+__all__ = ["Room", "available_bytes", "cores", "kills", "rooms", "total_bytes"]
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
@@ -32,6 +34,11 @@ class _Names:
 
 _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 _V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
+
+
+# By the version of control groups, the file that only a group which can limit this has.
+_MEMORY = {1: _V1.limit, 2: _V2.limit}
+_CPU = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 
 
 class Room(NamedTuple):
@@ -86,25 +93,58 @@ def kills() -> dict[pathlib.Path, int]:
     return known or {_VMSTAT: _rows(_VMSTAT).get("oom_kill", 0)}
 
 
+def cores() -> int:
+    """Returns how many processors' time this process may use, at least 1.
+
+    Those that it may run on, or fewer where a control group has a quota; a part of a processor counts as one.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_quota(folder, version) for folder, version in _seen("cpu", _CPU)]
+    return max(1, min([count, *(quota for quota in quotas if quota is not None)]))
+
+
+def _quota(folder: pathlib.Path, version: int) -> int | None:
+    """Returns the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
+        text = (folder / _CPU[version]).read_text()
+        quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())
+        if int(quota_us) > 0 and int(period_us) > 0:
+            return -(-int(quota_us) // int(period_us))
+    return None
+
+
 def _groups() -> Sequence[tuple[pathlib.Path, _Names]]:
-    """The control groups that this process is in and that can be seen from here: its own and those around it."""
+    """The control groups whose memory may be limited, as ``_seen`` has them."""
+    return [(folder, _V1 if version == 1 else _V2) for folder, version in _seen("memory", _MEMORY)]
+
+
+def _seen(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
+    """The control groups that this process is in and that can be seen from here: its own and those around it.
+
+    Args:
+        controller: What limits them.
+        files: The name of a file that such a group has, by the version of control groups.
+    """
     with contextlib.suppress(OSError):
-        return _found(_CGROUPS, _MEMBERSHIP.read_text())
+        return _found(_CGROUPS, _MEMBERSHIP.read_text(), controller, files[1], files[2])
     return ()
 
 
 @functools.cache  # every launch asks
-def _found(cgroups: pathlib.Path, membership: str) -> Sequence[tuple[pathlib.Path, _Names]]:
+def _found(
+    cgroups: pathlib.Path, membership: str, controller: str, file_of_v1: str, file_of_v2: str
+) -> Sequence[tuple[pathlib.Path, int]]:
     found = []
     for row in membership.splitlines():
         _, controllers, path = row.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        names, root = (_V1, cgroups / "memory") if controllers else (_V2, cgroups)
+        version, file = (1, file_of_v1) if controllers else (2, file_of_v2)
+        root = cgroups / controller if controllers else cgroups
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            if folder.is_relative_to(root) and (folder / names.limit).exists():
-                found.append((folder, names))
+            if folder.is_relative_to(root) and (folder / file).exists():
+                found.append((folder, version))
     return found
 
 

@@ -35,6 +35,10 @@ _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # sys/mman.h; Python's mmap has it since 3.12
 _WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB at once
+# linux/memfd.h and linux/fcntl.h. A Python that was built with old headers lacks them, whatever the system has.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS = 1033
+_NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_WRITING = 1, 2, 4, 8
 
 
 class Buffer(Protocol):
@@ -56,17 +60,24 @@ class Contents(NamedTuple):
 
 
 def memory_file(name: str) -> int:
-    """A new anonymous memory file's descriptor. It goes when the last descriptor and mapping go."""
-    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """A new anonymous memory file's descriptor. It goes when the last descriptor and mapping go.
+
+    Raises:
+        OSError: There is no room for one more open file, or this system has no such files.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    descriptor = int(ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
 
 
 def make_unwritable(descriptor: int) -> None:
     """Nobody, not even through this descriptor, can change the memory file any more; private mappings still work."""
     # Not at the top: this can be imported where only Linux's calls are missing.
     fcntl = importlib.import_module("fcntl")
-    fcntl.fcntl(
-        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    )
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _NO_MORE_SEALS | _NO_SHRINKING | _NO_GROWING | _NO_WRITING)
 
 
 def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Buffer]) -> int:

@@ -8,9 +8,12 @@ from collections.abc import Collection
 from notebook_accel import config
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.configuring import Draft
+from notebook_accel.launching.configuring import BASIC, Draft
 
 __all__ = ["ask", "show", "tell"]
+
+_USUAL = (*BASIC, "gradient_accumulation_steps", "num_nodes")
+_OF_SEVERAL_NODES = ("node_rank", "master_addr")
 
 
 def tell(draft: Draft) -> None:
@@ -25,7 +28,9 @@ def tell(draft: Draft) -> None:
 
 
 def ask(draft: Draft, given: Collection[str] = ()) -> bool:
-    """Asks for every option that wasn't given, and whether to write. Enter leaves an option as it is.
+    """Asks for the usual options that weren't given, offers the others, and asks whether to write.
+
+    Enter leaves an option as it is.
 
     Returns:
         Whether the file shall be written, over the one that is there if there is one.
@@ -35,9 +40,11 @@ def ask(draft: Draft, given: Collection[str] = ()) -> bool:
     """
     try:
         _choose_source(draft, given)
-        for option in config.fields():
-            if option.name not in given:
-                _ask_option(draft, option)
+        done = {*given}
+        _ask_options(draft, _USUAL, done)
+        if draft.values["num_nodes"] != config.LaunchConfig().num_nodes:
+            _ask_options(draft, _OF_SEVERAL_NODES, done)
+        _offer_others(draft, done)
         show(draft)
         question = "Replace the file? [y/N] " if draft.file_exists else "Write the file? [Y/n] "
         answer = input(question).strip().lower()
@@ -69,6 +76,26 @@ def _choose_source(draft: Draft, given: Collection[str]) -> None:
             draft.values.update(kept)
             tell(draft)
             return
+
+
+def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
+    """Asks for the options of these names that aren't done, in their usual order."""
+    for option in config.fields():
+        if option.name in names and option.name not in done:
+            _ask_option(draft, option)
+            done.add(option.name)
+
+
+def _offer_others(draft: Draft, done: set[str]) -> None:
+    """Offers the options that weren't asked for, once for all."""
+    others = {option.name: option.default for option in config.fields() if option.name not in done}
+    changed = [f"{name}: {config.to_text(draft.values[name])}" for name, default in others.items()
+               if draft.values[name] != default]  # fmt: skip
+    _print(f"\nThere are {len(others)} more options, which are rarely needed: {', '.join(others)}.")
+    if changed:
+        _print(f"Not as by default: {', '.join(changed)}.")
+    if input("Ask for them too? [y/N] ").strip().lower().startswith("y"):
+        _ask_options(draft, others, done)
 
 
 def _ask_option(draft: Draft, option: Option) -> None:

@@ -3,6 +3,10 @@
 Training code counts with one attribute increment a step. A thread looks five times a second and sends what has changed,
 so that neither the rate of steps nor a slow reader can slow down training.
 
+That thread calls nothing of CUDA's. It would wait there for a GPU that waits for other ranks, and it would break the
+capture of a CUDA graph, for which CUDA forbids such calls to every thread. So the thread that reports a GPU's number
+also asks for its copy to the host, at most five times a second, and the sampling thread looks whether it has come.
+
 Outside a launched rank everything here works and nothing is sent.
 """
 
@@ -11,13 +15,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import events
+from notebook_accel import events, host_memory
 from notebook_accel.channel import ClosedError
 from notebook_accel.errors import ConfigError
 
@@ -26,6 +32,10 @@ __all__ = ["Counter", "Reporter", "Sender", "connect", "disconnect", "report", "
 _SAMPLE_PERIOD_S = 0.2
 _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0
+_PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
+_LOOK_PERIOD_S = 0.001
+# In the place of a number that has not come: a NaN that no computation makes.
+_NOT_COME = 0x7FF8_6E62_6163_6365
 
 
 class Counter:
@@ -49,6 +59,55 @@ class Counter:
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
         """Begins an epoch and makes this the counter that the rank's row shows."""
         reporter().begin(self, epoch, total)
+
+
+class _Arrival:
+    """The latest number of one metric on its way from a GPU, a copy at a time.
+
+    The reporting thread starts copies, into host memory that the GPU writes by itself. Reading that memory, as the
+    sampling thread does, is no call of CUDA's. Nothing says there that a copy has ended but the number itself, whose
+    eight bytes come at once.
+    """
+
+    def __init__(self) -> None:
+        torch: Any = sys.modules["torch"]
+        with torch.inference_mode(False):  # memory that was made there could be written to nowhere else
+            self._number = torch.empty(1, dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
+            self._bits = self._number.view(torch.int64)
+        self._started_s = -_SAMPLE_PERIOD_S
+        self._is_coming = False
+        self._next: Any = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """True while the latest value has not been taken."""
+        return self._is_coming or self._next is not None
+
+    def report(self, tensor: Any) -> None:
+        """Take a newer value in the place of what hasn't left the GPU."""
+        self._next = tensor
+        if time.monotonic() - self._started_s >= _SAMPLE_PERIOD_S:
+            self.start()
+
+    def start(self) -> None:
+        """Start the copy of the latest value, unless another one is under way or a CUDA graph is being captured."""
+        torch: Any = sys.modules["torch"]
+        tensor = self._next
+        if self._is_coming or tensor is None or torch.cuda.is_current_stream_capturing():
+            return
+        self._next, self._started_s = None, time.monotonic()
+        with contextlib.suppress(RuntimeError):  # it has several elements, or its device has failed
+            self._bits.fill_(_NOT_COME)
+            self._number.copy_(tensor.detach().reshape(1).to(torch.float64), non_blocking=True)
+            self._is_coming = True
+
+    def take(self) -> float | None:
+        """Return the number that has come since the last call, ``None`` if none has."""
+        if not self._is_coming or self._bits.item() == _NOT_COME:
+            return None
+        number = float(self._number.item())
+        self._is_coming = False  # from here on the memory can be another copy's
+        return number
 
 
 class Sender(Protocol):
@@ -79,6 +138,7 @@ class Reporter:
         self._outer: Counter | None = None
         self._values: dict[str, Any] = {}
         self._values_changed = False
+        self._arrivals: dict[str, _Arrival] = {}
         self._held: dict[str, Any] | None = None  # not None where values come to be only when a step ends
         self._is_compiling = False
         self._last_progress: events.Progress | None = None
@@ -160,12 +220,29 @@ class Reporter:
             self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
-        """Replaces the latest value of each named metric. Tensors are read later, by the sampling thread."""
+        """Replaces the latest value of each named metric. Tensors are read later: nobody waits for them here."""
         if self._held is not None:
             self._held.update(values)
             return
-        self._values.update(values)
-        self._values_changed = True
+        for name, value in values.items():
+            if getattr(value, "is_cuda", False):
+                self._await(name, value)
+            else:
+                self._arrivals.pop(name, None)
+                self._values[name] = value
+                self._values_changed = True
+
+    def _await(self, name: str, tensor: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # no memory to be had for it: a metric is no reason to fail training
+            if name not in self._arrivals:
+                if sys.modules["torch"].cuda.is_current_stream_capturing():
+                    return  # nor can memory be had then
+                self._arrivals[name] = _Arrival()
+            self._arrivals[name].report(tensor)
+
+    def forget_unread(self) -> None:
+        """Leave out the numbers that are still on a GPU: what computes them has failed."""
+        self._arrivals = {}
 
     def post(self, event: events.Event) -> None:
         """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""
@@ -207,11 +284,14 @@ class Reporter:
         if self._thread is not None:
             self._thread.join(_CLOSE_DEADLINE_S)
         self.release_metrics()
-        self._sample()
+        self._sample_now()
 
     def catch_up(self) -> int:
-        """Says now what has not been said yet; how many steps that makes in all."""
-        self._sample()
+        """Says now what has not been said yet; how many steps that makes in all.
+
+        Takes a moment at most: a number that doesn't come from a GPU, which may wait for other ranks, is left out.
+        """
+        self._sample_now()
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
@@ -227,7 +307,23 @@ class Reporter:
         with self._sampling:
             self._sample_alone()
 
-    def _sample_alone(self) -> None:
+    def _sample_now(self) -> None:
+        """Sample in the thread that reports, for the last time in a while, whatever holds up the sampling thread."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while any(arrival.is_awaited for arrival in self._arrivals.values()) and time.monotonic() < deadline_s:
+            for arrival in self._arrivals.values():
+                arrival.start()
+            self._take_arrivals()
+            time.sleep(_LOOK_PERIOD_S)
+        if self._sampling.acquire(timeout=_PATIENCE_S):
+            try:
+                self._sample_alone()
+            finally:
+                self._sampling.release()
+        else:
+            self._sample_alone(reads=False)
+
+    def _sample_alone(self, *, reads: bool = True) -> None:
         while self._posted:
             self.send(self._posted.popleft())
         for function in self._before_sample:
@@ -236,11 +332,19 @@ class Reporter:
         if progress is not None and not _same_progress(progress, self._last_progress):
             self._last_progress = progress
             self.send(progress)
-        if self._values_changed:
+        self._take_arrivals()
+        if self._values_changed and reads:
             self._values_changed = False
             numbers = {name: _number(value) for name, value in list(self._values.items())}
             values = {name: number for name, number in numbers.items() if number is not None}
             self.send(events.Metrics(step=progress.steps if progress else 0, values=values))
+
+    def _take_arrivals(self) -> None:
+        for name, arrival in list(self._arrivals.items()):
+            number = arrival.take()
+            if number is not None:
+                self._values[name] = number
+                self._values_changed = True
 
     def _progress(self) -> events.Progress | None:
         with self._lock:
@@ -264,7 +368,7 @@ class Reporter:
     def say_memory(self) -> None:
         """Says how much memory is in use now."""
         if self._device_memory is None:
-            self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=_host_bytes(), kind="host"))
+            self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=host_memory.total_bytes(), kind="host"))
             return
         try:
             used, total = self._device_memory()
@@ -296,10 +400,6 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 _reporter = Reporter()
 
 
@@ -325,8 +425,9 @@ def disconnect() -> None:
 def report(**metrics: Any) -> None:
     """Shows metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
 
-    Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond. Outside
-    a launched rank it does nothing.
+    Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond, and some
+    more five times a second for each tensor on a GPU. While a CUDA graph is captured, those are left out. Outside a
+    launched rank it does nothing.
 
     Raises:
         ConfigError: A value is neither a number nor something of one element.

@@ -14,19 +14,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import operator
 import pickle
 import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import cloudpickle
 
 from notebook_accel import definitions, host_memory, memory_files, unpicklable
 from notebook_accel.blocks import Block, Blocks, Whole
-from notebook_accel.errors import PayloadError
 
-__all__ = ["Opened", "Origins", "Pickled", "loads", "open_sealed", "pickle_by_value", "seal"]
+__all__ = [
+    "Beside",
+    "Opened",
+    "Origins",
+    "Pickled",
+    "loads",
+    "loads_linked",
+    "open_sealed",
+    "pickle_by_value",
+    "seal",
+]
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
@@ -46,12 +56,32 @@ class Pickled:
         shipped: The functions and classes that are in it by value. Their place in here is how the receiver refers to
             them when it sends something back.
         sizes_bytes: How much of it each root takes, by its label. What two of them share counts for the first.
+        met: For a pickle beside others, if they are wanted: the objects in it, but for numbers, texts and tuples. They
+            are in the order in which pickle has met them, which cycles are best entered in.
     """
 
     data: memoryview
     buffers: tuple[Block | Whole, ...]
     shipped: tuple[Any, ...]
     sizes_bytes: Mapping[str, int]
+    met: tuple[Any, ...] = ()
+
+
+class Beside:
+    """What several pickles that one process opens have in common, so that it is sent once.
+
+    Attributes:
+        blocks: The memory that their tensors and arrays look into.
+        namespaces: cloudpickle's stand-ins for the namespaces of their functions.
+        links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
+        wants_met: Whether to note which objects each of them has met.
+    """
+
+    def __init__(self, *, device_tensors_to_cpu: bool, wants_met: bool = False) -> None:
+        self.blocks = Blocks(device_tensors_to_cpu=device_tensors_to_cpu)
+        self.namespaces: dict[int, Any] = {}
+        self.links: Mapping[int, Any] = {}
+        self.wants_met = wants_met
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +105,7 @@ def pickle_by_value(
     namespace: Mapping[str, Any] | None = None,
     origins: Origins = (),
     device_tensors_to_cpu: bool = False,
+    beside: Beside | None = None,
     advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
     """Pickles an object.
@@ -87,21 +118,24 @@ def pickle_by_value(
         origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
             came from it, their place in its ``Pickled.shipped``. They go as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
+        beside: What this pickle has in common with others.
         advice: What an error says to do instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
     """
     options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
-    pickler = _Pickler(options)
+    pickler = _LinkingPickler(options, beside) if beside and beside.links else _Pickler(options, beside)
     try:
-        data = pickler.pickled(value, roots)
+        pickler.dump_with(value, roots)
     except _TooLargeError:
-        raise unpicklable.too_large(pickler.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
+        raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
     shipped = tuple(obj for _, obj in pickler.shipped)
-    return Pickled(data, tuple(pickler.buffers), shipped, pickler.sizes_bytes)
+    written = pickler.written
+    met = pickler.met() if beside is not None and beside.wants_met else ()
+    return Pickled(written.data, tuple(written.buffers), shipped, written.sizes_bytes, met)
 
 
 def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
@@ -133,27 +167,26 @@ def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, ori
     return Opened(value, shipped)
 
 
-def open_result(descriptor: int, origins: Origins) -> Any:
-    """What a rank has sent back, which was pickled there, and may not be fit to be made again here.
-
-    Raises:
-        PayloadError: It isn't.
-    """
-    try:
-        return open_sealed(descriptor, origins=origins).value
-    except Exception as error:
-        raise PayloadError(
-            f"A result has come from its rank, and can't be made again here: {type(error).__name__}: {error}",
-            path="result",
-            why="It was pickled there, and its class doesn't know how to undo that.",
-            fix="return something else, such as numbers, tensors or a state_dict()",
-        ) from error
-
-
 def loads(data: bytes, *, origins: Origins = ()) -> Any:
     """The object that a ``Pickled.data`` without buffers holds."""
     with _receiving({}, origins):
         _, value, _ = pickle.loads(data)
+    return value
+
+
+def loads_linked(
+    data: memoryview, buffers: Iterable[memoryview], resolve: Callable[[Any], Any], *, origins: Origins = ()
+) -> Any:
+    """The object that a pickle ``Beside`` others holds.
+
+    Args:
+        data: The pickle.
+        buffers: Its out-of-band buffers, in order.
+        resolve: Gives the object of another pickle for a link.
+        origins: As for ``open_sealed``.
+    """
+    with _receiving({}, origins):
+        _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
     return value
 
 
@@ -189,47 +222,46 @@ class _Mark:
         self.label = label
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
+class _Written:
+    """The pickle so far, its out-of-band buffers, and what each root has taken of both.
 
-    def __init__(self, options: _Options) -> None:
-        self._stream = _Stream()
-        self._options = options
-        self._blocks = Blocks(device_tensors_to_cpu=options.device_tensors_to_cpu)
+    It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
+    buffers is in a reference cycle, and with it the memory of everything that it has pickled.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.stream = _Stream()
+        self.buffers: list[Block | Whole] = []
+        self._blocks = blocks
         self._root = ""
         self._root_start = 0
         self._in_band_bytes: dict[str, int] = {}
         self._buffers_of: dict[str, list[Block | Whole]] = {}
-        self.buffers: list[Block | Whole] = []
-        self.shipped: list[tuple[str | None, Any]] = []
-        super().__init__(self._stream, protocol=5, buffer_callback=self._take_buffer)
-        if options.namespace is not None:
-            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
-            self.globals_ref[id(options.namespace)] = _Namespace()
 
-    def pickled(self, value: Any, roots: Mapping[str, Any]) -> memoryview:
-        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
-        # the end is filled while what stands before it is being pickled.
-        marked = [(_Mark(label), root) for label, root in roots.items()]
-        self.dump(([*marked, _Mark("")], value, self.shipped))
-        return self._stream.getbuffer()
+    @property
+    def data(self) -> memoryview:
+        # Not getbuffer(): some Pythons, 3.12.1 for one, crash when its view is collected as part of a cycle.
+        # getvalue() doesn't copy either.
+        return memoryview(self.stream.getvalue())
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
         """How much each root has taken so far."""
-        self._mark(self._root)
+        self.begin(self._root)
         return {
             label: size_bytes + sum(buffer.used_bytes for buffer in self._buffers_of.get(label, ()))
             for label, size_bytes in self._in_band_bytes.items()
             if label
         }
 
-    def _mark(self, label: str) -> None:
-        taken = self._stream.tell() - self._root_start
+    def begin(self, root: str) -> None:
+        """Count what follows for the root with this label."""
+        taken = self.stream.tell() - self._root_start
         self._in_band_bytes[self._root] = self._in_band_bytes.get(self._root, 0) + taken
-        self._root, self._root_start = label, self._stream.tell()
+        self._root, self._root_start = root, self.stream.tell()
 
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Decide about a buffer, as pickle's ``buffer_callback``: return whether it goes into the pickle itself."""
         if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
             return True
         taken = self._blocks.of(buffer)
@@ -237,12 +269,39 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._buffers_of.setdefault(self._root, []).append(taken)
         return False
 
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
+
+    def __init__(self, options: _Options, beside: Beside | None = None) -> None:
+        self._options = options
+        beside = beside or Beside(device_tensors_to_cpu=options.device_tensors_to_cpu)
+        self._blocks = beside.blocks
+        self.written = _Written(self._blocks)
+        self.shipped: list[tuple[str | None, Any]] = []
+        super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
+        self.globals_ref = beside.namespaces
+        if options.namespace is not None:
+            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
+            self.globals_ref[id(options.namespace)] = _Namespace()
+
+    def dump_with(self, value: Any, roots: Mapping[str, Any]) -> None:
+        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
+        # the end is filled while what stands before it is being pickled.
+        marked = [(_Mark(label), root) for label, root in roots.items()]
+        self.dump(([*marked, _Mark("")], value, self.shipped))
+
+    def met(self) -> tuple[Any, ...]:
+        """The objects that pickle remembers, in order. Without constants, of which there may be millions."""
+        found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
+        return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
+
     def reducer_override(self, obj: Any) -> Any:
         origin = self._options.origins.get(id(obj))
         if origin is not None:
             return _resolve_origin, (origin,)
         if type(obj) is _Mark:
-            self._mark(obj.label)
+            self.written.begin(obj.label)
             return tuple, ()
         reduced = self._blocks.reduce(obj)
         if reduced is not NotImplemented:
@@ -260,6 +319,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         name: str | None = getattr(obj, "__name__", None)
         namespace = self._options.namespace or {}
         return name if name is not None and namespace.get(name) is obj else None
+
+
+class _LinkingPickler(_Pickler):
+    """A pickler that refers to objects of other pickles. It asks about every object, which takes its time."""
+
+    def __init__(self, options: _Options, beside: Beside) -> None:
+        self._links = beside.links
+        super().__init__(options, beside)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._links.get(id(obj))
+
+
+class _LinkingUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, buffers: Iterable[memoryview], resolve: Callable[[Any], Any]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._resolve(pid)
 
 
 class _Namespace:
@@ -301,7 +380,7 @@ def _resolve_origin(index: int) -> Any:
 def _failure(obj: Any, options: _Options) -> Exception | None:
     """What pickling the object alone raises."""
     try:
-        _Pickler(options).pickled(obj, {})
+        _Pickler(options).dump_with(obj, {})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
         return error
     return None

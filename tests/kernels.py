@@ -8,7 +8,6 @@ import os
 import pathlib
 import queue
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -135,6 +134,8 @@ class Cell:
 
     def _read_until(self, condition: Callable[[], bool], what: str, deadline: float) -> None:
         while not condition():
+            if time.monotonic() > deadline:  # also while messages keep coming
+                self._check(what, deadline)
             try:
                 message = self._client.get_iopub_msg(timeout=_POLL_S)
             except queue.Empty:
@@ -257,7 +258,7 @@ class Kernel:
 
     def kill(self) -> None:
         """Kills the kernel's process, and it alone, without giving it a chance to clean up."""
-        os.kill(self.pid, signal.SIGKILL)
+        processes.kill(self.process)
         processes.wait_until(lambda: not self.process.is_alive, "the kernel is dead")
 
     def close(self) -> None:

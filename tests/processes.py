@@ -143,7 +143,27 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def kill(process: Process) -> None:
-    """SIGKILL, if it is still the same process."""
-    if process.is_alive:
-        os.kill(process.pid, signal.SIGKILL)
+def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Send a signal, if the process still lives; return whether it was sent.
+
+    Raises:
+        AssertionError: The process is the tests' own, or one above them. An orphan has the tests for its parent
+            (``adopt_orphans``), so who looks for a process by its child may find them.
+    """
+    if not process.is_alive:
+        return False
+    assert process.pid not in _own_line(), f"a test is about to send {number.name} to itself: {process}"
+    with contextlib.suppress(ProcessLookupError):  # it has just been waited for
+        os.kill(process.pid, number)
+        return True
+    return False
+
+
+def _own_line() -> set[int]:
+    """This process and those above it, whether this namespace shows them or not."""
+    found: set[int] = {0}
+    process = read(os.getpid())
+    while process is not None and process.pid not in found:
+        found.add(process.pid)
+        process = read(process.parent)
+    return found

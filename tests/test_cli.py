@@ -13,7 +13,10 @@ import sys
 import pytest
 
 import notebook_accel
+from kernel_ext import commands
 from notebook_accel import cli, config
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching import launcher
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,29 @@ def test_doctor_reads_the_configuration_file(capsys: pytest.CaptureFixture[str],
     (tmp_path / "config.yaml").write_text("mixed_precision: fp16\n")
     assert cli.main(["doctor"]) == 1
     assert "fp16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("engine: ray\nengine_options: [address=10.255.255.1:1]\n", "refused: "),
+    ("max_restarts: 1\nnum_nodes: '2:4'\n", "refused: "),
+    ("num_processes: 300\n", "refused: num_processes=300 is too many for one machine."),
+    ("mixed_precision: fp16\n", "refused: mixed_precision='fp16' was asked for"),
+    ("use_cpu: true\n", "Nothing speaks against a launch."),
+])  # fmt: skip
+def test_every_doctor_says_what_a_launch_would(
+    said: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(said)
+    asked = config.resolve({}, file=config.default_path())
+    status = cli.main(["doctor"])
+    in_terminal = capsys.readouterr().out
+    commands.run("doctor")
+    assert capsys.readouterr().out == in_terminal
+    assert in_terminal.startswith(expected) and status == int(expected.startswith("refused"))
+    if status:
+        with pytest.raises(NotebookAccelError) as refused:
+            launcher.launch_function(print, (), {}, asked)
+        assert str(refused.value).splitlines()[0] in in_terminal
 
 
 def test_option_that_is_not_allowed_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,8 +133,8 @@ def test_config_asks_writes_and_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     file = tmp_path / "config.yaml"
-    others = "\n" * (len(config.fields()) - 3)  # Enter keeps what is there
-    _answer(monkeypatch, f"two\n2\nint8\nbf16\n\n{others}\n")
+    others = "\n" * (len(config.fields()) - 5)  # Enter keeps what is there
+    _answer(monkeypatch, f"two\n2\nint8\nbf16\n\n\n\ny\n{others}\n")
     assert cli.main(["config"]) == 0
     shown = capsys.readouterr().out
     assert "no GPU: ranks run on the CPU" in shown
@@ -122,6 +148,25 @@ def test_config_asks_writes_and_is_read(
     assert config.load(file) == {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": True}
 
 
+@pytest.mark.parametrize(("answers", "asked", "written"), [
+    ("2\nbf16\n4\n\n\n\n\n", 5, {"num_processes": 2, "mixed_precision": "bf16", "gradient_accumulation_steps": 4}),
+    ("2\n\n\n\n3\n1\nnode0\n\n\n", 7, {"num_processes": 2, "num_nodes": "3", "node_rank": 1, "master_addr": "node0"}),
+], ids=["one node", "several nodes"])  # fmt: skip
+def test_config_asks_for_what_is_usual_and_offers_the_rest_once(
+    answers: str, asked: int, written: dict[str, object], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path,
+) -> None:  # fmt: skip
+    _answer(monkeypatch, answers)
+    assert cli.main(["config", "--log_dir", "/logs", "--grace_s", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert sys.stdin.read() == ""
+    assert sum(f"{option.help}\n" in shown for option in config.fields()) == asked <= 8
+    others = len(config.fields()) - asked - 2  # the flags are answered
+    assert shown.count(f"There are {others} more options") == shown.count("Ask for them too? [y/N] ") == 1
+    basic = {"mixed_precision": "no", "use_cpu": True, "log_dir": "/logs", "grace_s": 5.0}
+    assert config.load(tmp_path / "config.yaml") == {**basic, **written}
+
+
 def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
@@ -131,7 +176,7 @@ def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
     theirs.parent.mkdir()
     theirs.write_text("num_processes: 4\nfsdp_config:\n  offload: true\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    keep = "\n" * len(config.fields())
+    keep = "\n" * 6  # the usual options, and the offer of the others
     for source, answer, status in (("n\ny\n", "\n", 1), ("n\ny\n", "y\n", 0)):
         _answer(monkeypatch, source + keep + answer)
         assert cli.main(["config"]) == status

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from tests import processes
 
 _LEAKS_EVERYTHING = """
 import os, pathlib, subprocess, socket, threading
@@ -47,3 +53,10 @@ def test_leaks_are_named_and_blamed_on_the_test_that_left_them(tmp_path: pathlib
         r"descriptor \d+: /memfd:mine",
     ):
         assert re.search(leak, run.stdout), leak
+
+
+def test_no_test_kills_the_tests() -> None:
+    tests = processes.read(os.getpid())
+    assert tests is not None
+    with pytest.raises(AssertionError, match=f"about to send SIGURG to itself: {tests.pid} "):
+        processes.kill(tests, signal.SIGURG)  # which does no harm

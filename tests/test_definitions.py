@@ -33,6 +33,8 @@ class Squares:
     @show.register
     def _(self, value: int): return f"int {value}"
 
+Squares().show(1)  # from here on it knows a method that it has bound
+
 @functools.singledispatch
 def name(value): return "object"
 
@@ -85,6 +87,27 @@ def test_they_come_back_as_the_notebooks_own(defined: str) -> None:
     shipped = [obj for _, obj in opened.shipped]
     back = serialization.pickle_by_value(opened.value, roots={}, origins=shipped)
     assert _through(back, origins=out.shipped).value is namespace[defined]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 3.12")
+def test_type_parameters_and_aliases() -> None:
+    namespace = notebook(
+        "type Pair[T] = tuple[T, T]\n"
+        "class Box[T]:\n"
+        "    def first(self, pair: Pair[T]) -> T: return pair[0]\n"
+        "def use[T, *Ts, **P](x: T) -> str:\n"
+        "    return str([Pair.__value__, Pair[int], T, Ts, P.__name__, Box[int]().first((x, x))])"
+    )
+    pickled = serialization.pickle_by_value(namespace["use"], roots={}, namespace=namespace)
+    there = _through(pickled, namespace={"__name__": "__main__"}).value
+    assert there(3) == namespace["use"](3) == "[tuple[T, T], Pair[int], T, Ts, 'P', 3]"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has none")
+def test_type_variable_tuple() -> None:
+    namespace = notebook("import typing; Ts = typing.TypeVarTuple('Ts')")
+    pickled = serialization.pickle_by_value(namespace["Ts"], roots={}, namespace=namespace)
+    assert _through(pickled, namespace={}).value.__name__ == "Ts"
 
 
 def _through(pickled: serialization.Pickled, **how: Any) -> serialization.Opened:

@@ -39,6 +39,7 @@ _ONE_OF_EACH = [
     errors.ProcessStartError("The agent did not start."),
     errors.RunError("It did not end well."),
     _FAILED,
+    errors.ResultError("Rank 1's value can't be had.", path="the result of rank 1", values={0: 2}, reasons={"a": "b"}),
     errors.RunStoppedError("The run was stopped."),
     errors.RunTimeoutError("The run took longer than 5 s."),
     errors.SupervisorLostError("The agent has gone."),

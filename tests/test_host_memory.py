@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -38,6 +41,35 @@ def test_limit_of_a_control_group_around_ours(
     assert host_memory.available_bytes() == 2_500_000
     assert host_memory.total_bytes() == 5_000_000
     assert list(host_memory.kills().values()) == [3]
+
+
+@pytest.mark.parametrize(("line", "files", "count"), [
+    ("0::/user/job", {"cpu.max": "150000 100000\n"}, 2),
+    ("0::/user/job", {"cpu.max": "max 100000\n"}, 64),
+    ("0::/user/job", {"cpu.max": "800000 100000\n", "user/cpu.max": "50000 100000\n"}, 1),
+    ("0::/user/job", {"user/job/cpu.max": "9000000 100000\n"}, 64),
+    ("3:cpu,cpuacct:/user/job", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ("3:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+    ("3:cpuset:/", {"cpu.max": "100000 100000\n"}, 64),
+])  # fmt: skip
+def test_processors_of_a_control_group(
+    line: str, files: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cgroup").write_text(f"12:devices:/\n{line}\n")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    assert host_memory.cores() == count
+
+
+def test_processors_of_this_process_alone() -> None:
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+    code += "from notebook_accel import host_memory; print(host_memory.cores())"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "1\n"
 
 
 def test_group_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

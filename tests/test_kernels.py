@@ -33,8 +33,9 @@ def test_interrupt_keeps_the_kernel(kernel: kernels.Kernel) -> None:
     assert kernel.value("kept") == "1"
 
 
-def test_waiting_for_a_cell_has_a_deadline(kernel: kernels.Kernel) -> None:
-    cell = kernel.start("import time\nprint('started', flush=True)\ntime.sleep(60)")
+@pytest.mark.parametrize("goes_on", ["time.sleep(60)", "while True: print('more', flush=True); time.sleep(0.001)"])
+def test_waiting_for_a_cell_has_a_deadline(kernel: kernels.Kernel, goes_on: str) -> None:
+    cell = kernel.start(f"import time\nprint('started', flush=True)\n{goes_on}")
     cell.wait_for_output("started")  # an interrupt that comes before is for nobody
     started = time.monotonic()
     with pytest.raises(AssertionError, match="not in time"):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
+import sys
 import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -18,7 +21,9 @@ import torch
 import notebook_accel
 from notebook_accel import events, reporting
 from notebook_accel.channel import ClosedError, Connection
+from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.runtimes.single_process import SingleProcess
 from tests import processes
 
 
@@ -177,6 +182,129 @@ def test_metrics_of_a_step_that_is_put_off_are_read_when_it_has_ended(rank: type
     rank.end()  # the last step's are said, whoever has ended it
     rank.watcher.read_to_the_end()
     assert rank.watcher.of(events.Metrics)[-1].values == {"loss": 0.25}
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU, where none is: its copy comes to the host as on the CPU, at once."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+    def item(self) -> float:
+        raise AssertionError("CUDA's work was waited for")
+
+
+class Stuck(OnGpu):
+    """One whose GPU waits for what never comes: a copy doesn't write, and to wait for it doesn't end."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.copy_:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def item(self) -> float:
+        threading.Event().wait()
+        raise AssertionError
+
+
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch for CPUs has only a dummy in the place of this answer of CUDA's."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def on_gpu(value: float, kind: type[torch.Tensor] = OnGpu) -> torch.Tensor:
+    return torch.tensor(value).as_subclass(kind)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_number_on_a_gpu_is_copied_by_the_thread_that_reports_it(rank: types.SimpleNamespace) -> None:
+    notebook_accel.report(loss=on_gpu(0.5), broken=on_gpu(float("nan")))
+    said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics) and len(event.values) == 2)
+    assert said.values["loss"] == 0.5 and math.isnan(said.values["broken"])
+    with torch.inference_mode():
+        notebook_accel.report(validation=on_gpu(0.75))
+    for step in range(100):
+        notebook_accel.report(loss=on_gpu(float(step)), validation=on_gpu(0.25))
+    rank.end()  # the latest is said, though it came too soon after another
+    rank.watcher.read_to_the_end()
+    last = rank.watcher.of(events.Metrics)[-1].values
+    assert (last["loss"], last["validation"]) == (99, 0.25)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_last_word_is_sent_although_a_number_never_comes(rank: types.SimpleNamespace) -> None:
+    reporting.Counter().start(total=3)
+    notebook_accel.report(loss=on_gpu(0.5, Stuck), accuracy=0.75)
+    began_s = time.monotonic()
+    assert rank.reporter.catch_up() == 0
+    rank.end()
+    assert time.monotonic() - began_s < 30
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == {"accuracy": 0.75}
+
+
+def test_last_word_is_sent_although_the_sampling_thread_is_held_up(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting:
+        """As a tensor of a library that only knows how to wait."""
+
+        size = 1
+
+        def item(self) -> float:
+            looks.set()
+            return float(goes_on.wait(60))
+
+    looks, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(reporting, "_CLOSE_DEADLINE_S", 0.5)
+    counter = reporting.Counter()
+    counter.start(total=3)
+    notebook_accel.report(loss=Waiting())
+    assert looks.wait(60)
+    counter.step = 2
+    assert rank.reporter.catch_up() == 2
+    assert rank.watcher.wait_for(lambda event: _is_step(event, 2))
+    goes_on.set()
+
+
+def test_nothing_is_asked_of_a_gpu_while_a_graph_is_captured(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's answer is replaced: there is no GPU."""
+    asked: list[int] = []
+
+    def is_capturing() -> bool:
+        asked.append(threading.get_ident())
+        return len(asked) < 3
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
+    notebook_accel.report(loss=on_gpu(0.25))
+    assert len(rank.reporter._arrivals) == 0  # no memory was asked for either
+    while len(asked) < 3:
+        notebook_accel.report(loss=on_gpu(0.5))
+    said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))
+    assert said.values == {"loss": 0.5}
+    assert set(asked) == {threading.get_ident()}
+
+
+def test_memory_of_a_gpu_is_asked_for_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are NVML's and torch's, replaced: there is no GPU."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a call of CUDA's")
+
+    memory = types.SimpleNamespace(used=3 << 30, total=80 << 30)
+    nvml = types.SimpleNamespace(nvmlDeviceGetMemoryInfo=lambda handle: memory if handle == "cuda:1" else refuse())
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", str)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=79 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 30)
+    ask = SingleProcess(RankPlace(), torch.device("cuda", 1)).memory()
+    assert ask is not None and ask() == (3 << 30, 80 << 30)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", refuse)  # as in a container without NVML
+    assert ask() == (1 << 30, 79 << 30)
 
 
 def _is_progress(event: events.Event, *, compiling: bool) -> bool:

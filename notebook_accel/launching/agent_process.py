@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from notebook_accel import environment, events, memory_files
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import LaunchError, ProcessStartError, SupervisorLostError
+from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.latch import Latch
 from notebook_accel.launching import messages, undisturbed
 from notebook_accel.launching.control import Fed
@@ -162,13 +162,17 @@ class AgentProcess:
             undisturbed.call(lambda: self._send(message))
 
     def quit(self) -> None:
-        """Tells it to go."""
+        """Tells it to stop what runs, with its grace, and to go."""
         self._is_closing = True
         with contextlib.suppress(LaunchError):
             self._send(messages.Quit())
 
     def close(self) -> None:
+        """Stop what runs and wait until it and the agent are gone; what takes longer than its grace is killed."""
+        grace_s = max((job.config.grace_s for job in list(self._jobs.values())), default=0.0)
         self.quit()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(grace_s + _CLOSE_DEADLINE_S)
         self._connection.shutdown()
         self._wait_for_its_end()
         if threading.current_thread() is not self._thread:
@@ -218,11 +222,14 @@ class AgentProcess:
             self._has_started.set()
         try:
             with contextlib.suppress(ClosedError, OSError):
+                were_samples = False
                 while True:
                     frames = self._connection.receive()
                     are_samples = [self._heard(messages.decode_for_kernel(frame.body)) for frame in frames]
-                    if frames and all(are_samples):
+                    # Not after the first ones: they may be the last words of a short run, whose end is on its way.
+                    if frames and were_samples and all(are_samples):
                         time.sleep(_SAMPLES_PAUSE_S)
+                    were_samples = bool(frames) and all(are_samples)
                     if not frames and self._jobs:
                         self._resume()
         finally:
@@ -257,7 +264,8 @@ class AgentProcess:
         elif said.job_id:
             job = self._jobs.pop(said.job_id, None)
             if job is not None:
-                job.end("", ProcessStartError(said.text, why=said.why or self._last_words(), fix=said.fix))
+                kind = RunError if said.was_running else ProcessStartError
+                job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
         else:
             self._prepared_for = None  # the next launch tries again, and says why if that fails too
         return False

@@ -98,7 +98,7 @@ class Draft:
         if self.file_exists:
             found.insert(0, _file_source("the file that is there", self.path))
         theirs = config_file.accelerate_path()
-        if theirs.exists() and theirs != self.path:
+        if os.path.exists(theirs) and theirs != self.path:
             found.append(_file_source("Accelerate's file", theirs))
         return tuple(found)
 

@@ -109,13 +109,15 @@ def _refuse_what_one_node_has_no_use_for(config: LaunchConfig) -> None:
     for name, is_unused in (
         ("node_rank", config.node_rank == 0),
         ("master_addr", config.master_addr in _LOOPBACK),
-        ("rdzv_endpoint", not config.rdzv_endpoint),
+        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
+        ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
     ):
         if not is_unused:
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is about several nodes, and num_nodes is 1.",
                 fix=f"num_nodes=2 (or more), or leave out {name}",
             )
+    _endpoint(config, lowest_port=0)  # torchrun's localhost:0 means any port
 
 
 def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
@@ -132,7 +134,7 @@ def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
         )
 
 
-def _endpoint(config: LaunchConfig) -> tuple[str, int]:
+def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
     """Where the nodes meet."""
     default = config.main_process_port or PORT
     host, _, port = config.rdzv_endpoint.rpartition(":") if ":" in config.rdzv_endpoint else ("", "", "")
@@ -140,7 +142,7 @@ def _endpoint(config: LaunchConfig) -> tuple[str, int]:
         return config.master_addr, default
     if not host:
         return config.rdzv_endpoint, default
-    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if not port.isdigit() or not lowest_port <= int(port) < 1 << 16:
         raise ConfigError(f"rdzv_endpoint={config.rdzv_endpoint!r} has no port.", fix="rdzv_endpoint='10.0.0.1:29500'")
     return host, int(port)
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from notebook_accel.errors import RunError
@@ -61,9 +61,9 @@ def _follow(job: Job) -> Results:
         _end_interrupted(job)
         view = view or _open(job)  # what the ranks have said is shown all the same
         _guarded(job, view.close, None)
-        saved = job.bind_what_was_saved()
+        saved, lost = job.bind_what_was_saved()
         # What IPython shows in place of a traceback, which would be of our frames.
-        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved)]  # type: ignore[attr-defined]
+        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
         raise
     except BaseException:  # such as what a signal handler of the user's raises: nobody would be left to end the run
         job.kill()
@@ -168,9 +168,10 @@ def _does_agent_answer(job: Job) -> bool:
     return True
 
 
-def _describe_interrupt(job: Job, saved: Sequence[str]) -> str:
+def _describe_interrupt(job: Job, saved: Sequence[str], lost: Mapping[str, str]) -> str:
     left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.ended is None]
     ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet, of {', '.join(left)}"
     stood = [f"  {line}" for line in job.where_ranks_stood()]
     kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
+    kept += [f"  not pulled: {why}" for why in lost.values()]
     return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and {ended}.", *stood, *kept])

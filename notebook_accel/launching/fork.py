@@ -27,7 +27,7 @@ from notebook_accel import serialization
 from notebook_accel.channel import Connection
 from notebook_accel.errors import ProcessStartError
 from notebook_accel.latch import Latch
-from notebook_accel.launching import local, sealing, undisturbed
+from notebook_accel.launching import local, processes, sealing, undisturbed
 from notebook_accel.launching.agent_process import TemplateLine
 from notebook_accel.launching.engine import Request
 from notebook_accel.launching.job import Job
@@ -112,7 +112,7 @@ class _Forking:
                 pid = os.fork()
             if pid == 0:
                 self._become_template()
-            self._pid, self._pidfd = pid, os.pidfd_open(pid)
+            self._pid, self._pidfd = pid, processes.pidfd_open(pid)
         except OSError as error:
             self._error = error
             return

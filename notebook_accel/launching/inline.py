@@ -93,6 +93,7 @@ class _Run:
         """Makes this process the rank, as far as the user's code can tell, and takes it back."""
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self._listening.getsockname()[1])
         wanted = {**self._spec.environment, **place.variables(), **store.VARIABLES}
+        wanted |= environment.tasks_of_schedulers(wanted)
         changed: dict[str, str | None] = {
             name: value for name, value in wanted.items() if os.environ.get(name) != value
         }

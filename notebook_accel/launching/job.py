@@ -17,6 +17,7 @@ from notebook_accel.errors import (
     NotebookAccelError,
     ProcessStartError,
     RankFailedError,
+    ResultError,
     RunError,
     RunStoppedError,
     RunTimeoutError,
@@ -123,6 +124,7 @@ class Job:
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
         self._is_discarded = False
+        self._can_be_asked_again = False
         self._control: Control | None = None
         self._lock = threading.Lock()
         self._ended = Latch()
@@ -157,7 +159,7 @@ class Job:
         return self._end_status()
 
     def _end_status(self) -> Status:
-        if self._reason in ("stopped", "interrupted"):
+        if self._reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
 
@@ -184,6 +186,7 @@ class Job:
         Raises:
             RunTimeoutError: The run hasn't ended by then; it goes on.
             RunError: The run has failed or was stopped.
+            ResultError: Something that has come can't be had here; the rest is in the error. It can be asked again.
         """
         if not self.wait(timeout_s):
             raise RunTimeoutError(
@@ -193,13 +196,18 @@ class Job:
             )
         error = self.error
         if error is not None:
-            saved = self.bind_what_was_saved()
-            if saved and isinstance(error, RankFailedError):
-                error.pulled = saved
+            saved, lost = self.bind_what_was_saved()
+            if (saved or lost) and isinstance(error, RankFailedError):
+                error.pulled, error.not_pulled = saved, lost
             raise error
         with self._lock:
             if self._outcome is None:
-                self._outcome = self._files.read(self.first_rank, self.world_size)
+                try:
+                    self._outcome = self._files.read(self.first_rank, self.world_size)
+                except ResultError as incomplete:
+                    incomplete.job = self
+                    self._can_be_asked_again = True
+                    raise
         return self._outcome
 
     def interrupt(self, *, escalate: bool = True) -> None:
@@ -303,21 +311,27 @@ class Job:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
 
-    def bind_what_was_saved(self) -> tuple[str, ...]:
-        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0; their names.
+    def bind_what_was_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0.
 
-        Nothing if rank 0 was killed, or had none of the names yet.
+        Returns:
+            The names that are bound, none if rank 0 was killed or had none of them yet; and for those that it had and
+            that can't be opened the reasons.
         """
         with self._lock:
             if not self.done or not self._files.are_open or self._has_all_results():
-                return ()
-            return self._files.bind_saved()
+                return (), {}
+            return self._files.bind_saved(self.first_rank)
 
     def discard(self) -> None:
-        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results."""
+        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results.
+
+        Results that could be had in part are kept: whoever has the error can ask again.
+        """
         self._is_discarded = True
         self.kill()
-        if self.wait(_DISCARD_DEADLINE_S):  # else its end lets go of them, which an engine may be filling until then
+        has_ended = self.wait(_DISCARD_DEADLINE_S)
+        if has_ended and not self._can_be_asked_again:  # its end lets go of what an engine may be filling until then
             self._files.close()
 
     # What views and engines call ------------------------------------------------------------------------------------
@@ -429,6 +443,11 @@ class Job:
             )
         if self._reason in ("stopped", "interrupted"):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
+        if self._reason == "terminated":
+            return RunStoppedError(
+                f"The run {self.name!r} was stopped, since somebody told its agent process to end (SIGTERM).",
+                why="A batch system such as Slurm does that before it takes the machine back.",
+            )
         if self._reason in ("template lost", "elastic lost"):
             return explanations.of_lost_process(self._reason, self.state.memory_shortage)
         if self._elsewhere is not None:

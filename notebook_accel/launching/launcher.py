@@ -9,7 +9,7 @@ from typing import Any
 
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, Finding, LaunchError, PreflightError
+from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError
 from notebook_accel.launching import elastic, following, fork, inline, local, registry, trial
 from notebook_accel.launching.cell import Cell
 from notebook_accel.launching.checks import preflight
@@ -21,7 +21,7 @@ from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.ray.engine import RayEngine
 from notebook_accel.launching.spec import JobSpec, Source
 
-__all__ = ["check", "launch_cell", "launch_function", "try_out"]
+__all__ = ["diagnosis", "launch_cell", "launch_function", "try_out"]
 
 
 def launch_function(
@@ -105,11 +105,7 @@ def _launch(
     show: Callable[[Job], None] = following.draw_in_background,
     **how: Any,
 ) -> Job:
-    cluster = _cluster(config)
-    if cluster is None:
-        elastic.options(config)  # raises what speaks against it
-    devices = Devices.find(config) if cluster is None else cluster.devices(config)
-    findings = preflight.check(config, devices, roots) if cluster is None else cluster.check(config)
+    cluster, devices, findings = _checked(config, roots)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
@@ -140,14 +136,44 @@ def try_out(config: LaunchConfig) -> float:
     return trial.run(start, config)
 
 
-def check(config: LaunchConfig) -> tuple[Finding, ...]:
-    """What speaks against a launch with these options, here or on the cluster that they name.
+def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
+    """Checks a launch with these options, here or on the cluster that they name, without starting it.
+
+    Args:
+        config: The options.
+        tries: Whether to hold a trial run too, if nothing refuses the launch.
+
+    Returns:
+        What every ``doctor`` prints, and whether the launch would be refused.
+    """
+    findings: tuple[Finding, ...] = ()
+    lines = []
+    try:
+        _, _, findings = _checked(config, {})
+        if tries and not any(finding.refuses for finding in findings):
+            lines.append(f"The trial run went well, in {try_out(config):.1f} s.")
+    except PreflightError as error:
+        findings += error.findings
+    except NotebookAccelError as error:  # which a launch would raise before it has started anything
+        return f"refused: {error}", True
+    said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
+    text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
+    return text, any(finding.refuses for finding in findings)
+
+
+def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine | None, Devices, tuple[Finding, ...]]:
+    """The cluster, if ranks run on one, the devices, and what speaks against a launch.
 
     Raises:
-        ConfigError: There is no such cluster.
+        NotebookAccelError: An option can't be honoured, or there is no such cluster.
     """
     cluster = _cluster(config)
-    return preflight.check(config) if cluster is None else cluster.check(config)
+    if cluster is not None:
+        return cluster, cluster.devices(config), cluster.check(config)
+    elastic.options(config)  # raises what speaks against it
+    devices = Devices.find(config)
+    local.check_size(config.num_processes or devices.available)
+    return None, devices, preflight.check(config, devices, roots)
 
 
 def _cluster(config: LaunchConfig) -> RayEngine | None:
@@ -170,8 +196,6 @@ def _start(
     **of_cell: Any,
 ) -> Job:
     world_size = config.num_processes or devices.available
-    if cluster is None:
-        local.check_size(world_size)
     if on_death == "keep" and elastic.is_wanted(config):
         raise ConfigError(
             "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
@@ -226,17 +250,23 @@ def _working_directory() -> str:
 
 
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
-    variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+    variables: dict[str, str] = {
+        environment.MIXED_PRECISION: config.mixed_precision,
+        # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
+        # knows that its processes are there already, and asks neither Slurm nor MPI then.
+        "TORCHELASTIC_RUN_ID": config.rdzv_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+    }
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if devices.kind == "CPU":
-        # Without the first, Accelerate inside a rank trains alone; the second hides GPUs from whatever looks for them.
-        variables |= {environment.USE_CPU: "true", "CUDA_VISIBLE_DEVICES": ""}
+        # Without the first, Accelerate inside a rank trains alone.
+        variables |= {environment.USE_CPU: "true", **devices.hiding()}
     elif devices.platform is not None:
         variables |= devices.platform.variables()
     elif (config.num_processes or 0) > devices.available:
         variables[environment.OVERSUBSCRIBE] = "true"
     return variables
-
-
-local.engine().warm_in_kernel()

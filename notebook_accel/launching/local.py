@@ -46,9 +46,13 @@ class LocalEngine:
         self._agent: AgentProcess | None = None
 
     def warm(self) -> None:
-        """Starts agent and template in the background, so that the first launch finds them ready."""
+        """Starts agent and template in the background, so that the first launch finds them ready.
+
+        If they can't be started, the launch itself will say it.
+        """
         if processes.are_supported():
-            undisturbed.call(self._warm)
+            with contextlib.suppress(LaunchError, OSError):
+                undisturbed.call(self._warm)
 
     def _warm(self) -> None:
         with self._lock:
@@ -58,8 +62,7 @@ class LocalEngine:
         """The same if this process is a notebook's kernel, and nothing if not: a script may never launch."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if hasattr(shell, "kernel"):
-            with contextlib.suppress(LaunchError):  # the launch itself will say it
-                self.warm()
+            self.warm()
 
     def launch(self, request: Request) -> Job:
         """Starts ranks that are forked from the template. See ``Engine``."""

@@ -56,7 +56,7 @@ __all__ = [
 
 How = Literal["interrupt", "stop", "kill"]
 OnDeath = Literal["stop", "keep"]
-Reason = Literal["", "failed", "interrupted", "stopped", "timeout", "template lost", "elastic lost"]
+Reason = Literal["", "failed", "interrupted", "stopped", "terminated", "timeout", "template lost", "elastic lost"]
 
 Place: TypeAlias = tuple[RankPlace, dict[str, str]]
 """A rank's place among all, and what its environment has besides."""
@@ -143,7 +143,7 @@ class Inspect(_Message, frozen=True):
 
 
 class Quit(_Message, frozen=True):
-    """Kill what runs and go."""
+    """Stop what runs, with its grace, and go."""
 
 
 class Said(_Message, frozen=True, kw_only=True):
@@ -246,12 +246,17 @@ class RunEnded(_Message, frozen=True, kw_only=True):
 
 
 class Broken(_Message, frozen=True, kw_only=True):
-    """No template can be had, or a run could not be started. ``why`` and ``fix`` are as an error's."""
+    """No template can be had, or a run could not be started or go on. ``why`` and ``fix`` are as an error's.
+
+    Attributes:
+        was_running: Whether ranks had come to the user's code.
+    """
 
     text: str
     why: str = ""
     fix: str = ""
     job_id: str = ""
+    was_running: bool = False
 
 
 class Idle(_Message, frozen=True):
@@ -285,12 +290,14 @@ class ForkElastic(_Message, frozen=True, kw_only=True):
     Attributes:
         world_size: Number of ranks.
         port: Of the ranks' store, 0 for a free one.
+        grace_s: How long ranks that are told to end have for it, in seconds, before they are killed.
     """
 
     job_id: str
     options: Elastic
     world_size: int
     port: int
+    grace_s: float
 
 
 class Ready(_Message, frozen=True, kw_only=True):

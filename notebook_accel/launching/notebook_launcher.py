@@ -70,7 +70,7 @@ def notebook_launcher(
         rdzv_backend: How several nodes meet: ``static`` or ``c10d``.
         rdzv_endpoint: ``HOST:PORT`` where several nodes meet. Default: ``master_addr`` and ``use_port``.
         rdzv_conf: How long several nodes wait for each other, such as ``{"timeout": 60}``, in seconds.
-        rdzv_id: What ranks have as ``TORCHELASTIC_RUN_ID``, if they may be started again.
+        rdzv_id: What ranks have as ``TORCHELASTIC_RUN_ID``.
         max_restarts: How often all ranks are started again after one has failed, until the failure ends the run.
         monitor_interval: Seconds between two looks at what changes around a run that may restart.
         log_line_prefix_template: What stands before a rank's lines in the notebook, as torch has it: ``${role_name}``,
@@ -104,6 +104,7 @@ def notebook_launcher(
         PayloadError: Something that the function uses can't be sent.
         RankFailedError: A rank failed; the first in time, of the last attempt. Its own exception is the cause, unless
             it is a rank of another node.
+        ResultError: A rank's value can't be sent or not be made again here. The other ranks' values are in the error.
         NodeLostError: Another node has gone, or the run was ended there.
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.

@@ -1,20 +1,320 @@
-"""The memory files in which the ranks of a run leave what comes back."""
+"""What comes back from ranks: the memory files in which they leave it, and what the notebook opens of it.
+
+Each object is sealed and opened by itself, so that one that fails loses none of the others: what it has to itself is a
+pickle of its own. What several objects have in common, such as a model and its optimizer the parameters, is pickled
+once for exactly those, and they refer to it. So what belongs together in the rank still does in the notebook, and an
+object fails only by a part that it has itself.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from notebook_accel import serialization
-from notebook_accel.launching.results import Results
+import msgspec
 
-__all__ = ["ResultFiles"]
+from notebook_accel import memory_files, serialization
+from notebook_accel.blocks import Blocks
+from notebook_accel.errors import PayloadError, ResultError
+from notebook_accel.launching.results import Results
+from notebook_accel.serialization import Beside, Pickled
+
+__all__ = ["Opening", "ResultFiles", "result_error", "write"]
+
+_Keys = tuple[str, ...]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One pickle of a file.
+
+    Attributes:
+        keys: Names of the objects that need it. Of one, it is that object; of several, the list of what exactly those
+            have in common.
+        pickle_bytes: Its length. The pickles follow each other.
+        buffers: Numbers of the file's buffers that it uses, in order.
+    """
+
+    keys: _Keys
+    pickle_bytes: int
+    buffers: tuple[int, ...]
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """Why an object isn't in the file: the fields of a ``PayloadError``."""
+
+    what: str
+    path: str
+    why: str = ""
+    fix: str = ""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The head of a file."""
+
+    parts: list[_Part]
+    refused: dict[str, _Refused]
+
+
+_decoder = msgspec.msgpack.Decoder(_Index)
+
+
+def _label(key: str, rank: int) -> str:
+    return f'name "{key}" of rank {rank}' if key else f"the result of rank {rank}"
+
+
+# In a rank ------------------------------------------------------------------------------------------------------------
+
+
+def write(
+    descriptor: int,
+    values: Mapping[str, Any],
+    *,
+    rank: int,
+    advice: str,
+    origins: serialization.Origins = (),
+    missing: Mapping[str, str] | None = None,
+) -> int:
+    """Writes objects into a memory file. One that can't be pickled is left out, and the file says why.
+
+    Args:
+        descriptor: The file. What it held is overwritten.
+        values: The objects by name; the empty name is for what the rank's code has returned.
+        rank: The rank's number, for messages.
+        advice: What an error says to do instead of sending an object.
+        origins: As for ``serialization.pickle_by_value``.
+        missing: Further names, each with the reason why there is nothing under it.
+
+    Returns:
+        The file's length in bytes.
+
+    Raises:
+        PayloadError: There isn't even the memory to write down that nothing is in the file.
+    """
+    refused = {key: _Refused(why, _label(key, rank)) for key, why in (missing or {}).items()}
+    roots = {key: (_label(key, rank), obj) for key, obj in values.items()}
+    while True:
+        sealing = _Sealing(roots, origins, advice)
+        parts, pickled = sealing.all_parts()
+        refused |= sealing.refused
+        os.ftruncate(descriptor, 0)
+        try:
+            return serialization.seal(descriptor, pickled, msgspec.msgpack.encode(_Index(parts, refused)))
+        except PayloadError as error:  # too large: without the largest there may be room for the others
+            sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in refused}
+            if not sizes_bytes:
+                raise
+            largest = max(sizes_bytes, key=lambda key: sizes_bytes[key])
+            refused[largest] = _refused(error, roots[largest][0])
+            roots = {key: root for key, root in roots.items() if key not in refused}
+
+
+def _refused(error: PayloadError, label: str) -> _Refused:
+    return _Refused(error.what, label, error.why, error.fix)
+
+
+class _Sealing:
+    """Pickles objects, each with its label, and what they have in common.
+
+    Attributes:
+        refused: Those that can't be pickled.
+    """
+
+    def __init__(self, roots: Mapping[str, tuple[str, Any]], origins: serialization.Origins, advice: str) -> None:
+        self._roots = roots
+        self._origins = origins
+        self._advice = advice
+        has_several = sum(obj is not None for _, obj in roots.values()) > 1
+        self._beside = Beside(device_tensors_to_cpu=True, wants_met=has_several)
+        self.refused: dict[str, _Refused] = {}
+        self._alone: dict[str, Pickled] = {}  # kept: what they have met must keep its id
+        for key, (label, obj) in roots.items():
+            try:
+                self._alone[key] = self._pickled(label, obj)
+            except PayloadError as error:
+                self.refused[key] = _refused(error, label)
+
+    def _pickled(self, label: str, obj: Any) -> Pickled:
+        return serialization.pickle_by_value(
+            obj,
+            roots={label: obj},
+            origins=self._origins,
+            device_tensors_to_cpu=True,
+            beside=self._beside,
+            advice=self._advice,
+        )
+
+    def all_parts(self) -> tuple[list[_Part], Pickled]:
+        """What the file's head says of the pickles, and all of them as one. Those that others refer to come first."""
+        common = _in_common(self._alone)
+        links = {id(obj): (keys, place) for keys, objs in common.items() for place, obj in enumerate(objs)}
+        pickles: dict[_Keys, Pickled] = {}
+        self._beside.wants_met = False
+        for keys in sorted([*common, *((key,) for key in self._alone)], key=len, reverse=True):
+            self._beside.links = {number: link for number, link in links.items() if {*keys} < {*link[0]}}
+            if len(keys) == 1 and not self._beside.links:
+                pickles[keys] = self._alone[keys[0]]
+                continue
+            label, obj = self._roots[keys[0]]
+            try:
+                pickles[keys] = self._pickled(label, common[keys] if len(keys) > 1 else obj)
+            except PayloadError as error:  # although it could be pickled just before
+                self.refused |= {key: _refused(error, self._roots[key][0]) for key in keys}
+        buffers = list({id(buffer): buffer for pickled in pickles.values() for buffer in pickled.buffers}.values())
+        numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
+        parts = [
+            _Part(keys, len(pickled.data), tuple(numbers[id(buffer)] for buffer in pickled.buffers))
+            for keys, pickled in pickles.items()
+        ]
+        datas = [pickled.data for pickled in pickles.values()]
+        data = datas[0] if len(datas) == 1 else memoryview(b"".join(datas))
+        sizes = {label: size for pickled in self._alone.values() for label, size in pickled.sizes_bytes.items()}
+        return parts, Pickled(data, tuple(buffers), (), sizes)
+
+
+def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
+    """The objects that several pickles have met, by exactly those pickles.
+
+    Whatever such an object refers to has been met by at least the same ones. So these lists refer to each other in one
+    direction only: from fewer pickles to more.
+    """
+    met: dict[int, tuple[Any, list[str]]] = {}
+    for key, pickled in alone.items():
+        by_value = {id(obj) for obj in pickled.shipped}
+        for obj in pickled.met:
+            if _has_identity(obj, by_value):
+                met.setdefault(id(obj), (obj, []))[1].append(key)
+    common: dict[_Keys, list[Any]] = {}
+    for obj, keys in met.values():
+        if len(keys) > 1:
+            common.setdefault(tuple(keys), []).append(obj)
+    return common
+
+
+def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
+    """Whether it matters if one object becomes two: it is no constant, and doesn't travel as a name."""
+    if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return id(obj) in by_value
+    if isinstance(obj, pickle.PickleBuffer) or Blocks.is_storage(obj):
+        return False
+    return gc.is_tracked(obj) or type(obj).__hash__ is None
+
+
+# In the notebook ------------------------------------------------------------------------------------------------------
+
+
+class Opening:
+    """The objects of one file.
+
+    Args:
+        descriptor: The file, which stays the caller's.
+        rank: The number of the rank that has written it, for messages.
+
+    Attributes:
+        values: Those that are open, by name.
+        problems: Those that aren't, with the reason.
+    """
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self.values: dict[str, Any] = {}
+        self.problems: dict[str, PayloadError] = {}
+        self._descriptor = descriptor
+        self._rank = rank
+        self._open: dict[_Keys, Any] = {}
+
+    def proceed(self, origins: serialization.Origins) -> None:
+        """Opens what isn't open yet. Called again, it may get further: a module can be imported by now, for example."""
+        try:
+            index = _decoder.decode(memory_files.read_head(self._descriptor))
+            contents = memory_files.read(self._descriptor)
+        except Exception as error:  # noqa: BLE001 - a file that was cut off on its way can fail in any way
+            self.problems = {"": self._problem("", error)}
+            return
+        self.problems = {
+            key: PayloadError(refused.what, path=refused.path, why=refused.why, fix=refused.fix)
+            for key, refused in index.refused.items()
+        }
+        start, failed = 0, list[_Keys]()
+        for part in index.parts:
+            data, start = contents.pickle[start : start + part.pickle_bytes], start + part.pickle_bytes
+            if part.keys in self._open or any({*part.keys} < {*keys} for keys in failed):
+                continue
+            try:
+                buffers = [contents.buffers[number] for number in part.buffers]
+                opened = serialization.loads_linked(data, buffers, self._resolve, origins=origins)
+            except Exception as error:  # noqa: BLE001 - it runs whatever classes of the user's do to be made again
+                failed.append(part.keys)
+                self.problems = {key: self._problem(key, error) for key in part.keys} | self.problems
+                continue
+            self._open[part.keys] = opened
+            if len(part.keys) == 1:
+                self.values[part.keys[0]] = opened
+
+    @property
+    def outcome(self) -> Any:
+        """What the rank's code has returned, ``None`` if that isn't open; for a file of names only, those by name."""
+        return self.values.get("") if "" in self.values or "" in self.problems else self.values
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether any of that is open."""
+        return "" in self.values or ("" not in self.problems and bool(self.values))
+
+    def _resolve(self, link: tuple[_Keys, int]) -> Any:
+        keys, place = link
+        return self._open[keys][place]
+
+    def _problem(self, key: str, error: Exception) -> PayloadError:
+        label = _label(key, self._rank)
+        problem = PayloadError(
+            f"{label} can't be made again here: {type(error).__name__}: {error}",
+            path=label,
+            why="It was pickled in its rank, and its class, or a module that it needs, doesn't undo that here.",
+            fix="send something else, such as numbers, tensors or a state_dict()",
+        )
+        problem.__cause__ = error
+        return problem
+
+
+def result_error(openings: Mapping[int, Opening], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
+    """The error that names what could not be opened; ``None`` if all could.
+
+    Args:
+        openings: The files, by rank.
+        pulled: The names that are bound.
+        again: How to ask once more.
+    """
+    problems = [problem for opening in openings.values() for problem in opening.problems.values()]
+    if not problems:
+        return None
+    first = problems[0]
+    what, why = first.what, first.why
+    if len(problems) > 1:
+        what = "\n".join(
+            [f"{len(problems)} of the ranks' values can't be had:", *(f"  {each.what}" for each in problems)]
+        )
+        why = "\n".join(dict.fromkeys(each.why for each in problems if each.why))
+    fixes = dict.fromkeys(each.fix for each in problems if each.fix)
+    can_succeed = any(problem.__cause__ is not None for problem in problems)
+    error = ResultError(
+        what,
+        path=first.path,
+        why=why,
+        fix="; or ".join([*([again] if again and can_succeed else []), *fixes]),
+        values={rank: opening.outcome for rank, opening in sorted(openings.items()) if opening.has_outcome},
+        reasons={problem.path: problem.what for problem in problems},
+        pulled=tuple(pulled),
+    )
+    error.__cause__ = first.__cause__
+    return error
 
 
 class ResultFiles:
-    """One memory file a rank. They are closed when they have been read, or nobody can read them any more.
+    """One memory file a rank. They are closed when all in them has been opened, or nobody can ask for it any more.
 
     Args:
         descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
@@ -28,6 +328,8 @@ class ResultFiles:
         self._descriptors = descriptors
         self._shipped = shipped
         self._bind = bind
+        self._bound: dict[str, None] = {}  # in order
+        self._openings: dict[int, Opening] = {}
         self._close = weakref.finalize(self, _close_all, tuple(descriptors))
 
     @property
@@ -36,28 +338,58 @@ class ResultFiles:
         return self._close.alive
 
     def read(self, first_rank: int, world_size: int) -> Results:
-        """Every rank's result; the pulled names are bound.
+        """Every rank's result; the pulled names are bound. Asked again, it goes on with what could not be opened.
 
         Args:
             first_rank: The number of the first rank here among all.
             world_size: Number of ranks here.
-        """
-        opened = [serialization.open_result(file, self._shipped) for file in self._descriptors]
-        self._bind(opened[0][1])
-        self.close()
-        values = [value for value, _ in opened]
-        here, others = values[:world_size], values[world_size:]
-        return Results([*others[:first_rank], *here, *others[first_rank:]] if others else here)
 
-    def bind_saved(self) -> tuple[str, ...]:
-        """Binds the names to be pulled to what they were in rank 0 when it failed or was interrupted; their names."""
+        Raises:
+            ResultError: Something can't be opened. All that can be is bound, or in the error.
+        """
+        here = range(first_rank, first_rank + world_size)
+        others = [rank for rank in range(len(self._descriptors)) if rank not in here]
+        ranks = [*here, *others][: len(self._descriptors)]
+        for rank, descriptor in zip(ranks, self._descriptors, strict=True):
+            self._proceed(rank, descriptor)
+        self._bind_opened(first_rank)
+        again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
+        error = result_error(self._openings, pulled=tuple(self._bound), again=again)
+        if error is not None:
+            raise error
+        self.close()
+        return Results([self._openings[rank].outcome for rank in sorted(ranks)])
+
+    def bind_saved(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Binds the names to be pulled to what they were in the first rank when it failed or was interrupted.
+
+        Args:
+            first_rank: The number of the first rank here among all.
+
+        Returns:
+            The names that are bound, and for those that can't be opened the reasons.
+        """
         if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
             self.close()
-            return ()
-        _, pulled = serialization.open_sealed(self._descriptors[0], origins=self._shipped).value
-        self.close()
-        self._bind(pulled)
-        return tuple(pulled)
+            return (), {}
+        opening = self._proceed(first_rank, self._descriptors[0])
+        self._bind_opened(first_rank)
+        reasons = {key: problem.what for key, problem in opening.problems.items() if key}
+        if not reasons:
+            self.close()
+        return tuple(self._bound), reasons
+
+    def _proceed(self, rank: int, descriptor: int) -> Opening:
+        opening = self._openings.setdefault(rank, Opening(descriptor, rank))
+        opening.proceed(self._shipped)
+        return opening
+
+    def _bind_opened(self, rank: int) -> None:
+        """Binds the names that have been opened, each once: it may be another object in the notebook by now."""
+        values = self._openings[rank].values
+        new = {key: obj for key, obj in values.items() if key and key not in self._bound}
+        self._bind(new)
+        self._bound |= dict.fromkeys(new)
 
     def close(self) -> None:
         """Closes them. Again, it does nothing."""

@@ -9,6 +9,8 @@ import faulthandler
 import os
 import signal
 
+from notebook_accel import memory_files
+
 __all__ = ["SIGNAL", "arm", "dump_file"]
 
 # A real-time signal, which no library uses. Code of the user's may handle SIGUSR1 or SIGUSR2, as what runs under a
@@ -18,7 +20,7 @@ SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 
 def dump_file(rank: int) -> int:
     """A memory file that a rank's stacks are written to, each time at its end."""
-    made = os.memfd_create(f"notebook-accel-stacks-{rank}")
+    made = memory_files.memory_file(f"notebook-accel-stacks-{rank}")
     try:
         return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     finally:

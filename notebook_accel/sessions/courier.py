@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from notebook_accel.channel import ClosedError, Message
+from notebook_accel.launching.processes import pidfd_send_signal
 from notebook_accel.sessions import messages
 from notebook_accel.sessions.meeting import Arrival
 
@@ -138,8 +139,8 @@ class Courier:
             if line is not None:
                 with contextlib.suppress(ProcessLookupError):
                     # One that somebody has stopped could take no other.
-                    signal.pidfd_send_signal(line.pidfd, signal.SIGCONT)
-                    signal.pidfd_send_signal(line.pidfd, number)
+                    pidfd_send_signal(line.pidfd, signal.SIGCONT)
+                    pidfd_send_signal(line.pidfd, number)
 
     def kill(self, rank: int) -> None:
         """Kills a rank. That it is gone is noticed when its line closes."""

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel import serialization
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
-from notebook_accel.launching import following, launcher
+from notebook_accel.launching import following, launcher, result_files
 from notebook_accel.launching.job import Job
+from notebook_accel.launching.result_files import Opening
 from notebook_accel.sessions import failing, loop, messages
 from notebook_accel.sessions.asking import Asking
 from notebook_accel.sessions.background import BackgroundCell
@@ -121,6 +121,7 @@ class Crew:
         Raises:
             PayloadError: Something that they need can't be sent.
             RankFailedError: A rank has raised something, or died.
+            ResultError: A value can't be had; those that can are in the error.
             RunError: A rank isn't there.
             KeyboardInterrupt: The kernel was interrupted, and so were they.
         """
@@ -319,7 +320,9 @@ class Crew:
             self._raise(question, asking, replies)
         if asking.interrupt is not None:  # all had just ended
             raise asking.interrupt
-        return {rank: (replies[rank], self._value(question.answers[rank])) for rank in replies}
+        return {
+            rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(question), strict=True)
+        }
 
     def _start_output(self) -> None:
         if self._output is not None:
@@ -339,10 +342,21 @@ class Crew:
         self._failed_rank = failure.rank
         raise failure
 
-    def _value(self, answer: Answer) -> Any:
-        if answer.value < 0:
-            return None
-        return serialization.open_result(answer.value, self.ledger.origins)
+    def _values(self, question: Question) -> list[Any]:
+        """What has come with the answers, in order of rank.
+
+        Raises:
+            ResultError: Some of it can't be had; the rest is in the error.
+        """
+        openings = {
+            rank: Opening(answer.value, rank) for rank, answer in sorted(question.answers.items()) if answer.value >= 0
+        }
+        for opening in openings.values():
+            opening.proceed(self.ledger.origins)
+        error = result_files.result_error(openings)
+        if error is not None:
+            raise error
+        return [openings[rank].outcome if rank in openings else None for rank in sorted(question.answers)]
 
     def _ask_quietly(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any

@@ -14,8 +14,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from notebook_accel import events, memory_files, reporting, serialization
+from notebook_accel import events, memory_files, reporting
 from notebook_accel.channel import ClosedError, Connection, Message
+from notebook_accel.launching import result_files
 from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.sessions import looking, messages, showing
@@ -25,6 +26,7 @@ from notebook_accel.sessions.names import Names
 
 __all__ = ["serve"]
 
+_ABORT_PATIENCE_S = 2.0
 _BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
 
 
@@ -36,7 +38,7 @@ def serve(folder: str, secret: bytes) -> None:
         secret: Only the session's ranks have it.
     """
     interruption.note_only()
-    os.environ.setdefault(nccl.WATCHDOG_VARIABLE, "0")  # these ranks are to outlive a collective that has failed
+    nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
@@ -78,7 +80,10 @@ class _Rank:
             # An interrupt may come before it is looked at.
             self._lacks_delivery = getattr(order, "delivery", None) is not None
             facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
-            if "value" in facts:
+            if facts.get("breaks_group"):  # what is on a GPU may wait in it for ever
+                nccl.abort_soon(_ABORT_PATIENCE_S)
+                reporting.reporter().forget_unread()
+            if "values" in facts:
                 facts, descriptors = self._sealed(facts, opened)
             bound, unbound = self._names.changes()
             streams.flush()
@@ -135,18 +140,17 @@ class _Rank:
             self._traceback = tb
 
     def _sealed(self, facts: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
-        value, roots = facts.pop("value")
+        values = facts.pop("values")
         try:
-            pickled = serialization.pickle_by_value(
-                value,
-                roots=roots,
-                origins=self._names.definitions,
-                device_tensors_to_cpu=True,
-                advice="take something else of it, such as numbers, tensors or a state_dict()",
-            )
             descriptor = memory_files.memory_file("notebook-accel-value")
             opened.callback(os.close, descriptor)
-            serialization.seal(descriptor, pickled)
+            result_files.write(
+                descriptor,
+                values,
+                rank=self._rank,
+                origins=self._names.definitions,
+                advice="take something else of it, such as numbers, tensors or a state_dict()",
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
             return {**facts, **self._failed(error)}, []
         return facts, [descriptor]
@@ -182,14 +186,14 @@ class _Rank:
         if value is not None:
             self._namespace["_"] = value
         if order.wants_value:
-            facts["value"] = (value, {"the cell's value": value})
+            facts["values"] = {"": value}
         return facts
 
     def _call(self, order: messages.Call, message: Message) -> dict[str, Any]:
         function, args, kwargs = self._take(order, message)
         with self._displaying(order.number):
             value = function(*args, **kwargs)
-        return {"value": (value, {"the result": value})}
+        return {"values": {"": value}}
 
     @contextlib.contextmanager
     def _displaying(self, number: int) -> Iterator[None]:
@@ -209,8 +213,7 @@ class _Rank:
         for name in order.names:
             if name not in self._namespace:
                 raise NameError(f"name {name!r} is not defined", name=name)
-        values = {name: self._namespace[name] for name in order.names}
-        return {"value": (values, {f'name "{name}"': value for name, value in values.items()})}
+        return {"values": {name: self._namespace[name] for name in order.names}}
 
     def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
         look = looking.description if order.describes else looking.completions

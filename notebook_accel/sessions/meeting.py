@@ -20,6 +20,7 @@ from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.errors import LaunchError
 from notebook_accel.latch import Latch
 from notebook_accel.launching import logs
+from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.launching.supervision import log_keeping
 from notebook_accel.sessions import messages
 
@@ -117,7 +118,7 @@ class Meeting:
             hello = messages.decode_hello(frames[0].body) if frames else None
             if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
                 connection.set_receive_deadline(0)
-                return Arrival(hello.rank, connection, os.pidfd_open(pid))
+                return Arrival(hello.rank, connection, pidfd_open(pid))
         connection.close()
         return None
 

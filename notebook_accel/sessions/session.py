@@ -172,7 +172,8 @@ class Session:
         """A rank's value of a name; a tuple for several. Tensors come on the CPU. Nothing is bound here.
 
         Raises:
-            RankFailedError: The rank has no such name, or its value can't be sent.
+            RankFailedError: The rank has no such name.
+            ResultError: A value can't be sent, or not be made again here; the others are in the error.
         """
         [values] = self.pull_all(*names, ranks=[rank])
         return values[names[0]] if len(names) == 1 else tuple(values[name] for name in names)

@@ -37,6 +37,7 @@ from notebook_accel.training.group_calls import GroupCalls
 from notebook_accel.training.handlers import AutocastKwargs
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
+from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.profiling import ProfileKwargs
 from notebook_accel.training.project import Project
@@ -219,13 +220,14 @@ class Accelerator(GroupCalls, Project, Settings):
         return uneven.join_uneven_inputs(joinables, even, loaders=loaders, state=self.gradient_state)
 
     def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
         """The model that was prepared, as it was. Training can go on with the prepared one.
 
         Args:
             model: A prepared model; any other is returned as it is.
-            keep_fp32_wrapper: Return it so that it still computes in mixed precision.
+            keep_fp32_wrapper: Return it so that it still computes in mixed precision; ``False`` returns it computing
+                in its own, with the same weights.
             keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
         """
         return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -265,6 +267,7 @@ class Accelerator(GroupCalls, Project, Settings):
             self._begin()
         loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
+        PASSES.upload_next()
         try:
             scaled.backward(**kwargs)
         except RuntimeError as error:

@@ -110,7 +110,9 @@ def _steps_of_launch(environ: Mapping[str, str]) -> int | None:
 class GradientState:
     """Where an ``Accelerator``'s training stands. Its optimizers and schedulers share it.
 
-    Which batch is out is known to all of a process's, whichever of them has prepared the loader.
+    Which batch is out is known to all of a process's, whichever of them has prepared the loader. But a new one knows
+    nothing of batches that came out before it was made: their pass may be one that an exception has ended, and whose
+    traceback a notebook keeps.
 
     Args:
         plugin: As ``resolve`` returns it. Without one, this is the state of the ``Accelerator`` that was made last.
@@ -134,7 +136,7 @@ class GradientState:
         self.plugin = plugin or GradientAccumulationPlugin()
         self.num_steps = self.plugin.num_steps or 1
         self.joins_uneven = False
-        PASSES.clear()
+        self._since = PASSES.moment
         self.reset()
         GradientState._latest = self
         if plugin is not None:  # of an Accelerator, which all ranks make
@@ -201,17 +203,19 @@ class GradientState:
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
-        return bool(PASSES.running)
+        return any(self._seen(running) is not None for running in PASSES.running)
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch that came out last is the last of its loader."""
-        return PASSES.current is not None and PASSES.current.is_last
+        current = self._seen(PASSES.current)
+        return current is not None and current.is_last
 
     @property
     def tail(self) -> Tail | None:
         """The round of the batch that came out last, if it is a last one unlike the others."""
-        return None if PASSES.current is None else PASSES.current.tail
+        current = self._seen(PASSES.current)
+        return None if current is None else current.tail
 
     @property
     def remainder(self) -> int:
@@ -219,13 +223,16 @@ class GradientState:
         tail = self.tail
         return -1 if tail is None else tail.real
 
+    def _seen(self, current: LoaderPass | None) -> LoaderPass | None:
+        return current if current is not None and current.moment > self._since else None
+
     def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """One micro-batch: gradients stay local in here unless it ends a window."""
         return _MicroBatch(self, models)
 
     def begin_micro_batch(self) -> None:
         """Counts a micro-batch, and decides whether gradients sync in it."""
-        current = PASSES.training if self.plugin.sync_with_dataloader else None
+        current = self._seen(PASSES.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
             self._divisor = self._expected_length(current)
@@ -267,7 +274,7 @@ class GradientState:
         Raises:
             TrainingError: They would.
         """
-        current = PASSES.training
+        current = self._seen(PASSES.training)
         if current is None or current.tail is None or not current.tail.missing:
             return
         if self.sync_gradients and not self.joins_uneven:

@@ -314,7 +314,8 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
 
 def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        with torch.serialization.safe_globals(_numpys_own()):
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values: {error}",
@@ -323,6 +324,22 @@ def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
         ) from error
     except (OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
+
+
+def _numpys_own() -> list[Any]:
+    """What a pickled NumPy scalar or array refers to, by the names of NumPy 1 and 2: a learning rate may be one.
+
+    To make one runs no code of anyone else's.
+    """
+    try:
+        import numpy
+    except ImportError:
+        return []
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
+    makers = {"scalar": numpy.float64(0).__reduce__()[0], "_reconstruct": numpy.zeros(0).__reduce__()[0]}
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
+    named = [(maker, f"{module}.{name}") for module in modules for name, maker in makers.items()]
+    return [numpy.ndarray, numpy.dtype, *kinds, *named]
 
 
 def _fingerprint(state: Mapping[str, Any]) -> str:

@@ -115,28 +115,34 @@ def _gather_ragged(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduce(runtime: Runtime, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The sum or mean of the ranks' tensors, element by element, times ``scale``, in new tensors.
+    """The sum, mean, maximum or minimum of the ranks' tensors, element by element, times ``scale``, in new tensors.
 
-    The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64.
+    The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64. ``"none"`` is
+    Accelerate's name for a sum that isn't divided.
 
     Raises:
         CollectiveError: Shapes or types differ between ranks.
-        ConfigError: ``reduction`` is neither ``"sum"`` nor ``"mean"``.
+        ConfigError: ``reduction`` is none of ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` and ``"none"``.
         TrainingError: Something in ``tree`` isn't a tensor.
     """
-    if reduction not in ("sum", "mean"):
-        raise ConfigError(f"reduction is {reduction!r}.", fix='reduction="sum" or reduction="mean"')
+    if reduction not in ("sum", "mean", "max", "min", "none"):
+        raise ConfigError(f"reduction is {reduction!r}.", fix='one of "sum", "mean", "max", "min" and "none"')
     world_size = runtime.place.world_size
     if world_size == 1:
         return map_leaves(functools.partial(_copied, scale=scale), tree)
     agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        if reduction in ("max", "min"):
+            by_rank = runtime.all_gather(tensor.detach().unsqueeze(0))
+            return scaled(by_rank.amax(0) if reduction == "max" else by_rank.amin(0))
         dtype = torch.int64 if tensor.dtype in _SUMMED_AS_INT64 else tensor.dtype
         total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         runtime.all_reduce(total)
-        reduced = total if reduction == "sum" else total / world_size
-        return reduced if scale == 1.0 else reduced * scale
+        return scaled(total / world_size if reduction == "mean" else total)
+
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if scale == 1.0 else tensor * scale
 
     return map_leaves(reduced, tree)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state, same_state
-from notebook_accel.training.dataset_views import EpochStream, MarkedCollate, MarkedStream
+from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.epochs import EpochClock
 from notebook_accel.training.feeds import Copying, Feed, Uploading
@@ -144,12 +144,15 @@ def share_out(
     """
     if isinstance(loader, DataLoaderShard):  # prepared by another Accelerator
         loader = loader.source
-    _refuse(loader, runtime)
+    _refuse(loader, place or runtime.place)
     sharing = _Sharing(loader, runtime, config, place or runtime.place)
     feed = None
     if device is not None and device.type != "cpu":
         feed = functools.partial(_feed, runtime, device, non_blocking=config.non_blocking or loader.pin_memory)
-    options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
+    if _iterates_itself(loader):
+        options = _as_it_is(loader)
+    else:
+        options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
     if rng_types:
         options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
     clock = options.setdefault("clock", EpochClock())
@@ -161,7 +164,7 @@ def share_out(
 
 
 def _feed(runtime: Runtime, device: torch.device, *, non_blocking: bool) -> Feed:
-    uploader = runtime.uploader() if device == runtime.device else None
+    uploader = runtime.uploader(non_blocking=non_blocking) if device == runtime.device else None
     if uploader is not None:
         return Uploading(uploader, device)
     return Copying(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
@@ -211,24 +214,50 @@ def _kind_of(item: object) -> str:
     return "a dataset" if isinstance(item, Dataset) else "a sampler"
 
 
-def _refuse(loader: Any, runtime: Runtime) -> None:
+def _refuse(loader: Any, place: RankPlace) -> None:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"prepare_data_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}.",
             fix="DataLoader(dataset, batch_size=...)",
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if _iterates_itself(loader) and place.world_size > 1:
         raise ConfigError(
             f"prepare can't share out a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
-            fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare",
+            fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
+            "one rank takes it as it is",
         )
-    if not loader.in_order and runtime.place.world_size > 1:
+    if not loader.in_order and place.world_size > 1:
         raise ConfigError(
             "A loader with in_order=False can't be shared out to several ranks.",
             why="Which batch is the last of an epoch, and which ranks work on the same round, would be left to chance.",
             fix="DataLoader(..., in_order=True)",
         )
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's class has an ``__iter__`` of its own."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def _as_it_is(loader: DataLoader[Any]) -> dict[str, Any]:
+    """For a loader that iterates in a way of its own, on the only rank: its batches, whatever they are."""
+    return {
+        "dataset": LoaderStream(loader),
+        "batch_size": None,
+        "collate_fn": _unchanged,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "persistent_workers": False,
+        "pin_memory": False,
+        "timeout": 0,
+        "multiprocessing_context": None,
+        "generator": torch.Generator(),  # DataLoader draws from it, and the loader's own goes on as without that
+    }
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class _Sharing:
@@ -277,6 +306,12 @@ class _Sharing:
         return batches
 
     def _agreed_sampler(self, sampler: Any) -> Any:
+        if isinstance(sampler, SeedableRandomSampler):
+            agreed = copy.copy(
+                sampler
+            )  # with the seed that it has, so that it gives the order of the unprepared loader
+            agreed.seed = self._from_rank_0(sampler.seed)
+            return agreed
         if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
             seedable = SeedableRandomSampler(
                 sampler.data_source,

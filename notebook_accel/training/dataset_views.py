@@ -10,7 +10,16 @@ from torch.utils.data import Dataset, IterableDataset
 from notebook_accel.training.epochs import EpochClock
 from notebook_accel.training.sharding import IterableDatasetShard, Round, Tail, dispatched_rounds, sample_count
 
-__all__ = ["EpochStream", "MarkedBatch", "MarkedCollate", "MarkedStream", "ReadRound", "RoundDataset", "RoundStream"]
+__all__ = [
+    "EpochStream",
+    "LoaderStream",
+    "MarkedBatch",
+    "MarkedCollate",
+    "MarkedStream",
+    "ReadRound",
+    "RoundDataset",
+    "RoundStream",
+]
 
 
 class MarkedBatch(NamedTuple):
@@ -53,6 +62,13 @@ class _View:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
+
+
+class LoaderStream(_View, IterableDataset[Any]):
+    """The batches of a loader that iterates in a way of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
 
 
 class EpochStream(_View, IterableDataset[Any]):

@@ -20,6 +20,9 @@ class Feed(Protocol):
     def send(self, batch: Any) -> Any:
         """Begins with a batch that will be taken later; returns what to hold until then."""
 
+    def begin(self) -> None:
+        """Begins to take to the device what was sent and waits for that, if it does. ``take`` does so too."""
+
     def take(self, held: Any) -> Any:
         """The batch on the device, for what ``send`` has returned."""
 
@@ -28,7 +31,7 @@ class Feed(Protocol):
 
 
 class Copying:
-    """Copies each batch when it is sent, one step before it is used, so that the copy can go on meanwhile.
+    """Copies each batch when it is sent, one step before it is used.
 
     Args:
         copy: Makes the copy; ``None`` leaves batches where they are.
@@ -39,6 +42,9 @@ class Copying:
 
     def send(self, batch: Any) -> Any:
         return batch if self._copy is None else self._copy(batch)
+
+    def begin(self) -> None:
+        pass
 
     def take(self, held: Any) -> Any:
         return held
@@ -64,6 +70,9 @@ class Uploading:
         self._uploader.send([leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)])
         self._sent.append(batch)
         return batch
+
+    def begin(self) -> None:
+        self._uploader.begin()
 
     def take(self, held: Any) -> Any:
         assert self._sent.popleft() is held

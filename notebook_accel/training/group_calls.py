@@ -43,7 +43,13 @@ class GroupCalls(ProcessControl):
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The ``"sum"`` or ``"mean"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
+        """The ranks' tensors made one, element by element, in new tensors, times ``scale``.
+
+        Args:
+            tensor: Nested tensors.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
+            scale: What the result is multiplied by.
+        """
         return collectives.reduce(self._runtime, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:

@@ -102,7 +102,7 @@ class DataLoaderShard(DataLoader[Any]):
         """Samples in a batch of all ranks together; 1 a rank if the loader doesn't say."""
         shard = self.shard
         if shard is None:
-            return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
+            return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or self.source.batch_size or 1
         size = shard.batch_size or 1
         return size if shard.split_batches else size * shard.num_processes
 
@@ -155,6 +155,7 @@ class DataLoaderShard(DataLoader[Any]):
             position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
+            current.upload_next = feed.begin
             following = _sent(feed, following)
             while following is not _END:
                 batch = feed.take(following)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import copyreg
 import functools
-import operator
+import inspect
+import sys
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.agreement import agree_on_model
@@ -62,8 +67,8 @@ def prepare_model(
 ) -> torch.nn.Module:
     """The model as training calls it: on the device, under autocast, gradients averaged over the ranks.
 
-    With one rank and no mixed precision that is ``model`` itself. The model keeps its parameters, so optimizers that
-    were made for it go on working.
+    With one rank that is ``model`` itself. The model keeps its parameters, so optimizers that were made for it go on
+    working; and it computes under autocast wherever it is called from, such as a module that it is a part of.
 
     Args:
         model: What to prepare.
@@ -76,23 +81,56 @@ def prepare_model(
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
+        TrainingError: The model was sharded before.
     """
     # Prepared by another Accelerator, perhaps with another precision, or in a group that has ended since.
-    if _autocast_view_in(model) is not None or model in _made_here:
-        model = unwrap_model(model)
-    if device_placement:
+    while model in _made_here:
+        model = cast(torch.nn.Module, model.module)
+    _end_autocasting(model)
+    if device_placement and not _has_its_place(model):
         runtime.place_model(model)
-    prepared = model if precision.dtype is None else _autocast_view(model, precision.autocast)
+    if precision.dtype is not None:
+        _begin_autocasting(model, precision.autocast)
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
-        return prepared
+        return model
+    _refuse_sharded(model)
     agree_on_model(runtime, model)
-    distributed = runtime.data_parallel(prepared, parallel or DistributedDataParallelKwargs())
+    distributed = runtime.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
     if before_training_pass is not None:
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
     return distributed
+
+
+def _has_its_place(model: torch.nn.Module) -> bool:
+    """Return whether the library that has loaded a model has placed it, and refuses to move it.
+
+    Transformers says so by these names: a model that is on several devices, or whose quantised weights belong to one.
+    """
+    for module in model.modules():
+        own = vars(module)
+        places = own.get("hf_device_map") or {}
+        is_quantised = own.get("is_loaded_in_8bit") or own.get("is_loaded_in_4bit")
+        if is_quantised or len(set(map(str, places.values()))) > 1 or (places and own.get("is_quantized")):
+            return True
+    return False
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    """Refuses a model of which each rank holds a part only: to average its gradients once more would fail.
+
+    Raises:
+        TrainingError: It was sharded.
+    """
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # where it isn't imported, nothing is sharded
+    if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
+        raise TrainingError(
+            f"prepare can't take {type(model).__name__}: it was sharded before, such as by fully_shard.",
+            why="A sharded model averages its gradients itself, and prepare would do so again.",
+            fix="leave it out of prepare, which can still take its optimizer and the loaders",
+        )
 
 
 def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
@@ -106,24 +144,25 @@ def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Mo
 
 
 def unwrap_model(
-    model: torch.nn.Module, *, keep_fp32_wrapper: bool = False, keep_torch_compile: bool = True
+    model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> torch.nn.Module:
-    """The model that was prepared, as it was: its own class, computing in its own precision.
+    """The model that was prepared, as it was.
 
     It shares its parameters with the prepared one, which goes on as before.
 
     Args:
         model: A prepared model, or one that wasn't, which is returned as it is.
-        keep_fp32_wrapper: Return what computes under autocast and returns float32, without all else.
+        keep_fp32_wrapper: Return it computing in mixed precision, with outputs in float32. Otherwise it computes in
+            its own precision, as an object that shares all attributes with the prepared model.
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
     compiled = _compiled_from(model)
-    if isinstance(model, _AutocastView):
-        return model if keep_fp32_wrapper else unwrap(model._original)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    return unwrap(model.module) if _averages(model) else model
+    if _averages(model):
+        return unwrap(model.module)
+    return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -133,45 +172,99 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
     """What ``torch.compile`` was given to make this. By name: importing its class takes longer than most launches."""
-    return getattr(model, "_modules", {}).get("_orig_mod")  # a bare tensor has no modules
+    modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
+    return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
 
 
-class _AutocastView:
-    """The same model, called under autocast, with outputs in float32.
+class _Autocasting:
+    """A model whose forward pass runs under autocast and returns float32, wherever it is called from.
 
-    A view is an object of its own, of a subclass of the model's class, whose attributes *are* the model's: both have
-    one ``__dict__``. So the model isn't changed at all, unwrapping it in the middle of training doesn't change what
-    training computes, and a view pickles and copies as the model.
+    ``prepare`` makes a model's class a subclass of its own class and this one, in place. So the model stays the object
+    that its parts, hooks and parents know, and ``unwrap_model`` can give it without autocast while training goes on.
+    It pickles as an object of its own class; a copy in this process autocasts as well.
     """
 
-    __slots__ = ("_autocast", "_original")
-    _autocast: Callable[[], Any]
-    _original: torch.nn.Module
+    _own: ClassVar[type[torch.nn.Module]]
 
     def __init_subclass__(cls) -> None:
-        """Keeps a view's class out of what the model's own class does with its subclasses, such as registering them."""
+        """Keeps such a class out of what the model's own class does with its subclasses, such as registering them."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._autocast():
-            outputs = super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the model's class, which comes next
+    def _plain(self) -> torch.nn.Module:
+        """The same model without autocast: another object, with the same attributes."""
+        if "_own" not in vars(type(self)):  # something else has made its class a further one since, and needs that
+            return cast(torch.nn.Module, self)
+        plain = object.__new__(self._own)
+        object.__setattr__(plain, "__dict__", self.__dict__)
+        return plain
+
+    @contextlib.contextmanager
+    def _as_its_own_class(self) -> Iterator[Any]:
+        kind = type(self)
+        _set_class(self, self._own)
+        try:
+            yield self
+        finally:
+            _set_class(self, kind)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._as_its_own_class() as model:
+            copied = copy.deepcopy(model, memo)
+        if type(copied) is self._own:
+            _set_class(copied, type(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._as_its_own_class() as model:
+            reduced = model.__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in typeshed
+            # pickle insists that the object is of the class that it makes.
+            kind, *args = reduced[1]
+            return kind.__new__, (kind, *args), *reduced[2:]
+        return reduced
+
+
+def _set_class(model: Any, kind: type) -> None:
+    object.__setattr__(model, "__class__", kind)  # past the model's own __setattr__
+
+
+def _end_autocasting(model: torch.nn.Module) -> None:
+    if "_own" in vars(type(model)):
+        _set_class(model, cast(_Autocasting, model)._own)
+
+
+def _begin_autocasting(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
+    own: Any = type(model)
+    of_class = inspect.getattr_static(own, "forward")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            outputs = of_class(self, *args, **kwargs)
         return to_float32(outputs)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return operator.itemgetter(0), ((self._original,),)
+    def forward_of(self: Any) -> Callable[..., Any]:
+        inner = vars(self).get("forward") or of_class.__get__(self, own)
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with autocast():
+                outputs = inner(*args, **kwargs)
+            return to_float32(outputs)
+
+        return forward
+
+    # A model can have a forward of its own, as a compiled one does.
+    is_plain = inspect.isfunction(of_class) and "forward" not in vars(model)
+    names = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "_own": own,
+        "forward": functools.wraps(of_class)(forward) if is_plain else property(forward_of, _set_own_forward),
+    }
+    bases = (own,) if issubclass(own, _Autocasting) else (_Autocasting, own)
+    kind = types.new_class(own.__name__, bases, exec_body=lambda body: body.update(names))
+    _set_class(model, kind)
 
 
-def _autocast_view(model: torch.nn.Module, autocast: Callable[[], Any]) -> torch.nn.Module:
-    own = type(model)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__slots__": ()}
-    kind = types.new_class(own.__name__, (_AutocastView, own), exec_body=lambda body: body.update(names))
-    view: torch.nn.Module = object.__new__(kind)
-    # Past the model's own __setattr__, which would register the model as a part of itself.
-    object.__setattr__(view, "__dict__", model.__dict__)
-    object.__setattr__(view, "_original", model)
-    object.__setattr__(view, "_autocast", autocast)
-    return view
-
-
-def _autocast_view_in(model: torch.nn.Module) -> _AutocastView | None:
-    inner = model.module if _averages(model) else model
-    return inner if isinstance(inner, _AutocastView) else None
+def _set_own_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    vars(model)["forward"] = forward

@@ -48,7 +48,13 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002  the name that Accele
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The ``"mean"`` or ``"sum"`` of the ranks' tensors, element by element, in new tensors, times ``scale``."""
+    """The ranks' tensors made one, element by element, in new tensors, times ``scale``.
+
+    Args:
+        tensor: Nested tensors.
+        reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
+        scale: What the result is multiplied by.
+    """
     return collectives.reduce(process_group.current(), tensor, reduction, scale)
 
 
@@ -94,7 +100,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 def extract_model_from_parallel(
     model: torch.nn.Module,
-    keep_fp32_wrapper: bool = False,
+    keep_fp32_wrapper: bool = True,
     keep_torch_compile: bool = True,
     recursive: bool = False,  # noqa: ARG001  what is inside of a model isn't wrapped here
 ) -> torch.nn.Module:

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import same_state
 from notebook_accel.training.accumulation import GradientState
-from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import LossScaler
 
 __all__ = [
@@ -64,7 +63,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            if self._end_step is not None and not PASSES.running:
+            if self._end_step is not None and not self._gradients.in_dataloader:
                 self._end_step()
             return value
         if closure is not None:
@@ -202,6 +201,8 @@ def prepare_optimizer(
     if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
     same_state.remember(optimizer)
+    if scaler is not None:
+        scaler.add(optimizer)
     return AcceleratedOptimizer(optimizer, state, scaler, end_step)
 
 

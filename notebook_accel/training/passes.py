@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,9 +22,11 @@ class LoaderPass:
         is_last: Whether the batch that is out is the last.
         ends_window: Whether an accumulation window ends with it: it is the last, or the last that every rank has.
         tail: The round that is out, if it is a last one unlike the others.
+        upload_next: Begins to take the next batch to the device, ``None`` where there is nothing to begin.
+        moment: When its latest batch came out, as a count of all passes' batches.
     """
 
-    __slots__ = ("counter", "ends_window", "is_last", "tail", "total")
+    __slots__ = ("counter", "ends_window", "is_last", "moment", "tail", "total", "upload_next")
 
     def __init__(self, counter: Counter, total: int | None) -> None:
         self.counter = counter
@@ -32,6 +34,8 @@ class LoaderPass:
         self.is_last = False
         self.ends_window = False
         self.tail: Tail | None = None
+        self.upload_next: Callable[[], None] | None = None
+        self.moment = 0
 
 
 class LoaderPasses:
@@ -41,11 +45,13 @@ class LoaderPasses:
         running: All of them, the one that began last at the end.
         current: The one whose batch came out last.
         training: The one whose batch came out last for a backward pass.
+        moment: How often a pass has begun or a batch has come out in this process.
     """
 
-    __slots__ = ("current", "running", "training")
+    __slots__ = ("current", "moment", "running", "training")
 
     def __init__(self) -> None:
+        self.moment = 0
         self.clear()
 
     def clear(self) -> None:
@@ -63,6 +69,7 @@ class LoaderPasses:
             total: Batches in it.
         """
         current = LoaderPass(counter, total)
+        self._note(current)
         self.running = [*(other for other in self.running if other.counter is not counter), current]
         try:
             yield current
@@ -76,13 +83,23 @@ class LoaderPasses:
             if outer is not None:
                 reporter().show(outer.counter)
 
+    def upload_next(self) -> None:
+        """Begin to take the next batch to the device: a step's work has been asked for that hides it."""
+        if self.current is not None and self.current.upload_next is not None:
+            self.current.upload_next()
+
     def hand_out(self, current: LoaderPass) -> None:
         """A batch of this pass comes out."""
+        self._note(current)
         self.current = current
         # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
         # before, says nothing about where training stands.
         if torch.is_grad_enabled():
             self.training = current
+
+    def _note(self, current: LoaderPass) -> None:
+        self.moment += 1
+        current.moment = self.moment
 
 
 # Those of this process: which batch is out is no matter of one ``Accelerator``.

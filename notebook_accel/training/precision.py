@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import enum
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
@@ -101,7 +105,12 @@ class Precision:
 
 
 class LossScaler:
-    """torch's ``GradScaler``, made safe for several optimizers and for clipping more than once.
+    """torch's ``GradScaler``, made safe for any order of its calls and for several optimizers.
+
+    Whenever a loss is scaled, the gradients that exist are brought to the same scale first: those that a step was
+    never taken with, as when a program skips one for its norm, and those of another optimizer that are still
+    accumulating when the scale changes. So gradients always have one known size: the present scale, or the real one
+    from ``unscale`` to the next loss.
 
     The scale changes before the next loss is scaled, not right after a step, so that all optimizers of one backward
     pass are unscaled by the scale that their gradients were made with.
@@ -113,14 +122,17 @@ class LossScaler:
 
     def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:
         self._scaler = torch.amp.GradScaler(device.type, **dataclasses.asdict(options or GradScalerKwargs()))
-        self._unscaled: set[int] = set()
-        self._has_stepped = False
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         same_state.remember(self)
 
     @property
     def factor(self) -> float:
         """What losses are multiplied by."""
         return self._scaler.get_scale()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the gradients of this optimizer's parameters at the scale, from now on."""
+        self._optimizers.add(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss multiplied by the scale."""
@@ -129,38 +141,69 @@ class LossScaler:
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and when it grows, as of the next loss."""
-        self._update()
-        return self._scaler.state_dict()
+        """The scale and when it grows, as of the next loss. Changes nothing: a step may be under way."""
+        scaler = self._scaler
+        if not any(self._looked_at()):
+            return scaler.state_dict()
+        tensors = scaler._check_scale_growth_tracker("state_dict")
+        before, states = [tensor.clone() for tensor in tensors], copy.deepcopy(scaler._per_optimizer_states)
+        scaler.update()
+        state = scaler.state_dict()
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        scaler._per_optimizer_states = states
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with what ``state_dict`` has returned."""
-        self._has_stepped = False
-        self._unscaled.clear()
-        self._scaler.load_state_dict(state)
-
-    def abandon_step(self) -> None:
-        """Forgets which gradients have been unscaled, after an interrupt: the next ones are others."""
-        self._has_stepped = False
-        self._unscaled.clear()
-        self._scaler._per_optimizer_states.clear()
+        with self._gradients_follow():
+            self._scaler.load_state_dict(state)
 
     def _update(self) -> None:
-        if self._has_stepped:
-            self._scaler.update()
-            self._unscaled.clear()
-            self._has_stepped = False
+        """Lets the scale change if gradients were looked at since it last could."""
+        looked_at = self._looked_at()
+        if looked_at:
+            with self._gradients_follow():
+                if any(looked_at):  # else none of them had a gradient, and torch refuses to update
+                    self._scaler.update()
+
+    def _looked_at(self) -> list[dict[Any, torch.Tensor]]:
+        """For each optimizer that was unscaled since the last update, whether it overflowed, by device."""
+        return [state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()]
+
+    @contextlib.contextmanager
+    def _gradients_follow(self) -> Iterator[None]:
+        """Brings all gradients from the scale before the body to the scale after it."""
+        scale = self._scaler._scale
+        before = None if scale is None else scale.clone()
+        real = {optimizer for optimizer in self._optimizers if self._is_real(optimizer)}
+        yield
+        self._scaler._per_optimizer_states.clear()
+        if scale is None or before is None:  # no loss has been scaled yet
+            return
+        for optimizer in self._optimizers:
+            factor = scale if optimizer in real else scale / before
+            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
+
+    def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's gradients have their real size."""
+        states = self._scaler._per_optimizer_states
+        return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings the optimizer's gradients back to their real size, unless they are already."""
-        if id(optimizer) not in self._unscaled:
+        self.add(optimizer)
+        if not self._is_real(optimizer):
             self._scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Steps unless a gradient overflowed, and returns whether the step was left out."""
-        self._scaler.step(optimizer)
-        self._has_stepped = True
-        # torch keeps this for itself and tells it only through the scale, which changes later and for all optimizers.
+        self.unscale(optimizer)
+        # torch's own step would refuse a second one with the same gradients, and one without any.
         found = self._scaler._found_inf_per_device(optimizer)
-        return any(bool(count.item()) for count in found.values())
+        overflowed = any(bool(count.item()) for count in found.values())
+        if not overflowed:
+            optimizer.step()
+        return overflowed

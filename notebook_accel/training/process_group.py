@@ -19,7 +19,7 @@ from notebook_accel.training.runtimes.single_process import SingleProcess
 from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 from notebook_accel.training.runtimes.worker_process import WorkerProcess
 
-__all__ = ["current", "is_at", "join", "rank_place", "seed_device"]
+__all__ = ["current", "is_at", "join", "joined", "rank_place", "seed_device"]
 
 # The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
 _latest: weakref.ref[Runtime] | None = None
@@ -72,12 +72,15 @@ def seed_device(seed: int) -> None:
         runtime.seed(seed)
 
 
+def joined() -> Runtime | None:
+    """The way to the other ranks if this process has one already."""
+    runtime = None if _latest is None else _latest()
+    return None if runtime is None or runtime.has_left or not is_at(rank_place(), runtime) else runtime
+
+
 def current(*, cpu: bool = False) -> Runtime:
     """The way to the other ranks that this process has already; joins if it has none."""
-    runtime = None if _latest is None else _latest()
-    if runtime is None or runtime.has_left or not is_at(rank_place(), runtime):
-        return join(cpu=cpu)
-    return runtime
+    return joined() or join(cpu=cpu)
 
 
 def is_at(place: RankPlace, runtime: Runtime) -> bool:

@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 _WHOLE = "Each rank holds the whole model, as it was given to prepare."
-_SHARDING = "torch's own fully_shard(model), before prepare; or Accelerate itself, which runs in these ranks too"
+_SHARDING = (
+    "torch's own fully_shard(model), and don't give that model to prepare; or Accelerate itself, which runs in these "
+    "ranks too"
+)
 _INSTEAD = {
     "deepspeed_plugin": _SHARDING,
     "deepspeed_plugins": _SHARDING,

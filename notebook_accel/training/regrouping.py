@@ -5,8 +5,9 @@ What was prepared stays what it is. Gradients' averaging begins with rank 0's we
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,19 +32,27 @@ def abandon_passes() -> None:
 def standing() -> list[int] | None:
     """Whether this package has made the group, and how many calls were made in each; ``None`` without a group.
 
-    Ranks whose numbers differ would wait for each other in vain.
+    Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
+    backends has a number for each of the two.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
-    return [int(torch_group.is_ours()), *(group._get_sequence_number_for_group() for group in groups)]
+    return [int(torch_group.is_ours()), *(number for group in groups for number in _calls(group))]
 
 
-def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
+def _calls(group: Any) -> Iterator[int]:
+    for device in sorted(group._device_types, key=str):
+        with contextlib.suppress(RuntimeError):  # this backend, such as MPI's, doesn't count
+            yield group._get_backend(device)._get_sequence_number_for_group()
+
+
+def renew(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
     """Leaves the process group and makes another. All ranks call it at once.
 
     Args:
-        renewals: The how-manieth time. What ranks say in the store then has a prefix of its own.
+        renewals: The how-manieth time. What ranks say in the store then has a prefix of its own. ``None`` where this
+            package has made the group: each of its groups has a prefix anyway.
         rejoins: Whether all ranks have a group of the same origin, so that they can make another. Otherwise whoever
             needs one makes it.
         namespace: The rank's names, for the names of what is lost.
@@ -54,7 +63,8 @@ def renew(renewals: int, *, rejoins: bool, namespace: Mapping[str, Any]) -> list
     Raises:
         TrainingError: The other ranks didn't come in time.
     """
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
+    if renewals is not None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
     if not (dist.is_available() and dist.is_initialized()):
         _forget()
         return []

@@ -5,13 +5,15 @@ Runs for a quarter of the chaos lane's time, from the same seed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import random
-import signal
+import subprocess
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,30 +40,48 @@ def digits() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     local.engine().close()
 
 
-def _rank(job: Job, rng: random.Random) -> int | None:
-    return rng.choice(job.ranks).pid
+def _rank(job: Job, rng: random.Random) -> processes.Process | None:
+    return _template_or_rank(rng.choice(job.ranks).pid)
 
 
-def _elastic(job: Job, _: random.Random) -> int | None:
+def _elastic(job: Job, _: random.Random) -> processes.Process | None:
     ranks = {info.pid for info in job.ranks}
-    others = [process.pid for process in below_template() if process.pid not in ranks]
+    others = [process for process in below_template() if process.pid not in ranks]
     return others[0] if len(others) == 1 and None not in ranks else None
 
 
-def _agent(_: Job, __: random.Random) -> int | None:
-    agents = [process.pid for process in processes.children(os.getpid()) if processes.is_agent(process)]
+def _agent(_: Job, __: random.Random) -> processes.Process | None:
+    agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
     return agents[0] if agents else None
 
 
-def _template(job: Job, rng: random.Random) -> int | None:
-    pid = _rank(job, rng)
+def _template(job: Job, rng: random.Random) -> processes.Process | None:
+    rank = _rank(job, rng)
+    # A rank whose template has gone is the tests' own child until its end.
+    return _template_or_rank(rank.parent) if rank is not None else None
+
+
+def _template_or_rank(pid: int | None) -> processes.Process | None:
+    """The process with this pid, unless it has ended and the pid is another's."""
     found = processes.read(pid) if pid is not None else None
-    return found.parent if found is not None else None
+    return found if found is not None and processes.is_template(found) else None
 
 
-_VICTIMS: dict[str, Callable[[Job, random.Random], int | None]] = {
+_VICTIMS: dict[str, Callable[[Job, random.Random], processes.Process | None]] = {
     "rank": _rank, "elastic process": _elastic, "agent": _agent, "template": _template
 }  # fmt: skip
+
+
+def test_parent_of_a_rank_whose_template_is_gone_is_no_victim() -> None:
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "notebook_accel.launching.ranks.template"],
+        stdin=subprocess.PIPE,
+    )
+    with orphan:
+        job: Any = types.SimpleNamespace(ranks=[types.SimpleNamespace(pid=orphan.pid)])
+        rank = _rank(job, random.Random(0))
+        assert rank is not None and (rank.pid, rank.parent) == (orphan.pid, os.getpid())
+        assert _template(job, random.Random(0)) is None
 
 
 @pytest.mark.chaos
@@ -81,17 +101,16 @@ def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_los
         order = order or rng.sample(sorted(_VICTIMS), len(_VICTIMS))
         name = order.pop()
         job = start(str(rounds))
-        kills = 0
-        while not job.done and kills < _MOST_KILLS:
+        kills, killed_by_s = 0, time.monotonic() + _ENDS_S
+        while not job.done and kills < _MOST_KILLS and time.monotonic() < killed_by_s:
             job.wait(rng.uniform(0, 1.5))  # the randomness of it
-            pid = None if job.done else _VICTIMS[name](job, rng)
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(pid, signal.SIGKILL)
-                    kills += 1
+            victim = None if job.done else _VICTIMS[name](job, rng)
+            kills += victim is not None and processes.kill(victim)
         if rng.random() < 0.2:
             job.stop()
-        assert job.wait(_ENDS_S), f"seed {SEED}, round {rounds}: {name}"
+        assert job.wait(_ENDS_S), (
+            f"seed {SEED}, round {rounds}: {job.status} after {kills} kills of the {name}, restarts: {job.restarts}"
+        )
         if job.error is None:
             weights = job.results()[0][2]
             assert all(torch.equal(weights[key], wanted[key]) for key in wanted), f"seed {SEED}, round {rounds}"

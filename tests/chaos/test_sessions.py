@@ -70,7 +70,7 @@ class Sessions:
             self._session = None
 
 
-def _with(session: Session, source: str, happens: Callable[[], None], moment_s: float) -> str:
+def _with(session: Session, source: str, happens: Callable[[], object], moment_s: float) -> str:
     """Runs a cell during which something happens; how it ended."""
     timer = threading.Timer(moment_s, happens)
     try:
@@ -134,11 +134,20 @@ def _raises(session: Session, rng: random.Random) -> str:
     return f"rank {victim} raised"
 
 
+def _rank(session: Session, rank: int) -> processes.Process:
+    pid = session.job.ranks[rank].pid
+    found = processes.read(pid) if pid is not None else None
+    assert found is not None
+    return found
+
+
+def _signal(process: processes.Process) -> Callable[[], object]:
+    return lambda: processes.kill(process)
+
+
 def _killed(session: Session, rng: random.Random) -> str:
     victim = rng.randrange(session.job.world_size)
-    pid = session.job.ranks[victim].pid
-    assert pid is not None
-    end = _with(session, f"train({_LONG})", lambda: os.kill(pid, signal.SIGKILL), rng.uniform(0, 0.6))
+    end = _with(session, f"train({_LONG})", _signal(_rank(session, victim)), rng.uniform(0, 0.6))
     assert f"rank {victim} of {session.job.world_size} was killed by SIGKILL" in end, end
     assert session.restart() == [victim]
     session.execute("kept", ranks=[rank for rank in range(session.job.world_size) if rank != victim])
@@ -147,11 +156,10 @@ def _killed(session: Session, rng: random.Random) -> str:
 
 
 def _stopped(session: Session, rng: random.Random) -> str:
-    pid = session.job.ranks[rng.randrange(session.job.world_size)].pid
-    assert pid is not None
+    rank = _rank(session, rng.randrange(session.job.world_size))
 
     def stop_and_interrupt() -> None:
-        os.kill(pid, signal.SIGSTOP)
+        processes.kill(rank, signal.SIGSTOP)
         _interrupt()
 
     end = _with(session, f"train({_LONG})", stop_and_interrupt, rng.uniform(0, 0.6))
@@ -161,7 +169,7 @@ def _stopped(session: Session, rng: random.Random) -> str:
 
 def _agent_killed(session: Session, rng: random.Random) -> str:
     agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
-    end = _with(session, f"train({_LONG})", lambda: os.kill(agent.pid, signal.SIGKILL), rng.uniform(0, 0.6))
+    end = _with(session, f"train({_LONG})", _signal(agent), rng.uniform(0, 0.6))
     assert end.startswith(SupervisorLostError.__name__), end
     assert session.is_over
     return end

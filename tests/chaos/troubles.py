@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import random
 import re
@@ -190,8 +189,7 @@ def may_mount(folder: pathlib.Path) -> bool:
 def _signalled(who: str, number: signal.Signals) -> Callable[[Round], kernels.Outcome]:
     def happen(round_: Round) -> kernels.Outcome:
         cell, process = round_.start_and_find(who)
-        if process.is_alive:
-            os.kill(process.pid, number)
+        processes.kill(process, number)
         if number == signal.SIGSTOP:  # nothing ends by it: the user notices, and interrupts
             round_.kernel.interrupt()
         return cell.finish(_ENDS_S)

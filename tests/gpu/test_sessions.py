@@ -1,11 +1,13 @@
-"""A session whose ranks wait for each other in NCCL: an interrupt brings them out, and training goes on."""
+"""A session whose ranks wait for each other in NCCL: they can be brought out of it, and training goes on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from notebook_accel.errors import RankFailedError
 from notebook_accel.launching import local
 from notebook_accel.sessions.session import Session
 from tests.gpu.test_gpu import gpus
@@ -58,3 +60,34 @@ def test_interrupt_brings_ranks_out_of_nccl_and_the_model_goes_on(session: Sessi
     assert repr(session.execute("kept")) == "rank 0: 0\nrank 1: 1"
     together = session.execute(_TOGETHER)
     assert together[0] == together[1] and together[0].startswith("(True, ")
+
+
+def test_number_that_never_comes_keeps_back_neither_the_failure_nor_the_next_cell(session: Session) -> None:
+    with pytest.raises(RankFailedError, match="after the collective"):
+        session.execute("""from notebook_accel import report
+if rank == 0:
+    loss = torch.ones(1, device=accelerator.device)
+    torch.distributed.all_reduce(loss)
+    report(loss=loss)
+    time.sleep(1)  # in which it would be read
+    raise LookupError("after the collective")
+time.sleep(100)""")
+    together = session.execute(_TOGETHER)
+    assert together[0] == together[1] and together[0].startswith("(True, ")
+
+
+def test_ranks_that_idle_for_longer_than_a_collective_may_take_go_on() -> None:
+    with Session(num_processes=2, view="none") as idle:
+        short = _PREPARE.replace("Accelerator()", "Accelerator(kwargs_handlers=[Short(timeout=timedelta(seconds=20))])")
+        imports = "from datetime import timedelta\nfrom notebook_accel import InitProcessGroupKwargs as Short\n"
+        idle.execute(imports + short)
+        before = idle.execute(_TOGETHER)
+        time.sleep(30)
+        assert (
+            repr(idle.execute("accelerator.gather_for_metrics([rank], use_gather_object=True)")) == "ranks 0-1: [0, 1]"
+        )
+        idle.execute(
+            "again = accelerator.prepare(torch.nn.Linear(4, 4))\nagain(torch.ones(1, 4).cuda()).sum().backward()"
+        )
+        assert repr(idle.execute(_TOGETHER)) == repr(before)
+    local.engine().close()

@@ -94,6 +94,22 @@ def test_unscaled_gradients_are_those_of_float32() -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_batches_come_whole_in_their_own_stream(pinned: bool) -> None:
+    data = torch.arange(64.0).repeat_interleave(1 << 16).reshape(64, 1 << 16)  # 256 KiB each
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(data), batch_size=4, pin_memory=pinned))
+    weight = torch.ones((), device=accelerator.device, requires_grad=True)
+    sums = []
+    for _ in range(3):
+        for [x] in loader:
+            accelerator.backward((x * weight).sum())
+            sums.append(x.sum())
+    expected = data.reshape(16, -1).sum(1).tolist() * 3
+    assert torch.stack(sums).tolist() == pytest.approx(expected, rel=1e-4)
+    accelerator.end_training()
+
+
 @pytest.fixture
 def sharing() -> Iterator[ranks.Ranks]:
     with ranks.running(2) as running:

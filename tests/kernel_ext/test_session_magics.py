@@ -141,6 +141,24 @@ def test_pull_binds_and_says_what_is_not_there(notebook: kernels.Kernel) -> None
     assert shown(notebook, "values, losses") == "([0, 2], tensor([0.]))"
 
 
+def test_name_that_cannot_be_pulled_loses_no_other(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "of_the_ranks.py").write_text("class Held: pass\n")
+    notebook.run(f"""%%distributed
+import sys
+sys.path.append({str(tmp_path)!r})
+import of_the_ranks
+held, endless, net = of_the_ranks.Held(), (x for x in [rank]), torch.nn.Linear(60, 60)
+sgd = torch.optim.SGD(net.parameters())""")
+    said = error(notebook, "%pull held endless net sgd --rank 1")
+    assert 'name "held" of rank 1 can\'t be made again here: ModuleNotFoundError' in said
+    assert 'name "endless" of rank 1 can\'t be sent to another process: it is a generator' in said
+    assert "Pulled all the same: net, sgd" in said
+    assert shown(notebook, "sgd.param_groups[0]['params'][0] is net.weight, 'held' in globals()") == "(True, False)"
+    said = error(notebook, "%%distributed --out values --pull net\nnet.weight.data.zero_()\nheld if rank else 5")
+    assert "the result of rank 1 can't be made again here" in said
+    assert shown(notebook, "import sys\nsys.last_value.values, int(net.weight.count_nonzero())") == "({0: 5}, 0)"
+
+
 def test_name_that_only_some_ranks_have_is_an_error_that_offers_push(notebook: kernels.Kernel) -> None:
     notebook.run("%%rank 0\nshare = 1")
     notebook.run("share = 5")

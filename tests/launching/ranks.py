@@ -14,9 +14,26 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import notebook_accel
+
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def threads() -> tuple[int, int, dict[str, str | None]]:
+    """How many threads torch and numpy's OpenBLAS compute with, and what variables say."""
+    import threadpoolctl  # not everywhere where this module is used
+
+    [blas] = [info["num_threads"] for info in threadpoolctl.threadpool_info() if "numpy" in info["filepath"]]
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return torch.get_num_threads(), blas, {name: os.environ.get(name) for name in names}
+
+
+def reports_once() -> int:
+    notebook_accel.report(loss=0.5)
+    time.sleep(0.4)  # until that is said
+    return rank()
 
 
 def note(folder: str, what: str) -> None:
@@ -84,6 +101,16 @@ def interrupted_in(how: str, folder: str) -> None:
             raise
         finally:
             accepted.close()
+
+
+def computes_until_it_is_interrupted(folder: str) -> str:
+    """Makes no call in which Python looks for signals by itself."""
+    try:
+        note(folder, "computes")
+        while True:
+            sum(n for n in range(1000))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
 
 
 def goes_on_after_an_interrupt(folder: str) -> float:
@@ -212,3 +239,34 @@ def forgets_to_end_forks() -> list[int]:
             raise end
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     return [os.getpid()]
+
+
+def saves_at_sigterm(folder: str) -> None:
+    """Takes its time to save, as what runs under a cluster's scheduler may, and says when it has."""
+
+    def save(*_: object) -> None:
+        note(folder, "was asked")
+        wait_for(folder, "go")
+        note(folder, "has saved")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    note(folder, "trains")
+    time.sleep(120)
+
+
+def trains_through_a_jump(folder: str) -> tuple[bool, float]:
+    """Two groups, one before and one after the machine's clock jumps. Whether it has, and the sum over the ranks."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    before_s, since_s = time.time(), time.monotonic()
+    note(folder, "waits for the jump")
+    if rank() == 0:  # the other one waits for it in the collective
+        wait_for(folder, "jump")
+    total = torch.tensor(float(rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.all_reduce(total)
+    has_jumped = abs((time.time() - before_s) - (time.monotonic() - since_s)) > 3600
+    return has_jumped, float(total)

@@ -1,10 +1,23 @@
-"""The agent between what a template says of a rank and what the rank says itself, which come in any order."""
+"""The agent between what a template says of a rank and what the rank says itself; and when it is told to end."""
 
 from __future__ import annotations
 
+import os
+import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from notebook_accel.errors import RunStoppedError
+from notebook_accel.launching import agent_process, local
+from notebook_accel.launching.job import Job
+from tests import processes
+from tests.launching import ranks
 
 _RANK_SAYS_IT_FIRST = """
 import os, subprocess
@@ -33,3 +46,81 @@ def test_rank_is_interrupted_in_its_code_also_if_its_template_has_not_said_yet_t
     command = [sys.executable, "-c", _RANK_SAYS_IT_FIRST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == f"{-signal.SIGINT}\n", done.stderr
+
+
+# By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the kernel.
+@pytest.mark.parametrize("how", ["agent", "all", "all with restarts", "kernel"])
+def test_ranks_can_save_when_the_agent_is_told_to_end(
+    launch: Callable[..., Job], tmp_path: pathlib.Path, how: str
+) -> None:
+    job = launch(ranks.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
+
+    def have(what: str) -> bool:
+        return all((tmp_path / f"{rank} {what}").exists() for rank in range(2))
+
+    processes.wait_until(lambda: have("trains") or job.done, "both ranks train", 60)
+    [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
+    everything = [agent, *processes.descendants(agent.pid)]
+    closing = threading.Thread(target=local.engine().close)
+    if how == "kernel":
+        closing.start()
+    else:
+        for process in everything if "all" in how else [agent]:
+            os.kill(process.pid, signal.SIGTERM)
+    processes.wait_until(lambda: have("was asked") or job.done, "both ranks save", 60)
+    assert not job.done, job.error
+    assert not have("has saved")
+    (tmp_path / "go").touch()
+    assert job.wait(60)
+    assert have("has saved")
+    assert (job.status, type(job.error)) == ("stopped", RunStoppedError)
+    assert ("SIGTERM" in str(job.error)) is (how != "kernel")
+    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all have gone")
+    if how == "kernel":
+        closing.join(30)
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    local.engine().close()  # the next agent, which wasn't there before
+
+
+_RUN_ENDS = """
+import os
+from notebook_accel.channel import Connection
+from notebook_accel.launching import messages
+from notebook_accel.launching.supervision import agent, runs
+
+launch = messages.Launch(
+    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
+)
+kernel, theirs = Connection.pair()
+kernel.set_receive_deadline(5.0)
+made = agent.Agent(theirs, os.getpid())
+run = runs.Run(launch, [])
+made._runs["1"] = run
+run.ended = lambda: print([messages.decode_for_kernel(frame.body) for frame in kernel.receive()])
+made._run_ended(run)
+"""
+
+
+def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> None:
+    done = subprocess.run([sys.executable, "-c", _RUN_ENDS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
+
+
+def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
+    launch: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        if threading.current_thread().name == "notebook-accel-agent":
+            pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(agent_process.time, "sleep", noted)
+    for _ in range(4):  # on a busy machine, a rank may say more than its loss
+        pauses.clear()
+        assert launch(ranks.reports_once, num_processes=1).results(timeout_s=60) == [0]
+        if not pauses:
+            break
+    assert not pauses

@@ -108,6 +108,12 @@ def test_result_of_a_failed_attempt_is_not_in_the_way(launch: Launch, tmp_path: 
     assert results == ["short", "short"]
 
 
+@pytest.mark.parametrize("endpoint", ["localhost:0", "localhost:29400", "localhost", ""])
+def test_one_node_is_elastic_as_torchruns_documentation_has_it(launch: Launch, endpoint: str) -> None:
+    job = launch(restarted.fails_at_first, 1, "raise", max_restarts=1, rdzv_backend="c10d", rdzv_endpoint=endpoint)
+    assert [(attempts, total) for attempts, total, _ in job.results(timeout_s=60)] == [(1, 4.0), (1, 4.0)]
+
+
 def test_port_that_was_asked_for_is_used_each_time(launch: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

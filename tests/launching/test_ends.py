@@ -184,6 +184,38 @@ time.sleep(60)""")
 
 
 @on_every_engine
+def test_what_cannot_be_pulled_hides_neither_the_failure_nor_the_interrupt(
+    notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "of_the_ranks.py").write_text("class Held: pass\n")
+    notebook.run("held, lock, weights = None, None, torch.zeros(5000)")
+    cell = f"""%%distributed -n 2 --pull held,lock,weights {how}
+import sys, threading
+sys.path.append({str(tmp_path)!r})
+import of_the_ranks
+held, lock = of_the_ranks.Held(), threading.Lock()
+weights += 1
+print("made", flush=True)
+if {RANK} == FAILING: raise ValueError("boom")
+time.sleep(60)"""
+    outcome = notebook.run(cell.replace("FAILING", "0"))
+    assert (outcome.error_name, "ValueError: boom" in outcome.traceback) == ("RankFailedError", True)
+    started = notebook.start(cell.replace("FAILING", "-1"))
+    started.wait_for_output("0 │ made")
+    notebook.interrupt()
+    interrupted = started.finish()
+    assert interrupted.error_name == "KeyboardInterrupt"
+    for said, pulled in (
+        (outcome, "Pulled all the same, as it was then in rank 0: weights"),
+        (interrupted, "weights: pulled as it was then in rank 0"),
+    ):
+        assert pulled in said.traceback
+        assert 'name "held" of rank 0 can\'t be made again here: ModuleNotFoundError' in said.traceback
+        assert 'name "lock" of rank 0 can\'t be sent to another process: it is a lock' in said.traceback
+    assert notebook.run("float(weights.mean()), held, lock").result == "(2.0, None, None)"
+
+
+@on_every_engine
 def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, how: Way) -> None:
     started = time.monotonic()
     outcome = notebook.run(f"""%%distributed -n 2 {how}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import time
 import types
+from collections.abc import Iterator
 
 import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.checks import kernel_state, preflight
+from notebook_accel.launching.checks.devices import Devices
+from tests import processes
 
 FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
 
@@ -27,6 +32,45 @@ def test_initialised_cuda_is_refused_whatever_is_allowed(monkeypatch: pytest.Mon
     [finding] = preflight.check(FORK.replace(allow_initialized_cuda=True))
     assert finding.refuses
     assert "CUDA is initialised" in finding.what and "--start_method spawn" in finding.fix
+
+
+@pytest.fixture
+def woken(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """torch as ``torch.cuda.is_available()`` leaves it on a machine with a GPU; no GPU, but a real fork.
+
+    torch has the C library call a function of its own in each fork (torch/csrc/cuda/Module.cpp, ``poison_fork``).
+    """
+    torch = pytest.importorskip("torch")
+    is_woken, forked = True, False
+
+    def note() -> None:
+        nonlocal forked
+        forked = is_woken
+
+    os.register_at_fork(after_in_child=note)
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: forked, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    yield torch
+    is_woken = False  # what is registered stays
+
+
+def test_driver_that_is_awake_is_found_by_a_fork(woken: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not woken.cuda.is_initialized()
+    on_gpus = Devices("GPU", 2)
+    [finding] = preflight.check(FORK, on_gpus)
+    assert finding.refuses
+    assert "woken CUDA's driver" in finding.what and "--start_method spawn" in finding.fix
+    assert preflight.check(FORK, Devices("CPU", 1)) == ()
+    monkeypatch.setattr(woken.cuda, "device_count", lambda: 0)  # torch for CUDA where no GPU is
+    assert preflight.check(FORK, on_gpus) == ()
+
+
+def test_fork_that_does_not_answer_is_not_waited_for(woken: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_state, "_PROBE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(woken._C, "_cuda_isInBadFork", lambda: time.sleep(300))
+    before = processes.children(os.getpid())
+    assert not kernel_state.forks_lose_cuda()
+    assert processes.children(os.getpid()) == before
 
 
 def test_initialised_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

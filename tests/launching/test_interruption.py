@@ -41,6 +41,14 @@ def test_rank_that_waits_for_another_is_brought_out_of_it(
     assert ended == {0: 1, 1: 1}  # by themselves, not by a stronger signal
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_rank_that_computes_is_interrupted(launch: Launch, tmp_path: pathlib.Path, method: str) -> None:
+    job = launch(ranks.computes_until_it_is_interrupted, str(tmp_path), start_method=method)
+    processes.wait_until(lambda: both(tmp_path, "computes"), "both compute")
+    job.interrupt(escalate=False)
+    assert job.results(timeout_s=30) == ["KeyboardInterrupt", "KeyboardInterrupt"]
+
+
 def test_interrupt_that_does_not_escalate_leaves_ranks_alive_and_able_to_meet_again(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel import events, memory_files, serialization
+from notebook_accel import events, memory_files
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     NotebookAccelError,
@@ -19,6 +19,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
+from notebook_accel.launching import result_files
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.results import Results
@@ -52,8 +53,7 @@ def job() -> Iterator[Job]:
 
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
-    pickled = serialization.pickle_by_value((value, pulled or {}), roots={})
-    serialization.seal(job._files._descriptors[rank], pickled)
+    result_files.write(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
     job.deliver(rank, events.Finished(result_bytes=1))
     job.deliver(rank, events.Ended(exit_code=0))
 

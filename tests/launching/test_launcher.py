@@ -36,6 +36,8 @@ def train() -> None:
         ({"num_nodes": 2, "rdzv_endpoint": "10.0.0.1:http"}, "rdzv_endpoint='10.0.0.1:http' has no port"),
         ({"num_nodes": 2, "rdzv_conf": {"tiemout": 3}}, "rdzv_conf has 'tiemout=3', which static doesn't know"),
         ({"num_nodes": 2, "rdzv_conf": {"timeout": "long"}}, "rdzv_conf has 'timeout=long', which is no number"),
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:http"}, "rdzv_endpoint='localhost:http' has no port"),
+        ({"rdzv_endpoint": "localhost:29500"}, "rdzv_endpoint='localhost:29500' is about several nodes"),
         ({"node_rank": 1}, "node_rank=1 is about several nodes, and num_nodes is 1"),
         ({"max_restarts": -1}, "max_restarts=-1 can't be used: it has to be >= 0"),
         ({"monitor_interval": 0}, "monitor_interval=0 can't be used: it has to be > 0"),

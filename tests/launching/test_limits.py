@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pathlib
 import re
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel import events
+from notebook_accel import events, host_memory
 from notebook_accel.errors import ProcessStartError, RankFailedError
 from notebook_accel.launching.job import Job
 from tests import processes
@@ -80,29 +83,124 @@ def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None
     assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
 
 
-@pytest.fixture
-def little_memory(engine: object) -> Iterator[int]:
-    """A control group with little memory, and the template in it; its limit in bytes."""
+@contextlib.contextmanager
+def control_group(controller: str, limits: dict[str, str]) -> Iterator[pathlib.Path]:
+    """A control group with limits, by the names of either version, and the agent and the template in it."""
     root = pathlib.Path("/sys/fs/cgroup")
-    folder = (root / "memory" if (root / "memory").is_dir() else root) / f"notebook-accel-test-{os.getpid()}"
+    is_v1 = (root / controller).is_dir()
+    folder = (root / controller if is_v1 else root) / f"notebook-accel-test-{os.getpid()}"
+    agent, template = supervisor("agent"), supervisor("template")
     try:
         folder.mkdir()
     except OSError as error:
         pytest.skip(f"NOT TESTED: no control group can be made here ({error.strerror})")
+    try:
+        try:
+            for name, value in limits.items():
+                if (folder / name).exists():
+                    (folder / name).write_text(value)
+        except OSError as error:
+            pytest.skip(f"NOT TESTED: no control group can have a limit here ({error.strerror})")
+        groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
+        [path] = [
+            path
+            for _, controllers, path in groups
+            if (controller in controllers.split(",") if is_v1 else not controllers)
+        ]
+        before = folder.parent / path.lstrip("/")
+        for pid in (agent, template):
+            (folder / "cgroup.procs").write_text(str(pid))
+        try:
+            yield folder
+        finally:
+            for pid in (folder / "cgroup.procs").read_text().split():
+                (before / "cgroup.procs").write_text(pid)
+    finally:
+        processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
+        folder.rmdir()
+
+
+# No room for a rank; for a template; what a program is started with is too much.
+@pytest.mark.parametrize(("who", "said"), [
+    ("template", "Resource temporarily unavailable"),
+    ("agent", "Resource temporarily unavailable"),
+    ("variable", "Argument list too long"),
+])  # fmt: skip
+def test_process_that_cannot_be_started_ends_the_run_that_needs_it(
+    launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, who: str, said: str
+) -> None:
+    other = launch(ranks.waits, str(tmp_path))
+    processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
+    pid = supervisor("agent")
+    with contextlib.ExitStack() as limits:
+        if who != "variable":
+            folder = limits.enter_context(control_group("pids", {"pids.max": "max"}))
+            (folder / "pids.max").write_text((folder / "pids.current").read_text())
+        with monkeypatch.context() as variables:
+            if who != "template":  # a new one is needed
+                variables.setenv("TORCH_OF_THIS_TEST", "x" * (200_000 if who == "variable" else 1))
+            job = launch(ranks.rank)
+            assert job.wait(60)
+    assert isinstance(job.error, ProcessStartError), job.error
+    assert said in str(job.error)
+    assert ("environment variables" if who == "variable" else "ulimit -u") in job.error.fix
+    assert other.status == "running"
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert supervisor("agent") == pid
+
+
+@pytest.fixture
+def little_memory(engine: object) -> Iterator[int]:
+    """A control group with little memory, and the template in it; its limit in bytes."""
     limit_bytes = 512 << 20
-    v1 = folder / "memory.limit_in_bytes"
-    (v1 if v1.exists() else folder / "memory.max").write_text(str(limit_bytes))
-    agent, template = supervisor("agent"), supervisor("template")
-    groups = [row.split(":") for row in pathlib.Path(f"/proc/{agent}/cgroup").read_text().splitlines()]
-    [path] = [path for _, controllers, path in groups if controllers == ("memory" if v1.exists() else "")]
-    before = folder.parent / path.lstrip("/")
-    for pid in (agent, template):
-        (folder / "cgroup.procs").write_text(str(pid))
-    yield limit_bytes
-    for pid in (agent, template):
-        (before / "cgroup.procs").write_text(str(pid))
-    processes.wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the control group is empty")
-    folder.rmdir()
+    with control_group("memory", dict.fromkeys(("memory.limit_in_bytes", "memory.max"), str(limit_bytes))):
+        yield limit_bytes
+
+
+@pytest.fixture
+def one_processor(engine: object) -> Iterator[None]:
+    """A control group that may use one processor's time, and the template in it."""
+    quota = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000", "cpu.max": "100000 100000"}
+    with control_group("cpu", quota):
+        yield
+
+
+def test_memory_that_is_shown_is_that_of_the_control_group(
+    launch: Launch, little_memory: int, tmp_path: pathlib.Path
+) -> None:
+    job = launch(ranks.waits, str(tmp_path))
+    processes.wait_until(lambda: all(rank.memory_total_bytes for rank in job.ranks), "all have said what there is", 60)
+    shown = [rank.memory_total_bytes for rank in job.ranks]
+    job.stop()
+    assert job.wait(60)
+    assert shown == [little_memory] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_compute_with_the_processors_that_there_are(launch: Launch, one_processor: None, count: int) -> None:
+    for torchs, blas, variables in launch(ranks.threads, num_processes=count).results(timeout_s=60):
+        assert (torchs, blas) == (1, 1)
+        assert set(variables.values()) == {"1"}
+
+
+def test_ranks_share_the_processors(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    each = max(1, host_memory.cores() // 2)
+    for torchs, blas, variables in launch(ranks.threads).results(timeout_s=60):
+        assert (torchs, blas, set(variables.values())) == (each, each, {str(each)})
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    for _, _, variables in launch(ranks.threads).results(timeout_s=60):
+        assert list(variables.values()) == [str(each), str(each), "3"]
+
+
+def test_a_rank_alone_computes_as_a_process_without_a_launch(launch: Launch) -> None:
+    if host_memory.cores() < (os.cpu_count() or 1):
+        pytest.skip("NOT TESTED: this process may not use the whole machine")
+    [(_, blas, variables)] = launch(ranks.threads, num_processes=1).results(timeout_s=60)
+    code = "from tests.launching import ranks; print(ranks.threads()[1])"
+    alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert (blas, set(variables.values())) == (int(alone.stdout), {None})
 
 
 def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_memory: int) -> None:

@@ -267,6 +267,29 @@ loss.item()"""
     assert "made for another model" in run(cell.format(pull="net")).traceback
 
 
+def test_model_trained_in_mixed_precision_comes_back_as_it_was(run: Run) -> None:
+    ok(
+        run("""class Net(torch.nn.Linear):
+    pass
+net, batch = Net(8, 1), torch.randn(4, 8)""")
+    )
+    ok(
+        run("""%%distributed -n 2 --pull trained,kept
+from notebook_accel import Accelerator
+accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+kept = accelerator.prepare(net)
+trained = accelerator.unwrap_model(kept)
+rounded = trained(batch)
+assert torch.equal(rounded, rounded.bfloat16().float())""")
+    )
+    for name in ("trained", "kept"):
+        said = run(
+            f"import pickle\n{name}(batch).equal(torch.nn.functional.linear(batch, {name}.weight, {name}.bias)), "
+            f"type(pickle.loads(pickle.dumps({name}))) is type({name}) is Net, 'forward' in vars({name})"
+        )
+        assert ok(said).result == "(True, True, False)"
+
+
 def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
     ok(run("hidden = 41"))
     outcome = run("%%distributed -n 2\neval('hidden + 1')")

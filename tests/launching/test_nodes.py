@@ -121,6 +121,34 @@ def test_all_nodes_restart_together(nodes: Callable[..., list[Job]]) -> None:
     assert "[restart 1 of 2: rank 3" in shown(first)
 
 
+def test_failure_that_crosses_with_the_end_of_ranks_here_is_followed_by_a_restart(
+    nodes: Callable[..., list[Job]],
+) -> None:
+    options: dict[str, Any] = {"preload": ("tests.launching.late_looks",), "rdzv_id": "late looks"}
+    first, second = nodes(restarted.on_two_nodes, 1, max_restarts=1, **options)
+    assert [result[:3] for result in first.results(timeout_s=_WAIT_S)] == [(0, 1, 16.0), (1, 1, 16.0)]
+    assert [result[:3] for result in second.results(timeout_s=_WAIT_S)] == [(2, 1, 16.0), (3, 1, 16.0)]
+
+
+def test_nodes_whose_clocks_are_apart_never_train_each_for_itself(launch: Launch) -> None:
+    port = free_port()
+    options: dict[str, Any] = {
+        "num_nodes": 2, "rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "clocks apart",
+        "preload": ("tests.launching.apart_clocks",),
+    }  # fmt: skip
+    ahead = launch(restarted.on_two_nodes, node_rank=0, **options)
+
+    def is_answered() -> bool:
+        with socket.socket() as dialled:
+            return dialled.connect_ex(("127.0.0.1", port)) == 0
+
+    processes.wait_until(is_answered, "the first one waits there")
+    other = launch(restarted.on_two_nodes, node_rank=1, **options)
+    assert error(ahead).what == f"1 of 2 nodes are left at 127.0.0.1:{port}: the others seem to have gone."
+    assert "clocks are more than 15 s apart" in error(ahead).why
+    assert isinstance(error(other), ProcessStartError)
+
+
 @pytest.mark.parametrize(
     ("own", "differs"),
     [

@@ -152,12 +152,12 @@ def test_calm_after_a_flood_lets_everything_through_again() -> None:
 def test_log_is_read_as_far_as_is_asked_for() -> None:
     log = Log()
     os.write(log.descriptor, b"before\nafter\n")
-    assert log.tail.has_grown
+    assert log.tail.grown_bytes is not None
     log.tail.read(1.0, len(b"before\n"))
-    assert (log.lines, log.tail.has_grown) == (["before"], True)
+    assert (log.lines, log.tail.grown_bytes is None) == (["before"], False)
     log.tail.read(1.0, 3)  # which was said already
     log.tail.read(2.0, log.tail.size_bytes)
-    assert (log.lines, log.tail.has_grown) == (["before", "after"], False)
+    assert (log.lines, log.tail.grown_bytes is None) == (["before", "after"], True)
     log.tail.close()
 
 
@@ -208,3 +208,11 @@ def test_without_a_file_the_log_is_in_memory(tmp_path: pathlib.Path) -> None:
     # A link that somebody else has put there is not followed.
     check_complaint(tmp_path, lambda: (tmp_path / "rank_0.log").symlink_to(tmp_path / "elsewhere"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_log_that_cannot_be_read_is_said_so_once_and_raises_nothing(tmp_path: pathlib.Path) -> None:
+    log = Log(descriptor=os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC))  # the system refuses to read a folder
+    log.tail.finish()
+    log.tail.read(1.0, 2 * log.tail.size_bytes)
+    assert log.tail.grown_bytes is None
+    assert log.finish() == ["[this rank's log can't be read (Is a directory): what it prints now may not be shown]"]

@@ -12,7 +12,7 @@ from notebook_accel import events, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import connecting, connection, host, options, parts
+from notebook_accel.launching.ray import cluster, connecting, connection, host, options, parts, starting
 from tests.launching import ranks
 
 
@@ -67,8 +67,8 @@ def test_host_tells_everything_in_order_and_of_samples_the_newest() -> None:
     run.deliver(0, events.Progress(step=100, steps=100, total=100))
     run.deliver(1, events.Output(text="second"))
     run.end("failed")
-    told = parts.decode(parts.encode(run.outbox.take(1.0)))
-    assert parts.encode(run.outbox.take(0.01)) == parts.encode([])
+    told = parts.decode(parts.encode(parts.News(time_s=1.0, said=run.outbox.take(1.0)))).said
+    assert run.outbox.take(0.01) == []
     run.close()
     said = [(told.rank, events.decode(bytes(told.event))) for told in told[:-1] if isinstance(told, parts.Said)]
     assert [(rank, type(event).__name__, getattr(event, "step", "")) for rank, event in said] == [
@@ -95,6 +95,25 @@ def test_versions_are_what_has_to_be_the_same() -> None:
     assert set(found) == {"Python", "torch", "notebook-accel"} and all(found.values())
     facts = parts.Facts(versions=found, address="127.0.0.1", host="here", pid=1)
     assert msgspec.msgpack.decode(parts.encode(facts), type=parts.Facts) == facts
+
+
+def test_clock_of_a_node_is_known_within_the_time_that_its_quickest_answer_took() -> None:
+    part = starting.NodePart(cluster.Node("1", "127.0.0.1", (0,)), 0, None)
+    ahead_s = 86_400.0  # the node's clock
+
+    def answered(asked_s: float, sent_s: float, now_s: float, at_s: float) -> float:
+        """Where an event of ``at_s`` is put after an answer; all by the kernel's clock."""
+        part.asked_s = asked_s
+        part.heard(sent_s + ahead_s, now_s)
+        return part.by_our_clock(events.Started(time_s=at_s + ahead_s, pid=1)).time_s
+
+    assert answered(asked_s=10.0, sent_s=10.9, now_s=11.0, at_s=10.5) == pytest.approx(10.6)
+    assert answered(asked_s=11.0, sent_s=11.99, now_s=12.0, at_s=11.5) == pytest.approx(11.51)
+    assert answered(asked_s=12.0, sent_s=12.5, now_s=14.0, at_s=12.5) == pytest.approx(12.51)  # the kernel was busy
+    ahead_s -= 3600  # the node was suspended for an hour
+    assert answered(asked_s=20.0, sent_s=20.2, now_s=21.0, at_s=20.2) == pytest.approx(20.0)
+    ahead_s += 7200  # the kernel's machine was
+    assert answered(asked_s=30.0, sent_s=30.2, now_s=30.3, at_s=30.2) == pytest.approx(30.3)
 
 
 class _Library:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from notebook_accel.launching.processes import bootstrap
 from tests import kernels, processes
 from tests.launching.conftest import FIRST_LAUNCH_S
 
@@ -40,6 +41,19 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     (folder / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     )
+    # As with torch for CUDA, whose `torch.cuda.is_available()` does this (torch/csrc/cuda/Module.cpp, `poison_fork`).
+    (folder / "wakes_cuda.py").write_text("""
+import os, torch
+is_in_bad_fork = False
+def poison():
+    global is_in_bad_fork
+    is_in_bad_fork = True
+os.register_at_fork(after_in_child=poison)
+torch._C._cuda_isInBadFork = lambda: is_in_bad_fork
+torch.cuda.device_count = lambda: 1
+asked_nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+assert asked_nvml == "1", asked_nvml
+""")
     return folder
 
 
@@ -66,6 +80,19 @@ def test_import_of_the_launcher_warms_a_kernel(tmp_path: pathlib.Path) -> None:
 def parent_of_ranks_by_function(kernel: kernels.Kernel) -> int:
     code = "import os\nlist(notebook_launcher(os.getppid, num_processes=1, view='none'))"
     return int(kernel.run(code, FIRST_LAUNCH_S).result.strip("[]"))
+
+
+def test_modules_in_the_working_directory_are_not_ours(tmp_path: pathlib.Path) -> None:
+    for name in ("json", "importlib", "random", "selectors", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this is the one of the user')\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "probe.py").write_text(
+        "import json, sys\ndef main(*args):\n    print(json.dumps([args, sys.path]))\n"
+    )
+    path = [*(entry for entry in sys.path if entry), "", str(tmp_path / "elsewhere"), "with, [a comma] and 'quotes'"]
+    command = bootstrap("probe", "3", "two words", sys_path=path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "" and json.loads(done.stdout) == [["3", "two words"], path]
 
 
 def test_import_of_the_launcher_starts_nothing_in_a_script() -> None:
@@ -108,6 +135,7 @@ def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kerne
     [
         ("threaded", "importing threaded leaves 1 thread running"),
         ("no_such_module", "no_such_module can't be imported"),
+        ("wakes_cuda", "importing wakes_cuda wakes CUDA's driver"),  # in place of torch's answers: there is no GPU
     ],
 )
 def test_module_that_cannot_be_preloaded_is_refused_with_the_reason(
@@ -117,6 +145,11 @@ def test_module_that_cannot_be_preloaded_is_refused_with_the_reason(
     assert outcome.error_name == "ProcessStartError"
     assert reason in outcome.traceback and "leave it out of preload" in outcome.traceback
     assert kernel.run("%%distributed -n 1\n'works'", FIRST_LAUNCH_S).result == "['works']"
+
+
+def test_rank_has_no_variable_of_its_templates(kernel: kernels.Kernel) -> None:
+    cell = "%%distributed -n 1\nimport os\n'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ"
+    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[False]"
 
 
 def test_killed_template_that_nobody_uses_is_replaced(kernel: kernels.Kernel) -> None:

@@ -6,16 +6,23 @@ import os
 import re
 import signal
 import threading
+import time
+from typing import Any
 
 import pytest
+import torch
 
 from notebook_accel.errors import RankFailedError
+from notebook_accel.launching import local
+from notebook_accel.launching.ranks import nccl
 from notebook_accel.launching.stacks import RankStack
 from notebook_accel.launching.state.silence import Silence
 from notebook_accel.sessions import asking, messages
 from notebook_accel.sessions.session import Session
+from notebook_accel.training import process_group, regrouping
 from tests import processes
 from tests.sessions.conftest import interrupted, runs, waits
+from tests.training import ranks
 
 _PREPARE = """
 from notebook_accel import Accelerator
@@ -305,3 +312,71 @@ def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) 
     assert [info.silent for info in prepared.job.ranks] == [None, None]
     prepared.job._silence = Silence()
     assert goes_on(prepared)
+
+
+_NCCL_NOTED = """
+from notebook_accel import reporting
+from notebook_accel.launching.ranks import nccl
+done, reporter = [], reporting.reporter()
+catch_up = reporter.catch_up
+nccl.can_abort, nccl.abort = lambda: True, lambda: done.append("abort")
+reporter.catch_up = lambda: done.append("catch up") or catch_up()
+"""
+
+
+def test_nccl_is_given_up_before_anything_of_a_broken_cell_is_read(engine: local.LocalEngine) -> None:
+    """NCCL's communicators are replaced, since they need GPUs."""
+    with Session(num_processes=1, use_cpu=True, view="none") as own:
+        own.execute(_NCCL_NOTED)
+        for error, expected in (("ValueError", "['catch up']"), ("KeyboardInterrupt", "['abort', 'catch up']")):
+            with pytest.raises(RankFailedError):
+                own.execute(f"done.clear()\nraise {error}")
+            assert own.execute("done[: 1 + done.count('abort')]")[0] == expected
+
+
+def test_ranks_do_not_wait_for_an_abort_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(nccl, "can_abort", lambda: True)
+    monkeypatch.setattr(nccl, "abort", lambda: hangs.wait(60))
+    nccl.abort_soon(0.1)
+    assert "notebook-accel-abort" in [thread.name for thread in threading.enumerate()]
+    hangs.set()
+
+
+_WATCHED_AS_WITH_NCCL = """
+import io
+from notebook_accel import Accelerator
+from notebook_accel.training.runtimes import torch_group, watch
+torch_group.Watch = lambda *arguments, **_: watch.Watch(*arguments, warns_before_s=1.0)
+sys.stderr = heard = io.StringIO()
+accelerator = Accelerator()
+"""
+
+
+def test_ranks_that_idle_between_cells_do_not_stand_still(engine: local.LocalEngine) -> None:
+    """gloo in NCCL's place, and a deadline of one second in that of ten minutes."""
+    with Session(num_processes=2, use_cpu=True, view="none") as idle:
+        idle.execute("import sys, torch")
+        idle.execute(_WATCHED_AS_WITH_NCCL)
+        time.sleep(4)  # nothing else is meant by idleness
+        assert repr(idle.execute("heard.getvalue()")) == "ranks 0-1: ''"
+        together = """net = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.backward(net(torch.ones(1, 2)).sum())
+accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=True)"""
+        assert repr(idle.execute(together)) == "ranks 0-1: [0, 1]"
+
+
+def calls_of_each_backend() -> Any:
+    """Unequal calls by gloo in a group in which NCCL is the one that torch asks, as that of CPUs and GPUs has it."""
+    process_group.join(cpu=True)
+    group: Any = torch.distributed.group.WORLD
+    group._set_default_backend(torch.distributed.ProcessGroup.BackendType.NCCL)
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.all_reduce(torch.ones(1), async_op=True)
+    return regrouping.standing()
+
+
+def test_unequal_calls_are_seen_whichever_backend_they_went_through() -> None:
+    with ranks.running(2) as both:
+        first, second = both.run(calls_of_each_backend)
+    assert [mine - others for mine, others in zip(first, second, strict=True)] == [0, 1, 1]

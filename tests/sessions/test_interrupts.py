@@ -62,6 +62,7 @@ class Interrupting:
 
     def call(self, act: Callable[[], object]) -> bool:
         """Does it; whether that has ended by a KeyboardInterrupt."""
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether any frame wants it only when a trace is set
         sys.settrace(self._trace)
         try:
             act()

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
-from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError
+from notebook_accel import environment
+from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError, ResultError
+from notebook_accel.launching import local
 from notebook_accel.launching.results import Results
 from notebook_accel.sessions import crew
 from notebook_accel.sessions.session import Session
@@ -115,9 +117,11 @@ def test_what_cannot_be_sent_or_fetched_is_said(session: Session) -> None:
         session.push(line=Pair(file, 1))
     with pytest.raises(RankFailedError, match="name 'nowhere' is not defined"):
         session.pull("nowhere")
-    with pytest.raises(RankFailedError, match="can't be sent to another process: it is a generator") as raised:
-        session.execute("endless = (x for x in [1])") or session.pull("endless")
+    session.execute("endless, kept = (x for x in [1]), 7")
+    with pytest.raises(ResultError, match="can't be sent to another process: it is a generator") as raised:
+        session.pull("endless", "kept", rank=1)
     assert str(raised.value).count("Fix: ") == 1
+    assert raised.value.values == {1: {"kept": 7}}
     assert session.execute("rank", ranks=[1])[1] == "1"
 
 
@@ -230,3 +234,11 @@ def test_many_cells_leave_nothing(session: Session) -> None:
     assert (repr(session.execute(held)), len(os.listdir("/proc/self/fd"))) == before
     assert sizes[1] - sizes[0] < 4 << 20
     assert int(session.execute("objects()")[0]) - objects < 100  # a quarter of one for each cell
+
+
+def test_ranks_are_to_outlive_a_collective_that_has_failed(engine: local.LocalEngine) -> None:
+    """Which variables that takes was read in torch's sources: there is no GPU, and so no NCCL that reads them."""
+    names = ["ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"]
+    with environment.patched({"TORCH_NCCL_ENABLE_MONITORING": "1"}), Session(num_processes=1, use_cpu=True) as own:
+        seen = own.execute(f"import os\n' '.join(os.environ['TORCH_NCCL_' + name] for name in {names})")
+    assert seen[0] == "'0 1 0 0'"  # what the user has set stays

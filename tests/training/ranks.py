@@ -237,6 +237,8 @@ def _serve(connection: Connection) -> None:
         except Exception as error:  # noqa: BLE001  whatever it is, the test gets it
             error.in_rank = traceback.format_exc()  # type: ignore[attr-defined]  # tracebacks don't pickle
             _send(connection, error)
+        if sys.version_info < (3, 11):
+            gc.collect()  # contextlib leaves a cycle there when a loop is left early, and in it are a loader's workers
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -229,11 +230,12 @@ def test_mixed_precision_of_the_launcher() -> None:
         accelerator = Accelerator()
     assert accelerator.mixed_precision == "bf16"
     model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    exact = model(x)
     net = accelerator.prepare(model)
-    assert not torch.equal(net(x), model(x))
+    assert not torch.equal(net(x), exact)
     assert accelerator.unwrap_model(net) is model
     with accelerator.autocast():
-        assert model(x).dtype is torch.bfloat16
+        assert (x @ x.T).dtype is torch.bfloat16
     assert Accelerator(mixed_precision="no").prepare(model) is model
 
 
@@ -384,3 +386,37 @@ def test_generators_that_are_synchronised_each_epoch(two_ranks: Ranks) -> None:
 
 def test_split_batches(two_ranks: Ranks) -> None:
     assert two_ranks.run(split) == [(2, 1, [[0, 1, 2, 3], [4, 5, 6]])] * 2
+
+
+def test_another_accelerator_in_the_last_batch_leaves_the_window_alone() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, _, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(3, 1), batch_size=1))
+    synced = []
+    for batch in loader:
+        if accelerator.gradient_state.end_of_dataloader:
+            other = Accelerator(cpu=True)
+            assert not other.gradient_state.in_dataloader
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, True, True]
+    for _ in other.prepare(DataLoader(torch.ones(1, 1))):
+        assert other.gradient_state.end_of_dataloader
+
+
+def test_numpy_scalars_in_states_are_loaded(tmp_path: pathlib.Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    rate = numpy.float64(0.25)
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate, momentum=numpy.float32(0.5))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=numpy.float64(0.5))
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    accelerator.save_state(str(tmp_path / "saved"))
+    optimizer.param_groups[0]["lr"] = 1.0
+    scheduler.scheduler.gamma = 1.0
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert isinstance(optimizer.param_groups[0]["lr"], numpy.float64)
+    assert scheduler.scheduler.gamma == 0.5

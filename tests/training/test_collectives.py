@@ -68,11 +68,15 @@ def test_reduce(two_ranks: Ranks) -> None:
         assert sums == [(torch.int64, [400, 1]), (torch.int64, [400, 1]), (torch.float32, [400, 1])]
     for means in two_ranks.run(reduce_types, "mean"):
         assert means == [(torch.float32, [200, 0.5])] * 3
+    kinds = torch.int64, torch.uint8, torch.float32
+    for reduction, expected in (("max", [200, 1]), ("min", [200, 0])):
+        for found in two_ranks.run(reduce_types, reduction):
+            assert found == [(kind, expected) for kind in kinds]
 
 
 def test_unknown_reduction() -> None:
-    with pytest.raises(ConfigError, match="'max'"):
-        collectives.reduce(alone(), torch.ones(1), "max")
+    with pytest.raises(ConfigError, match="'most'"):
+        collectives.reduce(alone(), torch.ones(1), "most")
 
 
 def broadcast_from_1() -> Any:

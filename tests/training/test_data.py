@@ -161,11 +161,33 @@ def test_options_of_the_loader_are_kept() -> None:
 
 def test_loader_that_iterates_in_its_own_way() -> None:
     class Own(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return iter(["mine"])
+        epoch = 0
 
+        def __len__(self) -> int:
+            return super().__len__() + 1
+
+        def __iter__(self) -> Any:
+            yield torch.tensor([self.epoch])
+            yield from super().__iter__()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    def own() -> Own:
+        return Own(Numbers(4), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+    accelerator, plain = Accelerator(cpu=True), own()
+    loader = accelerator.prepare(own())
+    for epoch in range(2):
+        plain.set_epoch(epoch)
+        found = [(batch.tolist(), accelerator.gradient_state.end_of_dataloader) for batch in loader]
+        expected = [batch.tolist() for batch in plain]
+        assert found == list(zip(expected, [False, False, True], strict=True))
+    assert (len(loader), loader.total_batch_size) == (3, 2)
+    plain.set_epoch(2)
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [b.tolist() for b in plain][1:]
     with pytest.raises(ConfigError, match="can't share out a Own"):
-        prepare(Own(Numbers(4)))
+        prepare_data_loader(own(), num_processes=2, process_index=0)
 
 
 def own_samplers(kind: str) -> Any:

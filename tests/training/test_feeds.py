@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.training.data import DataLoaderConfiguration, share_out
 from notebook_accel.training.feeds import Uploading
+from notebook_accel.training.passes import PASSES
+from notebook_accel.training.runtimes.devices import SideStream
 from notebook_accel.training.runtimes.single_process import SingleProcess
 
 
@@ -24,6 +29,9 @@ class Doubler:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         self.done.append("send")
         self.waiting.append([tensor * 2 for tensor in tensors])
+
+    def begin(self) -> None:
+        self.done.append("begin")
 
     def take(self) -> Sequence[torch.Tensor]:
         self.done.append("take")
@@ -40,7 +48,7 @@ class OnMeta(SingleProcess):
         super().__init__(RankPlace(), torch.device("meta"))
         self.uploaders: list[Doubler] = []
 
-    def uploader(self) -> Doubler:  # type: ignore[override]
+    def uploader(self, *, non_blocking: bool) -> Doubler:  # type: ignore[override]
         self.uploaders.append(Doubler())
         return self.uploaders[-1]
 
@@ -66,3 +74,80 @@ def test_a_pass_has_one_batch_on_its_way_and_ends_with_a_break_too() -> None:
     for _ in loader:
         break
     assert runtime.uploaders[1].done == ["send", "take", "send", "close"]
+
+
+class Cuda:
+    """Streams in the place of CUDA's, which note what is asked of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.is_capturing = False
+        for name in ("Stream", "stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+
+    def Stream(self, _: torch.device) -> Cuda:  # noqa: N802
+        return self
+
+    @contextlib.contextmanager
+    def stream(self, _: Cuda) -> Iterator[None]:
+        self.done.append("copy")
+        yield
+
+    def current_stream(self, _: torch.device) -> Cuda:
+        return self
+
+    def record_event(self) -> str:
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.done.append(f"wait for {event}")
+
+
+class OnSideStream(OnMeta):
+    """A rank whose batches come by the uploader of GPUs, to where nothing is computed."""
+
+    def uploader(self, *, non_blocking: bool) -> SideStream:  # type: ignore[override]
+        return SideStream(self.device, non_blocking=non_blocking)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
+    """No GPU: streams are replaced, and the copies, which are real, are to memory that there isn't."""
+    runtime = OnSideStream()
+    loader = share_out(
+        DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),
+        runtime=runtime,
+        config=DataLoaderConfiguration(),
+        device=runtime.device,
+    )
+    alive: list[StorageWeakRef] = []
+    for step, [x] in enumerate(loader):
+        assert x.device.type == "meta"
+        alive = [ref for ref in [*alive, StorageWeakRef(x.untyped_storage())] if not ref.expired()]
+        assert len(alive) == 1  # nobody but the loop has one, and the next has not begun
+        cuda.done.append(f"step {step}")
+        PASSES.upload_next()  # as a backward pass does
+    steps = [what for step in range(5) for what in ("wait for event", f"step {step}", "copy")]
+    assert cuda.done == ["copy", *steps[:-1]]
+    cuda.done.clear()
+    for _ in loader:  # an evaluation: a batch is copied when it is taken, while the GPU still has to compute
+        cuda.done.append("step")
+    assert cuda.done == ["copy", "wait for event", "step"] * 5
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(cuda: Cuda) -> None:
+    uploader = SideStream(torch.device("meta"), non_blocking=True)
+    uploader.send([torch.ones(1)])
+    cuda.is_capturing = True
+    uploader.begin()
+    assert cuda.done == []
+    cuda.is_capturing = False
+    uploader.begin()
+    uploader.begin()
+    assert [tensor.shape for tensor in uploader.take()] == [(1,)]
+    assert cuda.done == ["copy", "wait for event"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
+import json
 import pathlib
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,9 @@ from notebook_accel import Accelerator
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
 from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.runtimes import torch_group, watch
+from notebook_accel.training.runtimes.watch import Watch
+from notebook_accel.utils import gather_object
 from tests import kernels
 from tests.training import ranks
 
@@ -160,6 +166,70 @@ def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> Non
     assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
     assert "rank 0: reduce at " in message
     assert any(line.startswith("  rank 1: ") and "test_misuse.py, line " in line for line in message.splitlines())
+
+
+def accelerator_that_warns() -> Accelerator:
+    """Return an accelerator that is watched as with NCCL, but for seconds: gloo itself would wait for half an hour."""
+
+    def watched(*arguments: Any, **_: Any) -> Watch:
+        return Watch(*arguments, warns_before_s=2.0)
+
+    torch_group.Watch, before = watched, torch_group.Watch  # type: ignore[assignment, misc]
+    try:
+        return Accelerator(cpu=True)
+    finally:
+        torch_group.Watch = before  # type: ignore[misc]
+
+
+def works_together(own: Accelerator) -> Any:
+    """Do what fails where gloo's connections have been shut down; end the training."""
+    net = own.prepare(torch.nn.Linear(2, 2))
+    own.backward(net(torch.ones(1, 2)).sum())
+    gathered = gather_object([own.process_index])
+    own.end_training()
+    return gathered
+
+
+def call_for_long() -> Any:
+    own = accelerator_that_warns()
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        time.sleep(5)  # as a library's long call does, this stands at one place of the user's code
+    return heard.getvalue(), works_together(own)
+
+
+def test_a_long_call_that_waits_for_nobody_is_not_warned_of_and_frees_nothing(pair: ranks.Ranks) -> None:
+    assert pair.run(call_for_long) == [("", [0, 1])] * 2
+
+
+def wait_until_warned(path: str) -> Any:
+    own = accelerator_that_warns()
+    if own.process_index == 0:
+        with open(path, "w", buffering=1) as file, contextlib.redirect_stderr(file):
+            own.gather(torch.ones(1))
+    else:
+        while not pathlib.Path(path).exists() or "\n  rank 1" not in pathlib.Path(path).read_text():
+            time.sleep(0.05)
+        own.gather(torch.ones(1))
+    return works_together(own)
+
+
+def test_a_collective_that_takes_long_is_warned_of_and_goes_on(pair: ranks.Ranks, tmp_path: pathlib.Path) -> None:
+    assert pair.run(wait_until_warned, str(tmp_path / "warning")) == [[0, 1]] * 2
+    title, *doings = (tmp_path / "warning").read_text().splitlines()
+    assert title == "Rank 0 has been standing still for long. The ranks are here:"
+    assert len(doings) == 2
+    assert doings[0].startswith("  rank 0: gather at ")
+    assert "test_misuse.py, line " in doings[1]
+
+
+def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU: what ``FlightRecorder::dump_json`` of torch 2.13 gives is put in its place."""
+    said = {"pg_status": {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}}
+    dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: N803
+    monkeypatch.setattr(torch._C, "_distributed_c10d", types.SimpleNamespace(**dump))
+    assert watch._nccl_status() == {"0": ("7", "6")}
+    said.clear()  # as where it records nothing
+    assert watch._nccl_status() == {}
 
 
 def prepare_on_one_rank() -> Any:

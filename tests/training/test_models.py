@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import io
 import pickle
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import cloudpickle
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.models import prepare_model, unwrap_model
 from notebook_accel.training.precision import Precision
@@ -36,9 +41,22 @@ class Model(torch.nn.Module):
         self.calls += 1
         return {"logits": self.linear(x), "half": self.linear(x)}
 
+    def again(self, x: torch.Tensor) -> Any:
+        return self(x)
+
+    def note(self, *_: Any) -> None:
+        """A hook."""
+
 
 def prepare(model: torch.nn.Module, precision: str = "bf16") -> torch.nn.Module:
     return prepare_model(model, SingleProcess(RankPlace(), CPU), Precision(precision, CPU, {}))
+
+
+def saved_and_loaded(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def test_alone_and_in_float32_it_is_the_model_itself() -> None:
@@ -47,29 +65,85 @@ def test_alone_and_in_float32_it_is_the_model_itself() -> None:
     assert unwrap_model(model) is model
 
 
+def is_rounded(outputs: dict[str, torch.Tensor]) -> bool:
+    """Whether the model has computed in bf16, and given float32."""
+    logits = outputs["logits"]
+    assert logits.dtype is torch.float32
+    return torch.equal(logits, logits.bfloat16().float())
+
+
 def test_forward_under_autocast_returns_float32() -> None:
     model, x = Model(), torch.randn(4, 3)
-    net = prepare(model)
-    exact, rounded = model(x)["logits"], net(x)["logits"]
-    assert rounded.dtype is torch.float32
-    assert torch.equal(rounded, rounded.bfloat16().float())
-    assert not torch.equal(rounded, exact)
-    assert torch.allclose(rounded, exact, atol=0.05)
+    exact = model(x)["logits"]
+    rounded = prepare(model)(x)
+    assert is_rounded(rounded)
+    assert not torch.equal(rounded["logits"], exact)
+    assert torch.allclose(rounded["logits"], exact, atol=0.05)
+
+
+class Parent(torch.nn.Module):
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.part(x)
+
+
+@pytest.mark.parametrize("compiled", ["no", "before", "in place", "after"])
+def test_autocast_stays_with_the_model(compiled: str) -> None:
+    model, x = Model(), torch.randn(4, 3)
+    given: Any = torch.compile(model, backend="eager") if compiled == "before" else model
+    parent = Parent(given)
+    if compiled == "in place":
+        model.compile(backend="eager")
+    assert not is_rounded(parent(x))
+    net: Any = prepare(given)
+    if compiled == "after":
+        net = torch.compile(net, backend="eager")
+    assert is_rounded(net(x))
+    assert is_rounded(net.forward(x))
+    assert is_rounded(unwrap_model(net)(x))
+    assert is_rounded(parent(x))
+    assert is_rounded(Parent(net)(x))
+    assert is_rounded(copy.deepcopy(unwrap_model(given))(x))
+    assert is_rounded(copy.deepcopy(Parent(given))(x))
+    if compiled != "before":  # there it is the compiled one that autocasts, as with Accelerate
+        assert is_rounded(unwrap_model(net).again(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["a forward of its own", "scripted", "traced", "parametrized since"])
+def test_models_of_unusual_make(kind: str) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.randn(4, 3)
+    given: Any = {"scripted": torch.jit.script, "traced": torch.fx.symbolic_trace}.get(kind, lambda model: model)(model)
+    if kind == "a forward of its own":
+        given.forward = functools.partial(model[0].forward)
+    net: Any = prepare(given)
+    if kind == "parametrized since":
+        net = prepare(model[0])
+        torch.nn.utils.parametrizations.weight_norm(net)
+        assert prepare(net) is net
+        assert torch.allclose(unwrap_model(net, keep_fp32_wrapper=False)(x), net(x), atol=0.05)
+    assert is_rounded({"logits": net(x)})
+    assert is_rounded({"logits": unwrap_model(net).forward(x)})
+    if kind == "a forward of its own":
+        assert is_rounded({"logits": copy.deepcopy(net)(x)})
+        net.forward = lambda x: {"another": x}
+        assert list(net(x)) == ["another"]
 
 
 def test_prepared_and_original_are_one_model() -> None:
     model = Model()
+    shown, names = repr(model), list(model.state_dict())
     net: Any = prepare(model)
-    assert isinstance(net, Model)
-    assert net.linear is model.linear
-    assert list(net.state_dict()) == list(model.state_dict())
-    net.eval()
-    assert not model.training
-    net(torch.ones(1, 3))
-    assert model.calls == 1
-    model.calls = 7
-    assert net.calls == 7
-    assert repr(net) == repr(model)
+    assert net is model
+    assert type(net).__name__ == "Model"
+    assert inspect.signature(net.forward) == inspect.signature(Model().forward)
+    assert inspect.signature(type(net).forward) == inspect.signature(Model.forward)
+    assert repr(net) == shown
+    for keep in (True, False):
+        assert list(unwrap_model(net, keep_fp32_wrapper=keep).state_dict()) == names
     assert Model.subclasses == []
 
 
@@ -78,40 +152,55 @@ def test_unwrapping_in_the_middle_of_training_changes_neither() -> None:
     before = model(x)["logits"]
     net = prepare(model)
     rounded = net(x)["logits"]
-    assert unwrap_model(net) is model
-    assert torch.equal(model(x)["logits"], before)
+    plain: Any = unwrap_model(net, keep_fp32_wrapper=False)
+    assert type(plain) is Model
+    assert plain.linear is model.linear
+    assert torch.equal(plain(x)["logits"], before)
     assert torch.equal(net(x)["logits"], rounded)
-    kept = unwrap_model(net, keep_fp32_wrapper=True)
-    assert torch.equal(kept(x)["logits"], rounded)
+    plain.eval()
+    assert not net.training
+    assert plain.calls == model.calls == 4
 
 
-@pytest.mark.parametrize("again", [lambda net: pickle.loads(cloudpickle.dumps(net)), copy.deepcopy])
-def test_a_copy_is_a_copy_of_the_original(again: Any) -> None:
+@pytest.mark.parametrize("again", [lambda net: pickle.loads(cloudpickle.dumps(net)), saved_and_loaded])
+@pytest.mark.parametrize("keep", [True, False])
+def test_elsewhere_it_is_the_model_that_it_was(again: Any, keep: bool) -> None:
     model, x = Model(), torch.randn(4, 3)
-    copied = again(prepare(model))
-    assert type(copied) is Model
-    assert "forward" not in copied.__dict__
-    assert torch.equal(copied(x)["logits"], model(x)["logits"])
+    model.register_forward_hook(model.note)  # so that it refers to itself
+    before = model(x)["logits"]
+    for given in (prepare(model), unwrap_model(prepare(model), keep_fp32_wrapper=keep)):
+        loaded = again(given)
+        assert type(loaded) is Model
+        assert "forward" not in vars(loaded)
+        assert torch.equal(loaded(x)["logits"], before)
+        (hook,) = loaded._forward_hooks.values()
+        assert hook.__self__.linear is loaded.linear
+    assert is_rounded(model(x))
 
 
 def test_another_precision_replaces_the_first() -> None:
     model, x = Model(), torch.randn(4, 3)
+    exact = model(x)["logits"]
     net = prepare(model)
+    assert is_rounded(net(x))
     assert prepare(net, "no") is model
-    assert unwrap_model(prepare(net)) is model
-    assert torch.equal(net(x)["logits"], prepare(net)(x)["logits"])
+    assert type(model) is Model
+    assert torch.equal(model(x)["logits"], exact)
+    again = prepare(prepare(net))
+    assert is_rounded(again(x))
+    assert type(unwrap_model(again, keep_fp32_wrapper=False)) is Model
 
 
 def test_compiled_models_unwrap_to_what_was_prepared() -> None:
     model, x = Model(), torch.randn(4, 3)
     compiled = torch.compile(model, backend="eager")
     net = prepare(compiled)
-    assert net(x)["logits"].dtype is torch.float32
-    assert torch.equal(net(x)["logits"], prepare(model)(x)["logits"])
+    assert torch.equal(net(x)["logits"], prepare(copy.deepcopy(model))(x)["logits"])
     assert unwrap_model(net) is compiled
     assert unwrap_model(net, keep_torch_compile=False) is model
     assert unwrap_model(compiled) is compiled
-    assert unwrap_model(torch.compile(prepare(model), backend="eager")) is model
+    assert not is_rounded(unwrap_model(net, keep_fp32_wrapper=False)(x))
+    assert unwrap_model(torch.compile(prepare(model), backend="eager"), keep_torch_compile=False) is model
 
 
 def in_a_group(precision: str) -> Any:
@@ -176,3 +265,59 @@ def only_evaluated() -> bool:
 
 def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
     assert two_ranks.run(only_evaluated) == [True, True]
+
+
+class Placed(torch.nn.Linear):
+    """Refuses to be moved, as quantised models do and models that are on several devices."""
+
+    def to(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
+        raise ValueError("`.to` is not supported")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"hf_device_map": {"first": 0, "second": "cpu"}},
+        {"is_loaded_in_8bit": True},
+        {"is_loaded_in_4bit": True},
+        {"hf_device_map": {"": 0}, "is_quantized": True},
+    ],
+)
+def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[str, Any]) -> None:
+    """The names are those that Transformers gives its models."""
+    model = Placed(2, 2)
+    vars(model).update(names)
+    assert prepare(model, "no") is model
+    vars(model).update(dict.fromkeys(names))
+    vars(model)["hf_device_map"] = {"": 0}  # at one place, from which it can be moved
+    with pytest.raises(ValueError, match="not supported"):
+        prepare(model, "no")
+
+
+def trained_in_shards() -> Any:
+    """What an error advises, beside training that isn't sharded; and that error."""
+    accelerator = Accelerator(cpu=True)
+    trained = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(4, 2)
+        if sharded:
+            model = fully_shard(model)
+            with pytest.raises(TrainingError, match="was sharded before") as refused:
+                accelerator.prepare(model)
+            accelerator.wait_for_everyone()
+        optimizer = torch.optim.AdamW(model.parameters())
+        net, optimizer = (model, accelerator.prepare(optimizer)) if sharded else accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            accelerator.backward(net(torch.full((1, 4), 1.0 + accelerator.process_index)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([getattr(part, "full_tensor", lambda part=part: part)().tolist() for part in model.parameters()])
+    return *trained, refused.value.fix
+
+
+def test_a_sharded_model_is_refused_and_trains_as_advised(two_ranks: Ranks) -> None:
+    for sharded, whole, fix in two_ranks.run(trained_in_shards):
+        assert "leave it out of prepare" in fix
+        for part, expected in zip(sharded, whole, strict=True):
+            assert torch.allclose(torch.tensor(part), torch.tensor(expected), atol=1e-6)

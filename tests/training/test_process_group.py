@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training import process_group
 from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.runtimes import torch_group
 from notebook_accel.training.runtimes.devices import local_device
 from tests.training import ranks
 
@@ -147,6 +149,36 @@ def test_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         local_device(place, cpu=False)
     assert "num_processes=2" in raised.value.fix
     assert local_device(place, cpu=True) == torch.device("cpu")
+
+
+def test_rank_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``srun --gpus-per-task=1`` shows each task its own; torch's answers are replaced, as there is no GPU."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    place = environment.RankPlace(rank=3, world_size=4, local_rank=3, local_world_size=4)
+    assert local_device(place, cpu=False) == torch.device("cuda", 0)
+    assert chosen == [torch.device("cuda", 0)]
+
+
+def wait_for_a_rank_that_comes_late(late_s: float) -> Any:
+    timeout = datetime.timedelta(seconds=3)
+    runtime: Any = process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=timeout))
+    runtime.device = torch.device("meta")  # in a GPU's place: what is on it can't be sent by gloo
+    runtime.barrier()
+    deadline = torch_group._lengthen_gloo()
+    if runtime.place.rank == 1:
+        time.sleep(late_s)  # rank 0 has to wait for longer than the group was made for
+    runtime.barrier()
+    runtime.leave()
+    return deadline
+
+
+def test_ranks_with_gpus_wait_for_each_other_by_gloo_and_for_long() -> None:
+    with ranks.running(2) as both:
+        half_an_hour = datetime.timedelta(seconds=1800)
+        assert both.run(wait_for_a_rank_that_comes_late, 5.0) == [half_an_hour] * 2
 
 
 def cpu_by_environment() -> str:

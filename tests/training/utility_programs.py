@@ -27,6 +27,8 @@ def collectives(api: str) -> Any:
         utils.listify(accelerator.reduce((own, [own + 1]), "sum")),
         utils.listify(accelerator.reduce(own.clone(), "mean")),
         utils.listify(utils.reduce(own.clone())),
+        utils.listify(accelerator.reduce(own.clone(), "max")),
+        utils.listify(utils.reduce(own.clone(), "none")),
         utils.listify(utils.broadcast({"own": own.clone()}, from_process=0)),
         utils.gather_object([f"rank {rank}"]),
         utils.broadcast_object_list(objects, from_process=0),

@@ -25,9 +25,13 @@ _BREAK_FORKING = {
 }
 
 
-def check() -> list[Finding]:
-    """All that speaks against forking this process."""
-    devices = [_cuda(), kernel_state.xla_in_use()]
+def check(*, on_gpus: bool = False) -> list[Finding]:
+    """All that speaks against forking this process.
+
+    Args:
+        on_gpus: Whether the forks are to compute on GPUs.
+    """
+    devices = [_cuda() or (_cuda_driver() if on_gpus else None), kernel_state.xla_in_use()]
     findings = [*devices, _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
     return [finding for finding in findings if finding is not None]
 
@@ -39,6 +43,17 @@ def _cuda() -> Finding | None:
         "CUDA is initialised in this kernel, and start_method='fork' was asked for.",
         "CUDA doesn't work in a fork of a process that has initialised it; allow_initialized_cuda can't change that.",
         "--start_method spawn; or restart the kernel and use the GPU only inside the cell or function",
+    )
+
+
+def _cuda_driver() -> Finding | None:
+    if not kernel_state.forks_lose_cuda():
+        return None
+    return Finding(
+        "This kernel has woken CUDA's driver, as torch.cuda.is_available() does; start_method='fork' was asked for.",
+        "CUDA doesn't work in a fork of such a process, although torch.cuda.is_initialized() is still False in it.",
+        "--start_method spawn; or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before the kernel starts, with which "
+        "torch.cuda.is_available() leaves the driver asleep",
     )
 
 

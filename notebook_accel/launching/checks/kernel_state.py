@@ -6,8 +6,13 @@ it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
 import sys
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from notebook_accel.errors import Finding
@@ -15,6 +20,7 @@ from notebook_accel.errors import Finding
 __all__ = [
     "captured_on_gpu",
     "cuda_in_use",
+    "forks_lose_cuda",
     "is_cuda_initialized",
     "is_xla_initialized",
     "note_cuda_origin",
@@ -24,6 +30,7 @@ __all__ = [
 
 _MOST_LOOKED_AT = 1000
 _DEEPEST = 3
+_PROBE_DEADLINE_S = 5.0
 
 _cuda_origin = ""
 _xla_origin = ""
@@ -40,6 +47,45 @@ def is_cuda_initialized() -> bool:
     """Whether torch has, in this process."""
     torch: Any = sys.modules.get("torch")
     return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
+
+
+def forks_lose_cuda() -> bool:
+    """Return whether there are GPUs that a fork of this process can't use, as a fork says that is made to find out.
+
+    ``torch.cuda.is_available()`` is enough for that: it wakes the driver, while ``torch.cuda.is_initialized()`` stays
+    false. Where torch isn't imported, or has no CUDA, nothing is forked.
+    """
+    torch: Any = sys.modules.get("torch")
+    is_in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    # A CUDA build of torch says so on a machine without a GPU, too, where forks have nothing to lose. The count does no
+    # harm: the driver is awake already.
+    return is_in_bad_fork is not None and _is_true_in_a_fork(is_in_bad_fork) and torch.cuda.device_count() > 0
+
+
+def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
+    """Return a fork's answer; ``False`` if there is none in time, for a reason that the launch will say better."""
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as answer:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this fork takes no lock
+                pid = os.fork()
+        except OSError:  # no more processes
+            os.close(write_end)
+            return False
+        if pid == 0:
+            try:
+                os.write(write_end, b"1" if question() else b"0")
+            finally:
+                os._exit(0)
+        try:
+            os.close(write_end)
+            ready, _, _ = select.select([answer], [], [], _PROBE_DEADLINE_S)
+            return bool(ready) and answer.read(1) == b"1"
+        finally:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody waits for whatever ends
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def note_xla_origin(where: str) -> None:

@@ -12,12 +12,11 @@ import importlib.util
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.checks import pjrt
-from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.checks.devices import Devices, visible
 from notebook_accel.sizes import counted, in_words
 
 __all__ = ["Gpu", "Machine", "host"]
@@ -56,7 +55,7 @@ class Machine:
     Attributes:
         devices: What ranks run on unless they are told otherwise.
         gpus: The GPUs that ranks would see. Empty also where they could not be asked.
-        cores: CPU cores that this process may use.
+        cores: CPU cores that this process may use, by a container's quota too.
         memory_bytes: Memory that this process may use.
         host: ``Colab`` or ``Kaggle``, empty elsewhere.
         tpus: The TPU chips, by their generation, such as ``("v5e", "v5e")``.
@@ -72,9 +71,8 @@ class Machine:
     @classmethod
     def find(cls) -> Machine:
         """What is there."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         devices, gpus = Devices.find(LaunchConfig()), tuple(_gpus(os.environ))
-        return cls(devices, gpus, cores, host_memory.total_bytes(), host(), pjrt.chips())
+        return cls(devices, gpus, host_memory.cores(), host_memory.total_bytes(), host(), pjrt.chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
         """Each precision, and why it doesn't fit the devices; empty if it does."""
@@ -99,7 +97,7 @@ class Machine:
     def _devices(self) -> str:
         text = self.devices.describe(self.devices.available)
         if self.devices.kind == "CPU":
-            return "no GPU: ranks run on the CPU"
+            return self.devices.finding.what if self.devices.finding else "no GPU: ranks run on the CPU"
         kinds = dict.fromkeys(f"{gpu.name}, {in_words(gpu.memory_bytes)}" for gpu in self.gpus)
         return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
 
@@ -110,25 +108,15 @@ def _gpus(environ: Mapping[str, str]) -> Iterator[Gpu]:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
         try:
-            for handle in _handles(nvml, environ.get("CUDA_VISIBLE_DEVICES")):
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], environ.get("CUDA_VISIBLE_DEVICES"))
+            for handle in (handles[index] for index in seen or ()):
                 name = nvml.nvmlDeviceGetName(handle)
                 major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
                 memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
                 yield Gpu(name if isinstance(name, str) else name.decode(), memory_bytes, (major, minor))
         finally:
             nvml.nvmlShutdown()
-
-
-def _handles(nvml: Any, listed: str | None) -> Iterator[Any]:
-    count = nvml.nvmlDeviceGetCount()
-    for entry in range(count) if listed is None else listed.split(","):
-        name = str(entry).strip()
-        if name.isdigit() and int(name) < count:
-            yield nvml.nvmlDeviceGetHandleByIndex(int(name))
-        elif name.startswith(("GPU-", "MIG-")):
-            yield nvml.nvmlDeviceGetHandleByUUID(name)
-        else:
-            return  # as the driver does
 
 
 def host(root: pathlib.Path = pathlib.Path("/"), environ: Mapping[str, str] = os.environ) -> str:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ __all__ = ["check", "warn"]
 _RANK_BYTES = 64 << 20  # less than any rank takes that does something
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES = 64 << 20  # what Docker gives a container
+# What sun_path in linux/un.h holds, less the names that multiprocessing gives to a folder and a socket.
+_LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 
 # What those of these options are without which nothing is started later than at once, by one kernel.
 _NEEDS_TEMPLATE = {"max_restarts": 0, "num_nodes": "1"}
@@ -45,16 +48,17 @@ def check(
         captured: What the ranks are to have, by the words that a message uses for it.
     """
     devices = devices or Devices.find(config)
-    findings = [_half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
+    findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
     findings += [_restarts_of_what_is_no_template(config, devices), _options_of_no_engine(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
         findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
+        findings.append(_long_temporary_folder())
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
-            findings += forkable.check()
+            findings += forkable.check(on_gpus=devices.kind == "GPU")
         elif devices.kind == "GPU":
             findings.append(kernel_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
         elif devices.kind == "TPU":
@@ -128,10 +132,17 @@ def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> 
 def _platform() -> Finding | None:
     if processes.are_supported():
         return None
+    inline = "--start_method inline runs one rank in this process, anywhere"
+    if sys.platform != "linux":
+        return Finding(
+            f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
+            "Ranks are started and cleaned up with process descriptors and anonymous memory files, as Linux has them.",
+            f"use Linux, or WSL 2 on Windows; {inline}",
+        )
     return Finding(
-        f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
-        "Ranks are started and cleaned up with process descriptors and anonymous memory files, which only Linux has.",
-        "use Linux, or WSL 2 on Windows; --start_method inline runs one rank in this process, anywhere",
+        f"Launching needs a system call that this system refuses: {processes.missing_call()}.",
+        "Ranks are started and cleaned up with it. Linux has it since 5.3; the sandbox of a container may forbid it.",
+        f"use a newer kernel, or a container whose sandbox (seccomp profile) allows it; {inline}",
     )
 
 
@@ -217,11 +228,29 @@ def _no_shared_memory() -> Finding | None:
         free_bytes = status.f_bavail * status.f_frsize
     except OSError:
         free_bytes = 0
-    if free_bytes > _SHARED_BYTES:
+    is_writable = os.access(_SHARED_MEMORY, os.W_OK)
+    if free_bytes > _SHARED_BYTES and is_writable:
         return None
+    how = f"has {in_words(free_bytes)} left" if is_writable else "can't be written to"
     return Finding(
-        f"{_SHARED_MEMORY} has {in_words(free_bytes)} left.",
+        f"{_SHARED_MEMORY} {how}.",
         "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
         "start the container with --shm-size=8g or --ipc=host; or DataLoader(num_workers=0)",
+        refuses=False,
+    )
+
+
+def _long_temporary_folder() -> Finding | None:
+    """Nothing of ours has a socket there by its whole path: multiprocessing has, for tensors that workers pass on."""
+    folder = ""
+    with contextlib.suppress(OSError):  # there is none, and ranks can do without
+        folder = tempfile.gettempdir()
+    if sys.platform != "linux" or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
+        return None
+    return Finding(
+        f"The folder for temporary files has a path of {len(os.fsencode(folder))} bytes: {folder}",
+        "DataLoader workers pass batches through a socket there, and hang if its path is longer than Linux allows. "
+        f"With {_LONGEST_TEMPORARY} bytes it fits.",
+        "os.environ['TMPDIR'] = '/tmp' before anything uses it; or DataLoader(num_workers=0)",
         refuses=False,
     )

@@ -35,6 +35,7 @@ _LOOPBACK = "127.0.0.1"
 _MEETING_S = 60.0  # for what follows at once when all nodes are there
 _LEAVING_S = 5.0
 _CAUSE_S = 10.0  # for a node, which may be busy, to say why its rank has gone
+_ANSWER_S = 600.0  # for our agent to do as it was told; far longer than a killed rank with much memory takes to go
 _LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
 
 
@@ -114,6 +115,8 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._states: dict[int, str] = {}
         self._listening: socket.socket | None = None
         self._master = (_LOOPBACK, 0)
+        self._attempt = 0
+        self._answer_due_s: float | None = None
         self._are_there = False  # ranks
         self._are_stopped = False  # because of what happens elsewhere, which is no failure of theirs
 
@@ -148,6 +151,8 @@ class ElasticAgent(api.SimpleElasticAgent):
             self._listening = _listening(_LOOPBACK, self._order.port)
             self._master = self._listening.getsockname()[:2]
             return list(super()._assign_worker_ranks(store, group_rank, group_world_size, spec))
+        if group_world_size < meeting.least:
+            raise rendezvous.without_others(group_world_size, meeting)
         guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
         self._meet(guarded, meeting, group_rank, group_world_size)
         assign: Callable[..., list[api.Worker]] = super()._assign_worker_ranks
@@ -210,7 +215,9 @@ class ElasticAgent(api.SimpleElasticAgent):
     # Ranks ---------------------------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, int]:
+        self._attempt += 1
         start = elastic_messages.StartRanks(
+            attempt=self._attempt,
             places=[self._place(worker_group, worker) for worker in worker_group.workers],
             restarts=self._restarts,
             cause=self.elsewhere,
@@ -221,6 +228,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             with self._listening as listening:
                 self._line.say(start, (listening.fileno(),))
         self.elsewhere, self._are_there, self._are_stopped = None, True, False
+        self._answer_due_s = time.monotonic() + _ANSWER_S
         self._here = Standing(beat=0, state="running", ranks=self._order.world_size)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
@@ -291,19 +299,31 @@ class ElasticAgent(api.SimpleElasticAgent):
 
     def _hear(self) -> None:
         for told in self._line.hear():
-            if isinstance(told, elastic_messages.RanksStand):
-                self._here = msgspec.structs.replace(self._here, steps=told.steps)
-            elif isinstance(told, elastic_messages.RanksFinished):
-                self._here = msgspec.structs.replace(self._here, state="finished")
-            elif isinstance(told, elastic_messages.RanksEnded):
-                self._are_there, self._failed_s = False, time.monotonic()
-                if not self._are_stopped:
-                    self._here = msgspec.structs.replace(self._here, state="failed", failure=told.failure or _LOSS)
-            else:
-                stopped = messages.Failure(what=told.why, is_wanted=True)
-                self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
+            if isinstance(told, elastic_messages.Leave):
+                self._end_everywhere(told.why)
                 self.leave()
                 raise LeaveError(told.why)
+            if told.attempt != self._attempt:
+                continue
+            if isinstance(told, elastic_messages.RanksStand):
+                self._here = msgspec.structs.replace(self._here, steps=told.steps)
+                self._answer_due_s = self._answer_due_s if self._are_stopped else None
+            elif isinstance(told, elastic_messages.RanksFinished):
+                self._here = msgspec.structs.replace(self._here, state="finished")
+            else:
+                self._are_there, self._failed_s, self._answer_due_s = False, time.monotonic(), None
+                if not self._are_stopped:
+                    self._here = msgspec.structs.replace(self._here, state="failed", failure=told.failure or _LOSS)
+        if self._answer_due_s is not None and time.monotonic() > self._answer_due_s:
+            what = "ended" if self._are_stopped else "started"
+            text = f"The ranks were told to be {what}, and nothing has come of it for {_ANSWER_S:g} s."
+            self._end_everywhere(text)
+            raise RefusedError(text, why="A process that the system can't end keeps the others waiting.")
+
+    def _end_everywhere(self, why: str) -> None:
+        """Has the other nodes hear, with the last that this one says, that nothing is to be started again."""
+        stopped = messages.Failure(what=why, is_wanted=True)
+        self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
 
     def _others(self) -> list[tuple[int, str, Standing | None]]:
         return [] if self._nodes is None else list(self._nodes.others)
@@ -338,7 +358,8 @@ class ElasticAgent(api.SimpleElasticAgent):
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic gives it
         if self._are_there:
             self._are_stopped = True
-            self._line.say(elastic_messages.StopRanks())
+            self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
+            self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
         while self._are_there:  # the agent ends them, by SIGKILL in the end
             self._hear()
             with contextlib.suppress(GoneError):

@@ -2,6 +2,10 @@
 
 agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
 elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
+
+Both write at any time, so two messages can cross. Each one about ranks therefore says which attempt it is about, and
+whoever reads about another attempt than its own drops that: it was written before its writer knew better. The agent
+answers every StartRanks with RanksStand or Leave, and every StopRanks of a present attempt with RanksEnded.
 """
 
 from __future__ import annotations
@@ -32,7 +36,13 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-class StartRanks(_Message, frozen=True, kw_only=True):
+class _OfAttempt(_Message, frozen=True, kw_only=True):
+    """A message about the ranks of one attempt. The elastic process counts its attempts from 1."""
+
+    attempt: int
+
+
+class StartRanks(_OfAttempt, frozen=True, kw_only=True):
     """Start all ranks of this node, none of which is there.
 
     Descriptor: where the global rank 0 is one of them, the listening socket for the ranks' store.
@@ -48,7 +58,7 @@ class StartRanks(_Message, frozen=True, kw_only=True):
     cause: Failure | None = None
 
 
-class StopRanks(_Message, frozen=True):
+class StopRanks(_OfAttempt, frozen=True, kw_only=True):
     """Stop the ranks of this node, and say ``RanksEnded`` when they are gone."""
 
 
@@ -66,13 +76,17 @@ class Over(_Message, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class RanksStand(_Message, frozen=True, kw_only=True):
-    """How many steps the slowest rank of this node has done, and the fastest."""
+class RanksStand(_OfAttempt, frozen=True, kw_only=True):
+    """The ranks of this node are being started, or have done more steps.
 
-    steps: tuple[int, int]
+    Attributes:
+        steps: Those of the slowest rank and of the fastest, ``None`` if they count none yet.
+    """
+
+    steps: tuple[int, int] | None = None
 
 
-class RanksEnded(_Message, frozen=True, kw_only=True):
+class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
     """All ranks of this node are gone, and not all have finished.
 
     Attributes:
@@ -88,7 +102,7 @@ class Leave(_Message, frozen=True, kw_only=True):
     why: str
 
 
-class RanksFinished(_Message, frozen=True):
+class RanksFinished(_OfAttempt, frozen=True, kw_only=True):
     """Every rank of this node has its result, and waits to be let go."""
 
 

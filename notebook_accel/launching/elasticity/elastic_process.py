@@ -32,8 +32,8 @@ _SHORTEST_S = 1e-3
 
 def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     """The process; its exit status. The descriptors are those of the order."""
-    for number in (signal.SIGTERM, signal.SIGCONT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    # SIGTERM stays ignored, as in the template: the agent ends this process when it has stopped the ranks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # Where torch elastic shares its own store with ranks, as here they have another one, a node that comes later waits
     # for ever for an address that is said in the first round only (seen with torch 2.13).

@@ -33,7 +33,7 @@ from notebook_accel.launching.elastic_options import Elastic, Meeting
 from notebook_accel.launching.elasticity.nodes import GO, GoneError, Guarded, Patience
 from notebook_accel.launching.messages import Broken
 
-__all__ = ["Alone", "RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for"]
+__all__ = ["Alone", "RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0  # that a store has for each question
@@ -229,6 +229,19 @@ def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
         why=f"This is node {meeting.node_rank} of {meeting.num_nodes}, and all of them have to be there.",
         fix="launch the same there with its own node_rank and this master_addr and port, and see that no firewall is "
         "between; rdzv_conf timeout=... sets how long to wait",
+    )
+
+
+def without_others(size: int, meeting: Meeting) -> RefusedError:
+    """The error of a node that torch elastic's rendezvous lets start with fewer nodes than there have to be.
+
+    It dates signs of life by each node's wall clock, and drops nodes whose last one seems old from a group that is
+    complete already (seen with torch 2.13).
+    """
+    return RefusedError(
+        f"{size} of {meeting.least} nodes are left at {meeting.host}:{meeting.port}: the others seem to have gone.",
+        why=f"Either they have, or the nodes' clocks are more than {meeting.silence_s:g} s apart.",
+        fix="compare what date shows on all nodes, set their clocks (NTP), and launch again on all nodes",
     )
 
 

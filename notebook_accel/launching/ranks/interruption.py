@@ -15,6 +15,7 @@ communicators are aborted, where that can be done, if the main thread is in the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -141,7 +142,9 @@ def _end_waits(store_port: int) -> None:
     while True:
         news.poll()
         with _hearing:
-            if signal.SIGINT not in _heard():
+            heard = _heard()
+            _look_for_signals()
+            if signal.SIGINT not in heard:
                 continue
             waiting = _Wait()
         if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
@@ -155,6 +158,15 @@ def _end_waits(store_port: int) -> None:
                 if waiting.is_in_the_same_call():
                     _shut_down(descriptor)
         del waiting
+
+
+def _look_for_signals() -> None:
+    """Have the main thread call the handlers of the signals that have come.
+
+    It does so by itself, except in a fork of a thread that wasn't the main one on Python 3.13 or later: there the
+    interpreter tells the thread that was the main one before the fork.
+    """
+    ctypes.pythonapi.Py_AddPendingCall(ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p), None)
 
 
 class _Wait:

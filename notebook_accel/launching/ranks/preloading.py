@@ -74,6 +74,8 @@ def _why_not_forkable() -> str:
         return "initialises CUDA, which no fork can use then"
     if kernel_state.is_xla_initialized():
         return "initialises XLA, which no fork can use then"
+    if kernel_state.forks_lose_cuda():
+        return "wakes CUDA's driver, as torch.cuda.device_count() can, and no fork can use CUDA then"
     # The threads of OpenBLAS end at a fork and come back when they are needed. What is left after one is another's.
     pid = os.fork()
     if pid == 0:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from notebook_accel.channel import ClosedError, Connection, Message
 from notebook_accel.launching import messages
-from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group
+from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group, pidfd_open
 from notebook_accel.launching.ranks import huge_pages, interruption, preloading, worker
 
 __all__ = ["come_under", "main", "serve"]
@@ -67,7 +67,7 @@ class Template:
         except ClosedError:
             pass
         finally:
-            # The agent's end is seen twice: its line closes, and then comes the signal, which must not cut this short.
+            # The agent's end is seen twice: its line closes, and then comes SIGCONT, which must not cut this short.
             try:
                 self._kill_ranks()
             except SystemExit:
@@ -76,8 +76,7 @@ class Template:
 
     def _kill_ranks(self) -> None:
         """Kills them and all that they have started, undisturbed."""
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
         for _, _, pid in self._ranks.values():
             kill_group(pid)
 
@@ -112,7 +111,7 @@ class Template:
         if not message.is_whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         template_pid = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a rank has no use for this process's handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until a rank takes it, instead of ignoring it
         try:
             pid = os.fork()
             if pid == 0:
@@ -120,7 +119,7 @@ class Template:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         try:
-            watch = os.pidfd_open(pid)
+            watch = pidfd_open(pid)
         except OSError:
             kill_group(pid)
             os.waitpid(pid, 0)
@@ -176,7 +175,7 @@ def _leave_nothing_to_undo() -> None:
 
 
 def come_under(parent_pid: int) -> None:
-    """Makes this process end with its parent, and with no other signal than that."""
+    """Makes this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
     end_with_parent(parent_pid)  # through the `finally` that ends what ranks have started
@@ -205,9 +204,12 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
     come_under(int(agent_pid))
     # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What is preloaded may ask for GPUs when it is imported, and must not wake the driver: no fork could use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have the notebook's variables, and not this one
     agent = Connection.from_descriptor(int(agent_descriptor))
     preloading.import_needed()
     preloading.import_welcome()
+    worker.openblas_counts()
     try:
         preloading.import_named(preload)
     except preloading.RefusedError as error:

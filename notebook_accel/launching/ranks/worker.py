@@ -9,8 +9,10 @@ import ast
 import atexit
 import builtins
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
+import functools
 import importlib
 import importlib.machinery
 import linecache
@@ -20,20 +22,22 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notebook_accel import code_places, environment, events, memory_files, reporting, serialization
+from notebook_accel import code_places, environment, events, host_memory, memory_files, reporting, serialization
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import messages, stack_dumps
+from notebook_accel.launching import messages, result_files, stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, stand_ins, store, streams
 from notebook_accel.launching.spec import JobSpec, Source
 
-__all__ = ["Inherited", "Target", "call", "open_namespace", "run", "run_cell", "show_sources"]
+__all__ = ["Inherited", "Target", "call", "open_namespace", "openblas_counts", "run", "run_cell", "show_sources"]
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
+# For libraries that compute with threads. The first is all of them's, if they have none of their own.
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
@@ -127,25 +131,37 @@ def _run_to_the_end(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        pulled = {name: failure.look_up(namespace, name) for name in spec.pull} if place.local_rank == 0 else {}
-        finished = events.Finished(result_bytes=_write_result(result, place.rank, value, pulled, shipped))
+        values, missing = _found(namespace, spec.pull if place.local_rank == 0 else ())
+        result_bytes = _write_result(result, place.rank, {"": value, **values}, shipped, missing)
+        finished = events.Finished(result_bytes=result_bytes)
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
         error = interruption.settle(raised)
-        saved = place.local_rank == 0 and _save_pulled(spec, result, shipped)
+        saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, shipped)
         return failure.describe(error, spec, shipped, saved=saved), 1
     return finished, 0
 
 
-def _save_pulled(spec: JobSpec, result: int, shipped: list[Any]) -> bool:
+def _save_pulled(spec: JobSpec, result: int, rank: int, shipped: list[Any]) -> bool:
     """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
-    namespace = sys.modules["__main__"].__dict__
-    pulled = {name: namespace[name] for name in spec.pull if name in namespace}
+    pulled, _ = _found(sys.modules["__main__"].__dict__, spec.pull)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
-        return bool(pulled) and _write_result(result, 0, None, pulled, shipped) > 0
+        return bool(pulled) and _write_result(result, rank, pulled, shipped) > 0
     return False
+
+
+def _found(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the names that are there, and for the others what to say."""
+    found: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = failure.look_up(namespace, name)
+        except NameError as error:
+            missing[name] = str(error)
+    return found, missing
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
@@ -189,14 +205,48 @@ def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[s
     # Between nodes, whoever has named an interface knows better which one it is.
     named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
     own = {**place.variables(), **store.VARIABLES, **variables, **named}
-    environment.become({"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own})
+    everything = {"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own}
+    environment.become(everything | environment.tasks_of_schedulers(everything))
     if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # torch read the variable when the template imported it, so tell it the other way.
-        torch = importlib.import_module("torch")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
+    if _THREADS[0] not in os.environ:
+        _share_processors(place.local_world_size)
+
+
+def _share_processors(ranks: int) -> None:
+    """Gives each of this machine's ranks its share of the threads that libraries compute with.
+
+    torch and numpy read their variables when the template imported them, so they are told in other ways. The variables
+    are for what the rank imports itself, such as scipy, and for the programs that it starts. A rank that has the whole
+    machine has what a process without a launch has.
+    """
+    each = max(1, host_memory.cores() // ranks)
+    importlib.import_module("torch").set_num_threads(each)
+    if each >= (os.cpu_count() or 1):
+        return
+    if _THREADS[1] not in os.environ:
+        for count in openblas_counts():
+            count.value = min(count.value, each)
+    for name in _THREADS:
+        os.environ.setdefault(name, str(each))
+
+
+@functools.cache
+def openblas_counts() -> Sequence[ctypes.c_int]:
+    """Returns how many threads numpy's OpenBLAS computes with, as places to write to; called once in the template.
+
+    OpenBLAS starts its threads in a fork when it first needs them. Its function for setting their number would start
+    all of them at once, and then use as many as it was told.
+    """
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
+    counts = []
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):  # another build of it, which has no such numbers
+            library = ctypes.CDLL(path)
+            counts += [ctypes.c_int.in_dll(library, name) for name in ("blas_num_threads", "blas_cpu_number")]
+    return counts
 
 
 def _become_main(payload: int, rank: int) -> dict[str, Any]:
@@ -250,16 +300,17 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
 
 
-def _write_result(result: int, rank: int, value: Any, pulled: dict[str, Any], shipped: list[Any]) -> int:
-    roots = {f"the result of rank {rank}": value, **{f'name "{name}"': obj for name, obj in pulled.items()}}
-    pickled = serialization.pickle_by_value(
-        (value, pulled),
-        roots=roots,
+def _write_result(
+    result: int, rank: int, values: Mapping[str, Any], shipped: list[Any], missing: Mapping[str, str] | None = None
+) -> int:
+    return result_files.write(
+        result,
+        values,
+        rank=rank,
         origins=shipped,
-        device_tensors_to_cpu=True,
         advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
+        missing=missing,
     )
-    return serialization.seal(result, pickled)
 
 
 def _wait_for_release(link: Connection) -> None:

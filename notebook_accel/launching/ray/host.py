@@ -98,7 +98,8 @@ class NodeHost:
 
     def news(self, job_id: str, patience_s: float) -> bytes:
         """What has happened to a run since the last call: waits for it, but no longer than that."""
-        return parts.encode(self._runs[job_id].outbox.take(patience_s))
+        said = self._runs[job_id].outbox.take(patience_s)
+        return parts.encode(parts.News(time_s=time.monotonic(), said=said))
 
     def tell(self, job_id: str, what: parts.Tell) -> None:
         """Passes on what the notebook wants."""

@@ -12,7 +12,7 @@ import msgspec
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching.messages import RankDump, Reason
 
-__all__ = ["Dumped", "Ended", "Facts", "FromHost", "Part", "Said", "Tell", "decode", "encode"]
+__all__ = ["Dumped", "Ended", "Facts", "FromHost", "News", "Part", "Said", "Tell", "decode", "encode"]
 
 Tell: TypeAlias = Literal["interrupt", "interrupt only", "stop", "kill", "inspect", "release"]
 
@@ -75,8 +75,22 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 FromHost: TypeAlias = Said | Dumped | Ended
 
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """What has happened on a node, in order.
+
+    Attributes:
+        time_s: The node's ``time.monotonic()`` as this was sent. The times of its events are by the same clock, which
+            has another zero than the kernel's.
+        said: What has happened.
+    """
+
+    time_s: float
+    said: list[FromHost]
+
+
 _encoder = msgspec.msgpack.Encoder()
-_batch: msgspec.msgpack.Decoder[list[FromHost]] = msgspec.msgpack.Decoder(list[FromHost])
+_news: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
 
 
 def encode(value: object) -> bytes:
@@ -84,6 +98,6 @@ def encode(value: object) -> bytes:
     return _encoder.encode(value)
 
 
-def decode(batch: bytes) -> list[FromHost]:
-    """What a host has said, in order."""
-    return _batch.decode(batch)
+def decode(news: bytes) -> News:
+    """The news that a host has encoded."""
+    return _news.decode(news)

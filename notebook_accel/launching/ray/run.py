@@ -201,12 +201,12 @@ class ClusterRun:
             for answer in self._connection.first_of(pending, _PATIENCE_S):
                 part = pending.pop(answer)
                 try:
-                    batch = parts.decode(self._connection.result(answer))
+                    news = parts.decode(self._connection.result(answer))
                 except self._cluster.ray.exceptions.RayError as error:
                     self._gone(part, error)
                     continue
-                part.heard_s = time.monotonic()
-                for said in batch:
+                part.heard(news.time_s, time.monotonic())
+                for said in news.said:
                     self._heard(part, said)
                 if not part.has_ended:
                     pending[self._ask(part)] = part
@@ -217,12 +217,13 @@ class ClusterRun:
                     self._gone(part, TimeoutError(f"it has not answered for {_SILENCE_S:g} s"))
 
     def _ask(self, part: NodePart) -> Answer:
-        part.heard_s = part.heard_s or time.monotonic()
+        part.asked_s = time.monotonic()
+        part.heard_s = part.heard_s or part.asked_s
         return self._connection.ask(lambda: part.actor.news.remote(self._job.id, _PATIENCE_S))
 
     def _heard(self, part: NodePart, said: parts.FromHost) -> None:
         if isinstance(said, parts.Said):
-            rank, event = part.first + said.rank, events.decode(bytes(said.event))
+            rank, event = part.first + said.rank, part.by_our_clock(events.decode(bytes(said.event)))
             self._job.deliver(rank, event)
             if isinstance(event, events.Output):
                 self._logs.keep(rank, event, part.node.address)

@@ -11,6 +11,7 @@ import msgspec
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, ProcessStartError
+from notebook_accel.events import Event
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.ray import host, losses, parts
@@ -33,6 +34,7 @@ class NodePart:
         first: The rank that is local rank 0 there.
         actor: Its host.
         dumps: Where its ranks stand, until those of the other nodes are there.
+        asked_s: When it was asked last, in seconds of ``time.monotonic()``.
         heard_s: When it has answered last, in seconds of ``time.monotonic()``.
         has_ended: Whether nothing more will come.
     """
@@ -41,13 +43,37 @@ class NodePart:
     first: int
     actor: Any
     dumps: list[RankDump] | None = None
+    asked_s: float = 0.0
     heard_s: float = 0.0
     has_ended: bool = False
+    _offset_s: float | None = None  # what has to be added to the node's times
 
     @property
     def ranks(self) -> range:
         """The ranks that are there."""
         return range(self.first, self.first + len(self.node.bundles))
+
+    def heard(self, there_s: float, now_s: float) -> None:
+        """Takes an answer, and learns from it how far the node's clock is from this one.
+
+        The answer was sent after it was asked for and before now, so each one bounds the offset on both sides. An
+        offset within the bounds stays as it is: a late answer doesn't move the node's events. One that is outside them,
+        because clocks drift or a machine was suspended, goes to the nearer bound.
+
+        Args:
+            there_s: The node's ``time.monotonic()`` as it answered.
+            now_s: The time here.
+        """
+        self.heard_s = now_s
+        least_s, most_s = self.asked_s - there_s, now_s - there_s
+        # The first one is most likely close to the latter: the node waits for news, and sends them at once.
+        known_s = most_s if self._offset_s is None else self._offset_s
+        self._offset_s = max(least_s, min(known_s, most_s))
+
+    def by_our_clock(self, event: Event) -> Event:
+        """An event of the node with its time in seconds of this machine's ``time.monotonic()``."""
+        assert self._offset_s is not None, "events come with answers"
+        return msgspec.structs.replace(event, time_s=event.time_s + self._offset_s)
 
 
 class Starter:

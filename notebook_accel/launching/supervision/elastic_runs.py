@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import os
 import socket
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -19,7 +22,7 @@ from notebook_accel.launching import messages
 from notebook_accel.launching.elasticity import elastic_messages
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
 from notebook_accel.launching.supervision.loop import Loop
-from notebook_accel.launching.supervision.runs import Run, reason_of
+from notebook_accel.launching.supervision.runs import Run
 from notebook_accel.launching.supervision.templates import TemplateProcess
 from notebook_accel.plain_text import plain_lines
 
@@ -38,6 +41,7 @@ class _Elastic:
         run: Its run.
         line: The agent's end of the line to it.
         pid: Its process, ``None`` before it was forked and when it is gone.
+        attempt: The attempt that it was last to have ranks started for, 0 before the first.
         has_ranks: Whether ranks were started whose end it hasn't been told.
         knows_results: Whether it has been told that all of them have their results.
         is_ending: Whether it has said its last word, or is being killed: its end says nothing then.
@@ -49,6 +53,7 @@ class _Elastic:
     run: Run
     line: Connection
     pid: int | None = None
+    attempt: int = 0
     has_ranks: bool = False
     knows_results: bool = False
     is_ending: bool = False
@@ -58,8 +63,12 @@ class _Elastic:
     steps: tuple[int, int] | None = None
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
+        self.line.queue(messages.encode(message))
+        self.flush()
+
+    def flush(self) -> None:
         with contextlib.suppress(ClosedError):  # its end is noticed as such
-            self.line.send(messages.encode(message))
+            self.line.flush()
 
     def kill(self) -> None:
         self.is_ending = True
@@ -69,6 +78,7 @@ class _Elastic:
     def send_away(self, now_s: float) -> None:
         """The run ends by what somebody wants: other nodes, if there are any, are to hear of it."""
         launch = self.run.launch
+        self.run.reason = self.wanted or self.run.reason
         if launch.elastic is None or launch.elastic.meeting is None:
             self.kill()
             return
@@ -81,14 +91,21 @@ class ElasticRuns:
 
     Args:
         loop: The agent's.
+        owning_errors: The seam in which a run's errors end that run.
         start_ranks: Starts all ranks of a run at the places that it has now.
         tell_kernel: Sends the kernel a message.
     """
 
     def __init__(
-        self, loop: Loop, *, start_ranks: Callable[[Run], object], tell_kernel: Callable[[msgspec.Struct], None]
+        self,
+        loop: Loop,
+        *,
+        owning_errors: Callable[[Run], contextlib.AbstractContextManager[None]],
+        start_ranks: Callable[[Run], object],
+        tell_kernel: Callable[[msgspec.Struct], None],
     ) -> None:
         self._loop = loop
+        self._owning_errors = owning_errors
         self._start_ranks = start_ranks
         self._tell_kernel = tell_kernel
         self._all: dict[str, _Elastic] = {}
@@ -98,13 +115,18 @@ class ElasticRuns:
         """Has a run's elastic process forked. The run is held until that process is gone."""
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
-        elastic = self._all[run.launch.job_id] = _Elastic(run, ours)
-        run.is_held = True
+        elastic = _Elastic(run, ours)
         self._loop.watch(ours.fileno(), lambda: self._read(elastic))
+        self._all[run.launch.job_id] = elastic
+        run.is_held = True
         launch = run.launch
         assert launch.elastic is not None
         order = messages.ForkElastic(
-            job_id=launch.job_id, options=launch.elastic, world_size=launch.world_size, port=launch.port
+            job_id=launch.job_id,
+            options=launch.elastic,
+            world_size=launch.world_size,
+            port=launch.port,
+            grace_s=launch.grace_s,
         )
         with contextlib.closing(theirs):
             try:
@@ -112,6 +134,9 @@ class ElasticRuns:
                 template.connection.send(messages.encode(order), [theirs.fileno(), *results])
             except (ClosedError, TimeoutError):
                 template.kill()  # what follows from its end is done where it is noticed
+            except OSError:
+                self._gone(elastic)  # it won't come: nothing is to wait for it
+                raise
 
     def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         """Takes what a template says of an elastic process."""
@@ -130,11 +155,11 @@ class ElasticRuns:
         if run.launch.job_id in self._all:
             self._gone(self._all[run.launch.job_id])
 
-    def end(self, run: Run, how: messages.How) -> None:
+    def end(self, run: Run, reason: messages.Reason) -> None:
         """The run is to end, whatever its ranks are at."""
         if run.launch.job_id in self._all:
             elastic = self._all[run.launch.job_id]
-            elastic.wanted = elastic.wanted or reason_of(how)
+            elastic.wanted = elastic.wanted or reason
 
     def tick(self, now_s: float) -> None:
         """Tells elastic processes what has become of their ranks; lets go on what somebody has stopped."""
@@ -142,10 +167,11 @@ class ElasticRuns:
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
         for elastic in self._all.values():
-            self._look(elastic, now_s)
-            if is_time and elastic.pid is not None:
-                resume_if_stopped(elastic.pid)
-                _tell_steps(elastic)
+            with self._owning_errors(elastic.run):
+                self._look(elastic, now_s)
+                if is_time and elastic.pid is not None:
+                    resume_if_stopped(elastic.pid)
+                    _tell_steps(elastic)
 
     def failure_elsewhere(self, run: Run) -> messages.Failure | None:
         """The failure on another node that a run has ended by, if it has."""
@@ -157,56 +183,56 @@ class ElasticRuns:
 
     def _look(self, elastic: _Elastic, now_s: float) -> None:
         run = elastic.run
-        if elastic.must_go_s is not None and now_s > elastic.must_go_s:
-            elastic.kill()
+        if elastic.pid is not None:
+            elastic.flush()
+            if elastic.must_go_s is not None and now_s > elastic.must_go_s:
+                kill_group(elastic.pid)
         if elastic.is_ending:
             return
         if elastic.has_ranks and not elastic.knows_results and all(rank.said_finished for rank in run.ranks):
             elastic.knows_results = True
-            elastic.tell(elastic_messages.RanksFinished())
+            elastic.tell(elastic_messages.RanksFinished(attempt=elastic.attempt))
         if run.alive:
             return
         failure = _first_failure(run)
         was_interrupted = any(rank.failure and rank.failure.kind == "KeyboardInterrupt" for rank in run.ranks)
         if elastic.wanted or was_interrupted or run.reason not in ("", "failed") or run.refusal is not None:
-            run.reason = elastic.wanted or run.reason
             elastic.send_away(now_s)
         elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
             elastic.has_ranks, elastic.steps = False, None
             run.rest()
-            elastic.tell(elastic_messages.RanksEnded(failure=failure))
+            elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _Elastic) -> None:
-        try:
-            while frames := elastic.line.receive():
-                for message in frames:
-                    self._heard(elastic, message)
-        except ClosedError:
-            self._loop.unwatch(elastic.line.fileno())
+        with self._owning_errors(elastic.run):
+            try:
+                while frames := elastic.line.receive():
+                    for message in frames:
+                        self._heard(elastic, message)
+            except ClosedError:
+                self._loop.unwatch(elastic.line.fileno())
+                elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _heard(self, elastic: _Elastic, message: Message) -> None:
         said = elastic_messages.for_agent.decode(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
-        if isinstance(said, elastic_messages.StartRanks) and not (run.reason or elastic.wanted):
-            run.begin_at(said.places, listening.pop() if listening else None)
-            elastic.has_ranks, elastic.knows_results = True, False
-            self._tell_kernel(
-                messages.Starting(
-                    job_id=run.launch.job_id,
-                    restarts=said.restarts,
-                    first_rank=said.places[0][0].rank,
-                    world_size=said.places[0][0].world_size,
-                    cause=said.cause,
-                )
-            )
-            self._start_ranks(run)
+        if isinstance(said, elastic_messages.StartRanks):
+            if not message.is_whole:
+                run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
+            if not (run.reason or elastic.wanted):
+                self._start(elastic, said, listening.pop() if listening else None)
+            elif not elastic.is_ending:
+                elastic.send_away(time.monotonic())
         elif isinstance(said, elastic_messages.StopRanks):
-            run.end("stop", "failed")
+            # Without ranks, the answer is on its way: the last of them were ending when this was written.
+            if elastic.has_ranks and said.attempt == elastic.attempt:
+                run.end("stop", "failed")
         elif isinstance(said, messages.AboutNodes):
             self._tell_kernel(said)
         elif isinstance(said, elastic_messages.Over):
             elastic.is_ending, elastic.elsewhere = True, said.failure
+            elastic.must_go_s = time.monotonic() + _LEAVING_S
             if said.has_succeeded:
                 run.release()
             elif said.refusal is not None:
@@ -215,6 +241,22 @@ class ElasticRuns:
                 run.end("kill", "failed")
         for sock in listening:
             sock.close()
+
+    def _start(self, elastic: _Elastic, said: elastic_messages.StartRanks, listening: socket.socket | None) -> None:
+        run = elastic.run
+        run.begin_at(said.places, listening)
+        elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
+        self._tell_kernel(
+            messages.Starting(
+                job_id=run.launch.job_id,
+                restarts=said.restarts,
+                first_rank=said.places[0][0].rank,
+                world_size=said.places[0][0].world_size,
+                cause=said.cause,
+            )
+        )
+        elastic.tell(elastic_messages.RanksStand(attempt=said.attempt))
+        self._start_ranks(run)
 
     def _gone(self, elastic: _Elastic) -> None:
         elastic.pid = None
@@ -235,7 +277,7 @@ def _tell_steps(elastic: _Elastic) -> None:
         return
     if elastic.steps != (min(counted), max(counted)):
         elastic.steps = min(counted), max(counted)
-        elastic.tell(elastic_messages.RanksStand(steps=elastic.steps))
+        elastic.tell(elastic_messages.RanksStand(attempt=elastic.attempt, steps=elastic.steps))
 
 
 def _first_failure(run: Run) -> messages.Failure | None:

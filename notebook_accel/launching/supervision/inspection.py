@@ -45,7 +45,10 @@ class Inspection:
         """What each rank says, as soon as all have answered or have had the time to; ``None`` before."""
         for question in self._questions:
             if question.answer is None:
-                question.answer = _answer(question, is_late=now_s > self._deadline_s)
+                try:
+                    question.answer = _answer(question, is_late=now_s > self._deadline_s)
+                except OSError:
+                    question.answer = _dump(question.rank, "mute")
         answers = [question.answer for question in self._questions if question.answer is not None]
         return answers if len(answers) == len(self._questions) else None
 
@@ -58,9 +61,9 @@ def _ask(rank: Rank) -> _Question:
         return _Question(rank, _dump(rank, "unarmed"))
     if state(rank.pid) in _STOPPED:
         return _Question(rank, _dump(rank, "stopped"))
-    os.ftruncate(rank.dump, 0)
     question = _Question(rank, deaf=_deaf(rank.pid))
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):  # then it has ended, or can't be asked, and doesn't answer in time
+        os.ftruncate(rank.dump, 0)
         os.kill(rank.pid, SIGNAL)
     return question
 

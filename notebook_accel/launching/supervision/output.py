@@ -7,11 +7,13 @@ notebook it passes over, counts, and leaves in the file.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from notebook_accel import events
+from notebook_accel import events, memory_files
 from notebook_accel.launching.logs import log_file
+from notebook_accel.launching.processes import close_all
 
 __all__ = ["Allowance", "LogTail", "open_log"]
 
@@ -43,7 +45,7 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
         why = "no folder for it could be made"
     except OSError as error:
         why = str(error.strerror)
-    in_memory = os.memfd_create(f"notebook-accel-log-{rank}")
+    in_memory = memory_files.memory_file(f"notebook-accel-log-{rank}")
     # Opened a second time, since that is the way to have it written at its end only.
     try:
         descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
@@ -105,10 +107,11 @@ class LogTail:
         self._position = self._seen_size = self.size_bytes
         self._left_out = 0
         self._first_bytes = _FIRST_BYTES
+        self._is_unreadable = False
 
     def close(self) -> None:
         """Closes the log."""
-        os.close(self.descriptor)
+        close_all([self.descriptor])
 
     @property
     def size_bytes(self) -> int:
@@ -116,9 +119,12 @@ class LogTail:
         return os.fstat(self.descriptor).st_size
 
     @property
-    def has_grown(self) -> bool:
-        """Whether there is something that was not looked at."""
-        return self.size_bytes != self._seen_size
+    def grown_bytes(self) -> int | None:
+        """How long the log is now; ``None`` if all of it was looked at, or if it can't be read."""
+        with self._owning_errors():
+            if not self._is_unreadable and self.size_bytes != self._seen_size:
+                return self.size_bytes
+        return None
 
     def read(self, now_s: float, size: int) -> None:
         """Says what is new, or leaves it in the file for a later call if that is too much at the moment.
@@ -127,6 +133,11 @@ class LogTail:
             now_s: The time, in seconds of ``time.monotonic()``.
             size: Where in the log to stop.
         """
+        with self._owning_errors():
+            if not self._is_unreadable:
+                self._read(now_s, size)
+
+    def _read(self, now_s: float, size: int) -> None:
         self._allowance.fill(now_s)
         if self.size_bytes < self._position:  # somebody has emptied the file
             self._position = 0
@@ -142,6 +153,10 @@ class LogTail:
 
     def finish(self) -> None:
         """Says the last lines, one without its end too. For when the rank is gone."""
+        with self._owning_errors():  # also if it couldn't be read before: a network may be there again
+            self._finish()
+
+    def _finish(self) -> None:
         size = self.size_bytes
         self._say_first_lines(size)
         start = size - max(self._allowance.left_bytes, _LAST_BYTES)
@@ -151,6 +166,18 @@ class LogTail:
         rest = os.pread(self.descriptor, size - self._position, self._position)
         if rest:
             self._say_text([rest])
+
+    @contextlib.contextmanager
+    def _owning_errors(self) -> Iterator[None]:
+        """The seam of logs: one that can't be read, on a network's file system for example, is marked as that once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_unreadable:
+                self._is_unreadable = True
+                text = f"[this rank's log can't be read ({error.strerror}): what it prints now may not be shown]"
+                self._say(events.Output(text=text, left_out=self._left_out))
+                self._left_out = 0
 
     def _say_first_lines(self, size: int) -> None:
         if self._first_bytes:

@@ -14,11 +14,11 @@ from notebook_accel import events
 from notebook_accel.channel import Connection
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import messages
-from notebook_accel.launching.processes import kill_group, state
+from notebook_accel.launching.processes import close_all, kill_group, state
 from notebook_accel.launching.supervision import log_keeping
 from notebook_accel.launching.supervision.output import LogTail
 
-__all__ = ["Rank", "Run"]
+__all__ = ["Rank", "Run", "reason_of"]
 
 _LOOK_PERIOD_S = 0.05
 # One rank's end breaks the others' connections, and they say so before it is known that it has ended, and how.
@@ -89,7 +89,7 @@ class Rank:
         """Closes what leads to it. For when it is gone."""
         self.connection.close()
         self.log.close()
-        os.close(self.dump)
+        close_all([self.dump])
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal: to the rank itself, so that its own code can react; SIGKILL to all that it has started."""
@@ -98,7 +98,7 @@ class Rank:
         elif number == signal.SIGKILL:
             kill_group(self.pid)
         else:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has ended, or became another user's
                 # One that somebody has stopped couldn't react; and whichever thread then goes on first would take it.
                 os.kill(self.pid, signal.SIGCONT)
                 os.kill(self.pid, number)
@@ -141,6 +141,10 @@ class Run:
     def alive(self) -> list[Rank]:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks if rank.status is None]
+
+    def awaits(self, number: int) -> bool:
+        """Return whether a rank was ordered and has not exited."""
+        return number < len(self.ranks) and self.ranks[number].status is None
 
     @property
     def keeps(self) -> bool:
@@ -273,12 +277,13 @@ class Run:
             if rank.must_exit_s is not None and now_s > rank.must_exit_s:
                 rank.signal(signal.SIGKILL)
 
-    def with_new_output(self, now_s: float) -> list[Rank]:
-        """The ranks that have written something; none if it is too soon to look again."""
+    def with_new_output(self, now_s: float) -> list[tuple[Rank, int]]:
+        """The ranks that have written something, each with its log's size; none if it is too soon to look again."""
         if now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + _LOOK_PERIOD_S
-        return [rank for rank in self.alive if rank.log.has_grown]
+        grown = [(rank, rank.log.grown_bytes) for rank in self.alive]
+        return [(rank, size) for rank, size in grown if size is not None]
 
     def ended(self) -> None:
         """It is over: its logs are for the user, and older ones may go."""
@@ -287,8 +292,7 @@ class Run:
 
     def close_descriptors(self) -> None:
         """Closes what came with the launch, and the store's socket."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        close_all(self.descriptors)
         self.descriptors.clear()
         if self.store is not None:
             self.store.close()
@@ -296,7 +300,7 @@ class Run:
 
     def _let_go_of_logs(self) -> None:
         if self._log_folder is not None:
-            os.close(self._log_folder)
+            close_all([self._log_folder])
             self._log_folder = None
 
     def _step(self, now_s: float) -> None:

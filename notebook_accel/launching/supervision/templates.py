@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from notebook_accel.channel import ClosedError, Connection
 from notebook_accel.launching import messages
-from notebook_accel.launching.processes import bootstrap, resume_if_stopped
+from notebook_accel.launching.processes import bootstrap, close_all, pidfd_send_signal, resume_if_stopped
 from notebook_accel.launching.supervision.loop import Loop
 from notebook_accel.launching.supervision.runs import Run
 
@@ -35,6 +35,7 @@ class TemplateProcess:
         pidfd: Of such a one.
         is_ready: Whether it has said so.
         refusal: Why it can't be used, if it has said that.
+        error: What the system said when its line could not be read.
         files: The files of what it has imported, as they were then.
         runs: The runs whose ranks it forks.
     """
@@ -46,6 +47,7 @@ class TemplateProcess:
     pidfd: int = -1
     is_ready: bool = False
     refusal: str = ""
+    error: OSError | None = None
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     runs: list[Run] = dataclasses.field(default_factory=list)
 
@@ -56,11 +58,11 @@ class TemplateProcess:
 
     def kill(self) -> None:
         """Kills it. Its end is noticed by its line's."""
-        if self.process is not None:
-            self.process.kill()
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if self.process is not None:
+                self.process.kill()
+            else:
+                pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Kills it and forgets it."""
@@ -69,7 +71,7 @@ class TemplateProcess:
         if self.process is not None:
             self.process.wait()
         else:
-            os.close(self.pidfd)
+            close_all([self.pidfd])
 
 
 def _deadline_s(seconds: float) -> float:
@@ -90,6 +92,7 @@ class Templates:
     Args:
         loop: The agent's.
         became_ready: Called when the template for new runs can fork ranks.
+        not_started: Called with the system's error when the template for new runs couldn't be started.
         heard: Called with what a template says of a rank.
         lost: Called when a template has gone, before it is dropped.
     """
@@ -99,11 +102,13 @@ class Templates:
         loop: Loop,
         *,
         became_ready: Callable[[], None],
+        not_started: Callable[[OSError], None],
         heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None],
         lost: Callable[[TemplateProcess], None],
     ) -> None:
         self._loop = loop
         self._became_ready = became_ready
+        self._not_started = not_started
         self._heard = heard
         self._lost = lost
         self._current: TemplateProcess | None = None  # the one for new runs
@@ -116,29 +121,48 @@ class Templates:
         """The template for new runs, if there is one and it can fork ranks."""
         return self._current if self._current is not None and self._current.is_ready else None
 
+    @property
+    def is_one_coming(self) -> bool:
+        """Whether there is a template for new runs, be it ready or not."""
+        return self._current is not None
+
     def start(self, prepare: messages.Prepare) -> None:
         """Starts a template, which is the one for new runs from now on."""
         before, self._current = self._current, None
         if before is not None:
-            self._drop_if_unused(before)
+            self.drop_if_unused(before)
         self._prepare = prepare
-        ours, theirs = Connection.pair()
-        arguments = [str(theirs.fileno()), str(os.getpid()), *prepare.preload]
-        command = bootstrap("notebook_accel.launching.ranks.template", *arguments, sys_path=prepare.sys_path)
-        process = subprocess.Popen(
-            command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        self._current = self._add(TemplateProcess(ours, process.pid, _deadline_s(_READY_DEADLINE_S), process=process))
+        try:
+            self._current = self._started(prepare)
+        except OSError as error:
+            self._not_started(error)
+
+    def _started(self, prepare: messages.Prepare) -> TemplateProcess:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = Connection.pair()
+            opened.callback(ours.close)
+            with contextlib.closing(theirs):
+                arguments = [str(theirs.fileno()), str(os.getpid()), *prepare.preload]
+                command = bootstrap("notebook_accel.launching.ranks.template", *arguments, sys_path=prepare.sys_path)
+                process = subprocess.Popen(
+                    command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
+            template = TemplateProcess(ours, process.pid, _deadline_s(_READY_DEADLINE_S), process=process)
+            opened.pop_all()
+        return self._add(template)
 
     def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
         """Takes over a template that the kernel has forked for one run. What it is told, it does when it is ready."""
         return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
 
     def _add(self, template: TemplateProcess) -> TemplateProcess:
-        template.connection.set_send_deadline(_SEND_DEADLINE_S)
+        try:
+            template.connection.set_send_deadline(_SEND_DEADLINE_S)
+            self._loop.watch(template.connection.fileno(), lambda: self._read(template))
+        except OSError:
+            template.close()
+            raise
         self._all.append(template)
-        self._loop.watch(template.connection.fileno(), lambda: self._read(template))
         return template
 
     def start_if_needed(self) -> None:
@@ -162,7 +186,7 @@ class Templates:
         for template in list(self._all):
             if run in template.runs:
                 template.runs.remove(run)
-                self._drop_if_unused(template)
+                self.drop_if_unused(template)
 
     def tick(self, now_s: float) -> None:
         """Lets go on what somebody has stopped; kills what was not ready in time: its end is noticed as any other."""
@@ -179,7 +203,7 @@ class Templates:
         for template in list(self._all):
             self._drop(template)
 
-    def _drop_if_unused(self, template: TemplateProcess) -> None:
+    def drop_if_unused(self, template: TemplateProcess) -> None:
         """A template that is no longer the one for new runs goes when its last run has ended."""
         if template is not self._current and not template.runs and template in self._all:
             self._drop(template)
@@ -194,20 +218,23 @@ class Templates:
 
     def _read(self, template: TemplateProcess) -> None:
         try:
-            for message in template.connection.receive():
-                said = messages.decode_from_template(message.body)
-                if isinstance(said, messages.Ready):
-                    template.is_ready = True
-                    template.files = said.files
-                    if template is self._current:
-                        self._became_ready()
-                elif isinstance(said, messages.Unusable):
-                    template.refusal = said.why
-                else:
-                    self._heard(said)
-        except ClosedError:
+            frames = template.connection.receive()
+        except OSError as error:
+            template.error = None if isinstance(error, ClosedError) else error
             if template is self._current:
                 self._current = None
             self._lost(template)
             if template in self._all:
                 self._drop(template)
+            return
+        for message in frames:
+            said = messages.decode_from_template(message.body)
+            if isinstance(said, messages.Ready):
+                template.is_ready = True
+                template.files = said.files
+                if template is self._current:
+                    self._became_ready()
+            elif isinstance(said, messages.Unusable):
+                template.refusal = said.why
+            else:
+                self._heard(said)

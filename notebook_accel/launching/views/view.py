@@ -15,7 +15,7 @@ from typing import Protocol
 from notebook_accel.launching.job import Job
 from notebook_accel.launching.views.lines_view import HOLD_S, LinesView, line_prefix
 
-__all__ = ["HOLD_S", "NoView", "View", "line_prefix", "open_panel", "open_view"]
+__all__ = ["HOLD_S", "NoView", "View", "line_prefix", "open_panel", "open_view", "warm"]
 
 _GROUP = "notebook_accel.views"
 
@@ -41,6 +41,11 @@ def open_panel(job: Job) -> View | None:
     """The first view that can show it, other than plain lines; ``None`` if there is none."""
     views = (opener(job) for opener in _openers()) if job.config.view not in ("lines", "none") else ()
     return next((view for view in views if view is not None), None)
+
+
+def warm() -> None:
+    """Imports the modules of the views, so that the first launch need not wait for them."""
+    _openers()
 
 
 @functools.cache

@@ -17,7 +17,10 @@ class Uploader(Protocol):
     """Takes a pass's batches to the device while the model computes, in the order in which they come."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins with the tensors of one batch."""
+        """Hands over the tensors of one batch."""
+
+    def begin(self) -> None:
+        """Begins with them, if that isn't done yet: the running step has been asked for, in part at least."""
 
     def take(self) -> Sequence[torch.Tensor]:
         """The oldest batch that was sent and not taken, on the device. The step before it has been asked for."""
@@ -67,8 +70,12 @@ class Runtime(Protocol):
     def to_host(self, state: Any) -> Any:
         """A state dict as it can be written to a file. Every rank calls it, also where only one writes."""
 
-    def uploader(self) -> Uploader | None:
-        """What takes the batches of a pass to the device, ``None`` where a copy is all that it takes."""
+    def uploader(self, *, non_blocking: bool) -> Uploader | None:
+        """What takes the batches of a pass to the device, ``None`` where a copy is all that it takes.
+
+        Args:
+            non_blocking: Don't wait for copies out of pinned memory.
+        """
 
     def end_step(self) -> None:
         """Has the device compute what was asked of it, where that is put off until a step is complete."""

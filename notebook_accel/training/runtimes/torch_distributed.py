@@ -71,8 +71,10 @@ class TorchDistributed(TorchDevice):
         self._group.explain(error)
 
     def barrier(self) -> None:
-        # Not dist.barrier: with several backends in one group that has to guess the device.
-        ticket = torch.ones((), device=self.device)
+        # Not dist.barrier: with several backends in one group that has to guess the device. By gloo, where there is
+        # gloo: a rank that waits in NCCL keeps its GPU busy, and ends when another takes longer than NCCL's deadline.
+        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
+        ticket = torch.ones((), device="cpu" if carries_cpu else self.device)
         with self._explained():
             dist.all_reduce(ticket)
             ticket.item()
@@ -116,11 +118,12 @@ class TorchDistributed(TorchDevice):
         return parallel
 
     def _connect(self, parallel: _DataParallel, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> None:
+        devices = {parameter.device for parameter in model.parameters()}
         device = next(model.parameters()).device
         with self._explained():
             parallel.__init__(  # type: ignore[misc]  # also of one that was connected to an earlier group
                 model,
-                device_ids=[device] if device.type == "cuda" else None,
+                device_ids=[device] if device.type == "cuda" and len(devices) == 1 else None,
                 process_group=self._group.for_gradients(device),
                 **options.options(),
             )
@@ -154,6 +157,22 @@ class _DataParallel(DistributedDataParallel):
         except RuntimeError as error:
             self.explain(error)
             raise
+
+    def no_sync(self) -> Any:
+        """As torch's.
+
+        Raises:
+            TrainingError: With ``static_graph`` torch can't leave gradients local.
+        """
+        if self.static_graph:
+            raise TrainingError(
+                "Gradients can't be accumulated, nor left local by no_sync, with "
+                "DistributedDataParallelKwargs(static_graph=True).",
+                why="torch learns the static graph from the first backward pass, which has to average gradients.",
+                fix="leave static_graph out, or average in each micro-batch: "
+                "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
+            )
+        return super().no_sync()
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from notebook_accel.training.runtimes.watch import Watch
 if TYPE_CHECKING:
     from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
-__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours"]
+__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours", "made_here"]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -57,7 +57,8 @@ class Group:
         place: This rank's place in it.
         sockets: Its connections, as far as they were opened here.
         store: Where its ranks meet.
-        deadline: How long a collective may take, if it was made here.
+        deadline: How long a collective may take, if it was made here; by gloo, where it has gloo.
+        nccl_deadline: How long a collective may take by NCCL, if it was made here and has NCCL.
         options: What it was made with, if it was made here.
     """
 
@@ -67,6 +68,7 @@ class Group:
         sockets: GlooSockets,
         store: Store,
         deadline: datetime.timedelta | None = None,
+        nccl_deadline: datetime.timedelta | None = None,
         options: InitProcessGroupKwargs | None = None,
     ) -> None:
         self.options = options
@@ -79,9 +81,13 @@ class Group:
         self._watch: Watch | None = None
         if place.world_size > 1:
             deadline_s = None if deadline is None else deadline.total_seconds()
-            ends_processes = "nccl" in dist.get_backend_config()
+            warns_before_s = None if nccl_deadline is None else nccl_deadline.total_seconds()
             self._watch = Watch(
-                PrefixStore("notebook_accel", store), place, sockets.shut_down, deadline_s, warns=ends_processes
+                PrefixStore("notebook_accel", store),
+                place,
+                sockets.shut_down,
+                deadline_s,
+                warns_before_s=warns_before_s,
             )
             reporter().at_close(self._watch.close)
             atexit.register(self._watch.close)
@@ -105,7 +111,7 @@ class Group:
         if self._members:
             return
         self.stop_watching()
-        if self._deadline is not None and self.is_current:
+        if self.was_made_here and self.is_current:
             dist.destroy_process_group()
 
     @property
@@ -117,6 +123,18 @@ class Group:
     def gradient_groups(self) -> int:
         """How many groups there are for gradients."""
         return len(self._for_gradients)
+
+    def give_up(self) -> None:
+        """Has whatever waits for other ranks in it fail, here and on the ranks that wait for this one.
+
+        Afterwards the group can only be broken up.
+        """
+        self._sockets.shut_down()
+
+    @property
+    def was_made_here(self) -> bool:
+        """Whether it was made by this package and not by the user's code."""
+        return self._deadline is not None
 
     def stop_watching(self) -> None:
         """Tells the other ranks that this one has left."""
@@ -190,6 +208,11 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     return _current
 
 
+def made_here() -> Group | None:
+    """The default group that there is, if this package has made it."""
+    return _current if _current is not None and _current.is_current and _current.was_made_here else None
+
+
 def is_ours() -> bool:
     """Whether the default group that there is was made here, and is in use."""
     return _current is not None and _current.is_current and bool(_current.members)
@@ -256,7 +279,25 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         dist.init_process_group(
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
         )
-    return Group(place, sockets, own_store, deadline, options)
+    nccl_deadline = deadline if "nccl" in dist.get_backend_config() else None
+    if nccl_deadline is not None and options.timeout is None:
+        deadline = _lengthen_gloo() or deadline
+    return Group(place, sockets, own_store, deadline, nccl_deadline, options)
+
+
+def _lengthen_gloo() -> datetime.timedelta | None:
+    """Have ranks wait in gloo as long as on CPUs, and longer than in NCCL; return how long, ``None`` without gloo.
+
+    What goes through gloo are the host's own matters, such as waiting for a rank that prepares the data.
+    """
+    group: Any = dist.group.WORLD
+    try:
+        gloo = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # NCCL alone was asked for
+        return None
+    deadline = datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S["cpu"])
+    gloo._set_default_timeout(deadline)
+    return deadline
 
 
 def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:

@@ -1,17 +1,21 @@
 """What the ranks of a group are doing, for the case that one of them waits in vain.
 
-Training pays nothing for it: a thread of each rank asks the store once a second whether there is trouble. Only when a
-rank has given up, or has ended, do the others write down where they are, which the thread reads off their stacks.
+Training pays nothing for it: a thread of each rank asks the store once a second whether there is trouble, or a
+question. Only when a rank has given up, has ended, or asks, do the others write down where they are, which the thread
+reads off their stacks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 
+import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 
 from notebook_accel import code_places
@@ -36,8 +40,8 @@ class Watch:
         place: This rank's place in the group.
         free: Makes whatever waits for other ranks raise.
         deadline_s: How long a collective may take, in seconds; ``None`` if that isn't known.
-        warns: Whether to write what the ranks are doing to stderr shortly before the deadline, because a collective
-            that passes it ends the process.
+        warns_before_s: Write what the ranks are doing to stderr shortly before this deadline, in seconds, because a
+            collective that passes it raises no error that could say so. The warning frees nobody.
     """
 
     def __init__(
@@ -47,13 +51,15 @@ class Watch:
         free: Callable[[], None],
         deadline_s: float | None = None,
         *,
-        warns: bool = False,
+        warns_before_s: float | None = None,
     ) -> None:
         self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # a connection of its own: the other may be waiting
         self._place = place
         self._free = free
         self._deadline_s = deadline_s
-        self._warns_after_s = 0.9 * deadline_s if warns and deadline_s else None
+        self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
+        self._questions = 0  # those of this group that this rank has answered
+        self._left_behind = _nccl_status()  # of groups that were given up before: what they wait for never comes
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -78,7 +84,7 @@ class Watch:
         # The caller's own frames are on top, and left out like all of this package.
         doing = code_places.describe(sys._getframe(1)) + (f", {position}" if position else "")
         self._say("failed", doing)
-        doings = self._ask()
+        doings = self._ask("doing")
         by_rank = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
         deadline = "" if self._deadline_s is None else f" of {self._deadline_s:g} s"
         what = f"waited in vain until the deadline{deadline}" if timed_out else "lost the connection to the others"
@@ -94,21 +100,38 @@ class Watch:
 
     def _run(self) -> None:
         position: object = None
-        since = time.monotonic()
+        since = warned_since = time.monotonic()
         while not self._stop.wait(_PERIOD_S):
             frame = sys._current_frames().get(self._watched_thread)
             if position != (position := (id(frame), frame and frame.f_lasti)):
                 since = time.monotonic()
             standing_s = time.monotonic() - since
+            if self._warns_after_s is not None and standing_s > self._warns_after_s and since != warned_since:
+                if self._is_in_a_collective(frame):
+                    warned_since = since
+                    self._warn()
+                else:
+                    since = time.monotonic()  # what takes long is its own
             del frame
-            if self._warns_after_s is not None and standing_s > self._warns_after_s:
-                self._warns_after_s = None
-                self._warn()
             try:
+                self._answer_questions()
                 if self._store.check(["trouble"]) and self._answer(standing_s):
                     return
             except RuntimeError:  # the store has gone with the rank that served it, and so has its connection
                 return
+
+    def _is_in_a_collective(self, frame: types.FrameType | None) -> bool:
+        """Return whether the watched thread waits for other ranks, or for a GPU that does.
+
+        Which calls wait for a GPU can't be seen on a stack. So NCCL is asked whether it has completed what it was
+        given.
+        """
+        if code_places.runs_only_ours(frame):  # as between two cells of a session
+            return False
+        if any(map(_waits_for_ranks, code_places.library_calls(frame))):
+            return True
+        changed = _nccl_status().items() - self._left_behind.items()
+        return any(given != completed for _, (given, completed) in changed)
 
     def _answer(self, standing_s: float) -> bool:
         """Says where this rank is, and frees it if nobody will come; returns whether it did."""
@@ -123,7 +146,10 @@ class Watch:
 
     def _doing(self) -> str:
         position = reporter().position()
-        place = code_places.describe(sys._current_frames().get(self._watched_thread)) or "outside of Python"
+        frame = sys._current_frames().get(self._watched_thread)
+        if frame is not None and code_places.runs_only_ours(frame):
+            return "runs none of your code"
+        place = code_places.describe(frame) or "outside of Python"
         return f"{place}, {position}" if position else place
 
     def _say(self, what: str, text: str) -> None:
@@ -134,22 +160,31 @@ class Watch:
         except RuntimeError:  # nobody is left to tell
             pass
 
-    def _ask(self) -> dict[int, str]:
-        """What each rank is doing, as far as they answer in time."""
+    def _answer_questions(self) -> None:
+        while self._store.check([f"question {self._questions}"]):
+            self._say_in(self._questions)
+
+    def _say_in(self, question: int) -> None:
+        self._store.set(f"{self._place.rank} {_doing_in(question)}", self._doing())
+        self._questions = question + 1
+
+    def _ask(self, answer: str) -> dict[int, str]:
+        """What each rank is doing, as far as they answer in time, under keys of this kind."""
         deadline = time.monotonic() + _ANSWER_DEADLINE_S
         doings: dict[int, str] = {}
         while len(doings) < self._place.world_size and time.monotonic() < deadline:
             try:
-                doings = self._known()
+                self._answer_questions()  # others may ask too, and this is the thread that answers
+                doings = self._known(answer)
             except RuntimeError:
                 break
             time.sleep(_POLL_S)
         return {rank: doings.get(rank, "doesn't answer") for rank in range(self._place.world_size)}
 
-    def _known(self) -> dict[int, str]:
+    def _known(self, answer: str) -> dict[int, str]:
         known = {}
         for rank in range(self._place.world_size):
-            for what in ("failed", "ended", "doing"):
+            for what in ("failed", "ended", answer):
                 key = f"{rank} {what}"
                 if self._store.check([key]):
                     known[rank] = self._store.get(key).decode()
@@ -157,6 +192,43 @@ class Watch:
         return known
 
     def _warn(self) -> None:
-        self._say("failed", self._doing())
-        lines = "".join(f"  rank {rank}: {doing}\n" for rank, doing in self._ask().items())
+        question = self._questions  # the same one where several ranks ask at once
+        try:
+            self._store.set(f"question {question}", "")
+            self._say_in(question)
+        except RuntimeError:  # nobody is left to ask
+            return
+        lines = "".join(f"  rank {rank}: {doing}\n" for rank, doing in self._ask(_doing_in(question)).items())
         sys.stderr.write(f"Rank {self._place.rank} has been standing still for long. The ranks are here:\n{lines}")
+
+
+def _doing_in(question: int) -> str:
+    """Return the kind of the keys under which ranks answer a question."""
+    return f"doing in {question}"
+
+
+def _waits_for_ranks(frame: types.FrameType) -> bool:
+    code = frame.f_code
+    in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
+    return in_torch or code.co_name == "_engine_run_backward"  # DistributedDataParallel waits in a backward pass
+
+
+def _nccl_status() -> dict[str, tuple[str, str]]:
+    """Return the numbers of the last collectives that each of NCCL's groups was given and has completed.
+
+    They come from torch's flight recorder, which NCCL's watchdog keeps: to read them calls nothing of CUDA's.
+
+    Returns:
+        The two numbers by the group's; empty without NCCL, or where TORCH_FR_BUFFER_SIZE=0 has it record nothing.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    if dump is None:
+        return {}
+    try:
+        groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+        return {
+            group: (status["last_enqueued_collective"], status["last_completed_collective"])
+            for group, status in groups.items()
+        }
+    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError):  # another version of torch
+        return {}

@@ -134,7 +134,7 @@ class XlaDevice:
         self._compute()
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
-    def uploader(self) -> _Uploader:
+    def uploader(self, *, non_blocking: bool) -> _Uploader:  # noqa: ARG002  # the seam's signature
         return _Uploader(self.device, self._compilations, self.end_step)
 
     def end_step(self) -> None:
@@ -264,6 +264,9 @@ class _Uploader:
         self._shapes, is_new = self._compilations.batch(tensors, self._shapes)
         self._are_new.append(is_new)
         self._waiting.put(list(tensors))
+
+    def begin(self) -> None:
+        pass  # the loader's thread does
 
     def take(self) -> Sequence[torch.Tensor]:
         self._end_step()

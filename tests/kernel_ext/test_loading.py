@@ -1,0 +1,96 @@
+"""Loading the extension: what it needs and doesn't, and what an import alone starts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pwd
+import subprocess
+import sys
+
+import pytest
+
+from notebook_accel import config, config_file
+from notebook_accel.errors import ConfigError
+from tests import kernels, processes
+
+# Becomes another program, without root's right to look into every folder (CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH).
+_AS_AN_ORDINARY_USER = """
+import ctypes, os, sys
+for capability in (1, 2) if os.geteuid() == 0 else ():
+    assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0  # PR_CAPBSET_DROP
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+_NOTEBOOK = """
+import os, sys
+from IPython.core.interactiveshell import InteractiveShell
+home = os.environ["HOME"]
+try: os.listdir(home); os.mkdir(home + "/new"); sys.exit("this home is an ordinary one")
+except OSError: pass
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "notebook_accel")
+shell.run_cell("%%distributed -n 2 --view none --out values\\nimport os\\nos.environ['RANK']").raise_error()
+shell.run_cell("%distributed doctor").raise_error()
+shell.run_cell("%distributed config").raise_error()
+shell.run_cell("from notebook_accel import notebook_launcher").raise_error()
+print("ranks", list(shell.user_ns["values"]))
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o555, None], ids=["unreadable", "read-only", "missing"])
+def test_home_that_cannot_be_used_keeps_nobody_from_training(mode: int | None, tmp_path: pathlib.Path) -> None:
+    """As a root-squashed one, or that of `docker --user`. The processes really lack the right to look into it."""
+    home = tmp_path / "home"
+    if mode is not None:
+        home.mkdir()
+        home.chmod(mode)
+    own = ("NOTEBOOK_ACCEL_CONFIG_FILE", "XDG_CACHE_HOME", "HF_HOME", "IPYTHONDIR")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", _AS_AN_ORDINARY_USER, _NOTEBOOK],
+            env={**environment, "HOME": str(home), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+            cwd=pathlib.Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+    finally:
+        if mode is not None:
+            home.chmod(0o700)
+    assert "ranks ['0', '1']" in run.stdout and run.returncode == 0, run
+    assert "Nothing speaks against a launch." in run.stdout
+
+
+def test_user_without_an_account_has_no_file_and_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """As with `docker --user 12345`, where nothing says which folder is the home. Here `pwd` is made to say so."""
+
+    def unknown(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    assert config.resolve({}, file=config.default_path()) == config.LaunchConfig()
+    assert not config_file.accelerate_path().exists()
+    with pytest.raises(ConfigError, match="this user has no home folder"):
+        config_file.write(config.default_path(), {"use_cpu": True})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_import_alone_starts_no_process(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        imported = kernel.run("""import importlib, notebook_accel
+for name in ("launching.launcher", "launching.notebook_launcher", "launching.local", "sessions.session", "cli"):
+    importlib.import_module(f"notebook_accel.{name}")
+import kernel_ext.magics, kernel_ext.panel
+notebook_accel.Session, notebook_accel.Job""")
+        assert imported.status == "ok", imported
+        assert processes.children(kernel.pid) == []
+        assert kernel.run("from notebook_accel import notebook_launcher").status == "ok"
+        [child] = processes.children(kernel.pid)  # what it would wait for otherwise, at the first launch
+        assert processes.is_agent(child)

@@ -1,0 +1,32 @@
+"""Preloaded by templates in tests: node 0's wall clock is a minute ahead for torch elastic's rendezvous.
+
+Only in runs that ask for it by their ``rdzv_id``. A process's own wall clock can't be moved without the machine's.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+from notebook_accel.launching.elastic_options import Elastic, Meeting
+from notebook_accel.launching.elasticity import rendezvous
+
+_AHEAD = datetime.timedelta(seconds=60)
+_dynamic = rendezvous.dynamic
+
+
+class _Ahead(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return datetime.datetime.now(tz) + _AHEAD
+
+
+def _dynamic_with_clock(options: Elastic, meeting: Meeting, local_addr: str) -> Any:
+    if options.run_id == "clocks apart" and meeting.node_rank == 0:
+        dynamic_rendezvous.datetime = _Ahead  # type: ignore[misc]
+    return _dynamic(options, meeting, local_addr)
+
+
+rendezvous.dynamic = _dynamic_with_clock

@@ -1,0 +1,195 @@
+"""Messages that cross between the agent and the elastic process of a run.
+
+Both ends are the real ones, in one process and a step at a time; the ranks have no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from torch.distributed.elastic.agent.server import api
+
+from notebook_accel.channel import Connection
+from notebook_accel.environment import RankPlace
+from notebook_accel.launching import messages
+from notebook_accel.launching.elastic_options import Elastic, Meeting
+from notebook_accel.launching.elasticity import elastic_agent, elastic_messages, elastic_process
+from notebook_accel.launching.elasticity.elastic_agent import ElasticAgent, Line
+from notebook_accel.launching.elasticity.rendezvous import RefusedError
+from notebook_accel.launching.supervision.elastic_runs import ElasticRuns
+from notebook_accel.launching.supervision.forking import open_rank
+from notebook_accel.launching.supervision.loop import Loop
+from notebook_accel.launching.supervision.runs import Run
+from notebook_accel.launching.supervision.templates import TemplateProcess
+
+_MEETING = Meeting(
+    num_nodes="2", least=2, most=2, node_rank=0, backend="static", host="127.0.0.1", port=1, timeout_s=60, silence_s=60
+)
+
+
+class Agent:
+    """The agent's end, for one run of two ranks that have no processes.
+
+    Attributes:
+        run: The run.
+        runs: The end itself.
+        theirs: The elastic process's end of the line.
+        order: What that process is told first.
+        told: What the kernel was told.
+    """
+
+    def __init__(self, meeting: Meeting | None = None) -> None:
+        self.told: list[msgspec.Struct] = []
+        self._loop = Loop()
+        self.runs = ElasticRuns(self._loop, start_ranks=self._start, tell_kernel=self.told.append)
+        options = Elastic(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting)
+        self.run = Run(
+            messages.Launch(
+                job_id="1", world_size=2, port=0, grace_s=5, timeout_s=None, log_folder="", idle_timeout_s=60,
+                elastic=options,
+            ),
+            [],
+        )  # fmt: skip
+        template, theirs = Connection.pair()
+        with contextlib.closing(template), contextlib.closing(theirs):
+            self.runs.begin(self.run, TemplateProcess(theirs, 0, 0.0))
+            [ordered] = template.receive()
+        order = messages.decode_for_template(ordered.body)
+        assert isinstance(order, messages.ForkElastic)
+        self.order = order
+        self.theirs = Connection.from_descriptor(ordered.descriptors[0])
+
+    def close(self) -> None:
+        self.theirs.close()
+        self.runs.heard(messages.Exited(job_id="1", rank=messages.ELASTIC, status=0, peak_bytes=0))
+        self._end_ranks()
+        self.run.close_descriptors()
+        self._loop._selector.close()
+
+    @property
+    def attempts(self) -> list[int]:
+        """How often ranks were started again because of a failure, for each time that they were started."""
+        return [told.restarts for told in self.told if isinstance(told, messages.Starting)]
+
+    def read(self) -> None:
+        """Takes what the elastic process has written."""
+        self._loop.wait(0)
+
+    def look(self) -> None:
+        """Tells the elastic process what has become of the ranks."""
+        self.runs.tick(time.monotonic())
+
+    def ranks_fail(self) -> None:
+        """Both ranks are gone without a result."""
+        self._end_ranks()
+        for rank in self.run.ranks:
+            self.run.rank_failed(rank)
+
+    def _start(self, run: Run) -> None:
+        for number in range(2):
+            rank, theirs, _ = open_rank(run.launch, number, self.told.append)
+            theirs.close()
+            run.put(rank)
+
+    def _end_ranks(self) -> None:
+        for rank in self.run.alive:
+            rank.status = 1
+            rank.close()
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def elastic(agent: Agent) -> ElasticAgent:
+    """The elastic process's end, of a run that has one node."""
+    line = Line(agent.theirs, agent.order)
+    return ElasticAgent(elastic_process._spec(agent.order, line), line, agent.order, [])
+
+
+def state(elastic: ElasticAgent) -> api.WorkerState:
+    return elastic._monitor_workers(elastic._worker_group).state
+
+
+def test_stop_that_crosses_with_the_end_of_ranks_is_not_for_the_next_ones(agent: Agent, elastic: ElasticAgent) -> None:
+    group = elastic._worker_group
+    elastic._initialize_workers(group)
+    agent.read()
+    assert state(elastic) is api.WorkerState.HEALTHY
+    agent.ranks_fail()
+    agent.look()  # RanksEnded is on its way ...
+    elastic._restart_workers(group)  # ... when StopRanks is written, since something has happened on another node
+    agent.read()  # StopRanks, and StartRanks of the next attempt
+    agent.look()
+    assert (len(agent.attempts), agent.run.reason, len(agent.run.alive)) == (2, "", 2)
+    assert state(elastic) is api.WorkerState.HEALTHY
+    agent.ranks_fail()
+    agent.look()
+    assert state(elastic) is api.WorkerState.FAILED  # it is told of the ranks that are there now
+
+
+def test_end_of_ranks_that_are_gone_is_not_that_of_the_next_ones(agent: Agent, elastic: ElasticAgent) -> None:
+    elastic._initialize_workers(elastic._worker_group)
+    agent.read()
+    stale = elastic_messages.RanksEnded(attempt=0), elastic_messages.RanksFinished(attempt=2)
+    for message in stale:
+        agent.runs._all["1"].tell(message)
+    assert state(elastic) is api.WorkerState.HEALTHY and elastic._here.state == "running"
+
+
+def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
+    line = Line(agent.theirs, agent.order)
+    line.say(start(attempt=1))
+    for attempt in (2, 0, 1):
+        assert agent.run.reason == ""
+        line.say(elastic_messages.StopRanks(attempt=attempt))
+        agent.read()
+    assert agent.run.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
+
+
+def test_refused_start_is_answered() -> None:
+    agent = Agent(_MEETING)
+    try:
+        agent.runs.end(agent.run, "stop")
+        line = Line(agent.theirs, agent.order)
+        line.say(start(attempt=1))
+        agent.read()
+        assert agent.attempts == [] and line.hear() == [
+            elastic_messages.Leave(why="The run was ended there (stopped).")
+        ]
+    finally:
+        agent.close()
+
+
+def start(attempt: int) -> elastic_messages.StartRanks:
+    places: list[Any] = [(RankPlace(rank, 2, rank, 2, "127.0.0.1", 1), {}) for rank in range(2)]
+    return elastic_messages.StartRanks(attempt=attempt, places=places, restarts=attempt - 1)
+
+
+@pytest.mark.parametrize("what", ["started", "ended"])
+def test_order_that_nothing_comes_of_ends_the_run_on_all_nodes(
+    agent: Agent, elastic: ElasticAgent, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    if what == "ended":
+        elastic._order = msgspec.structs.replace(agent.order, grace_s=0.0)
+        elastic._initialize_workers(elastic._worker_group)
+        agent.read()
+        assert state(elastic) is api.WorkerState.HEALTHY  # the ranks are being started, and may take their time
+    monkeypatch.setattr(elastic_agent, "_ANSWER_S", 0.2)
+    with pytest.raises(RefusedError, match=f"The ranks were told to be {what}, and nothing has come of it for 0.2 s"):
+        if what == "ended":
+            elastic._stop_workers(elastic._worker_group)
+        else:
+            elastic._initialize_workers(elastic._worker_group)
+            while True:
+                assert state(elastic) is api.WorkerState.HEALTHY
+    assert elastic._here.failure is not None and elastic._here.failure.is_wanted

@@ -1,0 +1,199 @@
+"""Which GPUs are counted, and what is said of others.
+
+There is no GPU here. Device files and the PCI bus are made-up folders, and the answers of NVIDIA's library, of torch's
+build and of the processes that count GPUs are given; only the question to a driver that isn't there is asked really.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from notebook_accel import notebook_launcher
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import PreflightError
+from notebook_accel.launching import launcher
+from notebook_accel.launching.checks import devices, machine, preflight
+from notebook_accel.launching.checks.devices import Devices
+
+_NO_FILES: Mapping[str, str] = {}
+_UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
+    """A machine: torch's build, the UUIDs that NVIDIA's library knows, and files."""
+
+    def make(
+        build: devices.Build, uuids: tuple[str, ...] | None = None, files: Mapping[str, str] = _NO_FILES
+    ) -> pathlib.Path:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(devices, "_ROOT", tmp_path)
+        monkeypatch.setattr(devices, "build_of_torch", lambda: build)
+        monkeypatch.setattr(devices, "_installed_gpus", lambda: uuids)
+        return tmp_path
+
+    for name in devices._LISTS:
+        monkeypatch.delenv(name, raising=False)
+    devices._answer.cache_clear()
+    return make
+
+
+def card(vendor: str, device: str, product: str = "") -> dict[str, str]:
+    folder = "sys/class/drm/renderD128/device"
+    files = {"dev/dri/renderD128": "", f"{folder}/vendor": vendor, f"{folder}/device": device}
+    return files | ({f"{folder}/product_name": product} if product else {})
+
+
+@pytest.mark.parametrize(("listed", "seen"), [
+    (None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), (" 1 ,3", [1, 3]), ("0,9,1", [0]), ("0,-1,1", [0]), ("9", []),
+    ("0,0", []), ("0,1,0", []), ("1gpu2,2ampere", [1, 2]), ("+1", [1]), ("a", []), ("0,,1", [0]), ("0,GPU-aa22", [0]),
+    ("GPU-aa22,GPU-b", [1, 2]), ("GPU-aa", []), ("GPU-zz,GPU-aa22", []), ("GPU-aa22,GPU-zz,GPU-bb33", [1]),
+    ("GPU-aa22,GPU-aa22", []), ("GPU-aa22,0", [1]), ("MIG-aa11", None), ("MIG-a,MIG-b", None),
+])  # fmt: skip
+def test_a_list_is_read_as_cuda_reads_it(listed: str | None, seen: list[int] | None) -> None:
+    assert devices.visible(_UUIDS, listed) == seen
+    if listed is None or not listed.startswith("MIG-"):
+        assert devices.visible((*_UUIDS, "MIG-"), listed) is None  # of a divided one CUDA shows one part
+
+
+@pytest.mark.parametrize(
+    "listed", ["2,0", "0,9,1", "0,-1,1", "0,1,0", "1gpu2,2ampere", "GPU-aa22,GPU-b", "GPU-aa22,GPU-aa22"]
+)
+def test_torch_reads_a_list_alike(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    read = torch.cuda._parse_visible_devices()
+    if read and isinstance(read[0], str):
+        read = torch.cuda._transform_uuid_to_ordinals(read, list(_UUIDS))
+    ends = next((place for place, index in enumerate(read) if int(index) >= len(_UUIDS)), len(read))
+    assert devices.visible(_UUIDS, listed) == read[:ends]  # torch.cuda._device_count_nvml ends a list there
+
+
+def test_parts_of_gpus_are_counted_by_a_process_of_their_own(
+    made_up: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up("cuda", _UUIDS)
+    counts = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
+    monkeypatch.setitem(devices._QUESTIONS, "cuda", counts)
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == 1
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}) == 2
+    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1,7"}) == 2
+
+
+def test_gpus_without_nvidias_library_are_counted_too(
+    made_up: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up("cuda", None, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""})
+    monkeypatch.setitem(devices._QUESTIONS, "cuda", "print('a warning'); print(2)")
+    assert Devices.find(LaunchConfig()) == Devices("GPU", 2)
+    assert Devices.find(LaunchConfig(use_cpu=True)) == Devices("CPU", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Devices.find(LaunchConfig()) == Devices("CPU", 1)
+
+
+def test_a_gpu_that_nobody_can_count_refuses_a_launch(made_up: Callable[..., pathlib.Path]) -> None:
+    model = "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    made_up("cuda", None, {"dev/nvidia0": "", model: "Model: \t\t Tesla T4\nIRQ: 1\n"})
+    with pytest.raises(PreflightError) as caught:  # asks the driver really, and there is none
+        notebook_launcher(print, (), 1, view="none")
+    [finding] = caught.value.findings
+    assert finding.what.startswith("This machine has an NVIDIA GPU (Tesla T4), and it can't be found out whether")
+    assert "libcuda.so.1" in finding.why and "--use_cpu" in finding.fix
+    assert preflight.check(LaunchConfig(use_cpu=True)) == ()
+
+
+def test_amds_gpus_are_launched_on_as_on_cuda(
+    made_up: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up("hip", None, {"dev/kfd": ""})
+    counts = "import os; print(len(os.environ.get('HIP_VISIBLE_DEVICES', '0,1,2').split(',')))"
+    monkeypatch.setitem(devices._QUESTIONS, "hip", counts)
+    found = Devices.find(LaunchConfig())
+    assert found == Devices("GPU", 3)
+    variables = launcher._variables(LaunchConfig(), found)
+    assert "ACCELERATE_USE_CPU" not in variables and "CUDA_VISIBLE_DEVICES" not in variables
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,2")
+    assert Devices.find(LaunchConfig()) == Devices("GPU", 2)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
+    assert Devices.find(LaunchConfig()) == Devices("CPU", 1)
+    hidden = launcher._variables(LaunchConfig(use_cpu=True), Devices("CPU", 1))
+    assert (hidden["CUDA_VISIBLE_DEVICES"], hidden["HIP_VISIBLE_DEVICES"]) == ("", "-1")
+
+
+@pytest.mark.parametrize(("build", "files", "named", "says"), [
+    ("cpu", {"dev/kfd": "", **card("0x1002", "0x740f", "AMD Instinct MI210")}, "an AMD GPU (AMD Instinct MI210)",
+     "built for the CPU only"),
+    ("cuda", {"dev/kfd": "", **card("0x1002", "0x740f")}, "an AMD GPU (1002:740f)", "built for NVIDIA's GPUs"),
+    ("cpu", {"dev/nvidia0": ""}, "an NVIDIA GPU", "built for the CPU only"),
+    ("cpu", card("0x8086", "0x0bd5"), "an Intel GPU (8086:0bd5)", "built for the CPU only"),
+    ("xpu", card("0x8086", "0x0bd5"), "an Intel GPU (8086:0bd5)", "torch.xpu"),
+])  # fmt: skip
+def test_a_gpu_that_ranks_do_not_use_is_named(
+    made_up: Callable[..., pathlib.Path], build: devices.Build, files: dict[str, str], named: str, says: str
+) -> None:
+    made_up(build, None, files)
+    [finding] = preflight.check(LaunchConfig())
+    assert finding.what == f"This machine has {named}, and ranks run on the CPU."
+    assert says in finding.why and "--use_cpu if the CPU is meant" in finding.fix and not finding.refuses
+    assert preflight.check(LaunchConfig(use_cpu=True)) == ()
+
+
+def test_nothing_is_said_of_a_part_of_the_processor_or_of_what_is_hidden(
+    made_up: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made_up("cpu", None, {"dev/dri/renderD128": "", "sys/bus/0000:00:02.0/vendor": "0x8086",
+                                 "sys/bus/0000:00:02.0/device": "0x9a49"})  # fmt: skip
+    (root / "sys/class/drm/renderD128").mkdir(parents=True)
+    (root / "sys/class/drm/renderD128/device").symlink_to(root / "sys/bus/0000:00:02.0")
+    assert preflight.check(LaunchConfig()) == ()
+    made_up("xpu")
+    assert [finding.refuses for finding in preflight.check(LaunchConfig())] == [False]
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "0")
+    assert preflight.check(LaunchConfig()) == ()
+
+
+@pytest.mark.parametrize(("text", "build"), [
+    ("cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n", "cpu"),
+    ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "cuda"),
+    ("cuda = '12.8'\n", "cuda"),
+    ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.43482'\nrocm: Optional[str] = '6.4.0'\n", "hip"),
+    ("cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = '20250200'\n", "xpu"),
+    (None, "cpu"),
+])  # fmt: skip
+def test_what_torch_is_built_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, build: str
+) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(f"from typing import Optional\n\n__version__ = '2.13.0'\n{text}")
+    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
+    assert devices.build_of_torch.__wrapped__() == build
+
+
+def test_the_form_shows_what_ranks_would_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a library that stands in for NVIDIA's."""
+    library = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda index: _UUIDS[index],
+        nvmlDeviceGetMigMode=lambda index: (1 if index == 1 else 0, 0),
+        nvmlDeviceGetName=lambda index: f"GPU number {index}",
+        nvmlDeviceGetCudaComputeCapability=lambda _: (8, 0),
+        nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(total=1 << 30),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    names = [gpu.name for gpu in machine._gpus({"CUDA_VISIBLE_DEVICES": "1,0,5"})]
+    assert names == ["GPU number 1", "GPU number 0"]
+    assert list(machine._gpus({"CUDA_VISIBLE_DEVICES": "1,1"})) == []
+    assert devices._installed_gpus.__wrapped__() == ("GPU-aa11", "MIG-")

@@ -1,0 +1,142 @@
+"""All ranks find the same batch size, also when one of them runs out of memory in the middle of a step."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from notebook_accel import Accelerator, find_executable_batch_size
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.runtimes import torch_group
+from tests.training import ranks
+from tests.training.ranks import Ranks
+
+# Of a group: what takes as long was not noticed.
+DEADLINE = datetime.timedelta(seconds=50)
+OWN_DEADLINE = InitProcessGroupKwargs(timeout=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    """Ranks that have no group yet."""
+    with ranks.running(3) as running:
+        yield running
+
+
+def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limits: list[int], where: str) -> Any:
+    """Five steps, in the third of which ranks run out of memory whose limit is below the size."""
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.01))
+    rank = accelerator.process_index
+    for step in range(5):
+        loss = net(torch.full((batch_size, 2), 1.0 + rank)).square().mean()
+        is_short = step == 2 and batch_size > limits[rank]
+        if is_short and where == "before backward":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if is_short and where == "in backward":
+            loss.register_hook(out_of_memory)
+        accelerator.backward(loss)
+        if is_short:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "after backward":  # in which the others wait then
+            accelerator.gather(loss.detach())
+    return [parameter.tolist() for parameter in accelerator.unwrap_model(net).parameters()]
+
+
+def out_of_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def layer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Linear(64, 1))
+
+
+def search(kind: str, limits: list[int], where: str) -> Any:
+    """Tries sizes with an Accelerator, and perhaps a model, that were made before; returns how long that took too."""
+    outer = None if kind == "all inside" else Accelerator(cpu=True, kwargs_handlers=[OWN_DEADLINE])
+    prepared = outer.prepare(layer()) if outer is not None and kind == "model outside" else None
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def training(batch_size: int) -> Any:
+        tried.append(batch_size)
+        if not outer:
+            assert not dist.is_initialized() or tried[1:]  # nobody has joined for the function
+        accelerator = outer or Accelerator(cpu=True, kwargs_handlers=[OWN_DEADLINE])
+        group = torch_group.made_here()
+        assert group is not None and group.options == OWN_DEADLINE
+        if outer is not None:
+            accelerator.free_memory()
+        return train(accelerator, prepared or accelerator.prepare(layer()), batch_size, limits, where)
+
+    begun = time.monotonic()
+    weights = training()
+    took_s = time.monotonic() - begun
+    accelerator = outer or Accelerator(cpu=True)
+    total = accelerator.reduce(torch.tensor(1.0)).item()
+    accelerator.end_training()
+    return tried, training.batch_size, weights, total, took_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "limits"),
+    [
+        ("accelerator outside", "before backward", [8, 3, 8]),
+        ("model outside", "in backward", [8, 8, 5]),
+        ("all inside", "after backward", [4, 8, 8]),
+    ],
+)
+def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str, limits: list[int]) -> None:
+    outcomes = three.run(search, kind, limits, where)
+    sizes = [8, 4, 2] if min(limits) < 4 else [8, 4]
+    for tried, found, weights, total, took_s in outcomes:
+        assert (tried, found, total) == (sizes, sizes[-1], 3)
+        assert weights == outcomes[0][2]
+        assert took_s < DEADLINE.total_seconds() / 2
+
+
+def fail_beside() -> Any:
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def training(batch_size: int) -> None:
+        if accelerator.process_index == 1:
+            raise ValueError("not about memory")
+
+    training()
+
+
+def test_what_is_not_about_memory_is_raised_on_every_rank(two_ranks: Ranks) -> None:
+    first, second = two_ranks.replies(fail_beside)
+    assert "Rank 1 failed while a batch size was being tried: ValueError: not about memory" in str(first)
+    assert isinstance(second, ValueError)
+
+
+def test_the_effective_size_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=12, keep_effective_batch_size=True)
+    def training(batch_size: int, steps: int, more: str) -> str:
+        tried.append((batch_size, steps))
+        if batch_size > 3:
+            raise MemoryError
+        return more
+
+    assert training("done") == "done"
+    assert tried == [(12, 1), (6, 2), (4, 3), (3, 4)]
+    assert (training.batch_size, training.gradient_accumulation_steps) == (3, 4)
+    said = "training runs with a batch size of 3, 4 of them a step; no memory for 12, 6, 4."
+    assert said in capfd.readouterr().err
+    with pytest.raises(TypeError, match="Leave it out"):
+        training(3, "done")
+    with pytest.raises(ConfigError, match="reduce_batch_size_fn"):
+        find_executable_batch_size(training, reduce_batch_size_fn=lambda: 1, keep_effective_batch_size=True)
