@@ -53,7 +53,7 @@ import time
 from kernel_ext.panel import PanelView
 from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.spec import JobSpec
 
 def resident_mib():

@@ -27,7 +27,7 @@ import torch
 import torch.multiprocessing
 
 from notebook_accel import notebook_launcher
-from notebook_accel.launching import local
+from notebook_accel.launching.kernel import local
 
 _TENSORS = 16
 _POLL_S = 0.001

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from notebook_accel import events, notebook_launcher
-from notebook_accel.launching.ray import parts
+from notebook_accel import notebook_launcher
+from notebook_accel.protocol import events, ray_messages
 
 _OPTIONS = {"strategy": "SPREAD"}
 _MODEL_BYTES = 100_000_000
@@ -123,7 +123,7 @@ class _Reader:
 def _measure_batches(rounds: int) -> None:
     """What the kernel does with a message that has a sample of each of many ranks, as five times a second."""
     said = [
-        parts.Said(rank, importlib.import_module("msgspec").Raw(events.encode(event)))
+        ray_messages.Said(rank, importlib.import_module("msgspec").Raw(events.encode(event)))
         for rank in range(_RANKS_IN_A_BATCH)
         for event in (
             events.Progress(step=rank, steps=rank, total=1000, epoch=1, epochs=3),
@@ -131,12 +131,12 @@ def _measure_batches(rounds: int) -> None:
         )
     ]
     state = importlib.import_module("notebook_accel.launching.state.run").RunState(_RANKS_IN_A_BATCH)
-    batch = parts.encode(said)
+    batch = ray_messages.encode(said)
     measured = []
     for _ in range(rounds):
         began_s = time.process_time()
-        for one in parts.decode(batch):
-            assert isinstance(one, parts.Said)
+        for one in ray_messages.decode(batch):
+            assert isinstance(one, ray_messages.Said)
             state.apply(one.rank, events.decode(bytes(one.event)))
         measured.append(1e3 * (time.process_time() - began_s))
     taken = statistics.median(measured)

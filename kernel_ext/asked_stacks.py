@@ -11,7 +11,7 @@ from notebook_accel import durations
 from notebook_accel.errors import NotebookAccelError
 
 if TYPE_CHECKING:
-    from notebook_accel.launching.job import Job
+    from notebook_accel.launching.kernel.job import Job
 
 __all__ = ["AskedStacks"]
 

@@ -17,8 +17,9 @@ from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel import durations, sizes
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import launcher, logs, registry
-from notebook_accel.launching.job import Job
+from notebook_accel.launching import logs
+from notebook_accel.launching.kernel import launcher, registry
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.plain_text import plain_lines
 
 __all__ = ["COMMANDS", "completions", "run"]

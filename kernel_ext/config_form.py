@@ -16,7 +16,7 @@ from kernel_ext.form_style import STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.configuring import BASIC, Draft, Source
+from notebook_accel.launching.kernel.configuring import BASIC, Draft, Source
 
 __all__ = ["ConfigForm"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from notebook_accel.launching.checks import kernel_state
+from notebook_accel.launching import device_state
 
 __all__ = ["CudaWatch"]
 
@@ -29,8 +29,8 @@ class CudaWatch:
 
     def start(self) -> None:
         """Begins to watch. What was initialised before can't be told any more."""
-        self._was_initialized = kernel_state.is_cuda_initialized()
-        self._was_xla_initialized = kernel_state.is_xla_initialized()
+        self._was_initialized = device_state.is_cuda_initialized()
+        self._was_xla_initialized = device_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
         if not self._queue():
             sys.meta_path.insert(0, self)
@@ -69,7 +69,7 @@ class CudaWatch:
             while frame is not None and frame.f_globals is not self._shell.user_ns:
                 frame = frame.f_back
             if frame is not None:
-                kernel_state.note_cuda_origin(f"{self._label(frame)}, line {frame.f_lineno}")
+                device_state.note_cuda_origin(f"{self._label(frame)}, line {frame.f_lineno}")
 
     def _label(self, frame: FrameType) -> str:
         """``In[3]``, of the cell that the code is in; a function's may be another than the one that runs."""
@@ -77,9 +77,9 @@ class CudaWatch:
         return str(named[1]) if named is not None else f"In[{self._shell.execution_count}]"
 
     def _after_cell(self, result: Any) -> None:
-        if not self._was_initialized and kernel_state.is_cuda_initialized():
+        if not self._was_initialized and device_state.is_cuda_initialized():
             self._was_initialized = True
-            kernel_state.note_cuda_origin(f"In[{result.execution_count}]")
-        if not self._was_xla_initialized and kernel_state.is_xla_initialized():
+            device_state.note_cuda_origin(f"In[{result.execution_count}]")
+        if not self._was_xla_initialized and device_state.is_xla_initialized():
             self._was_xla_initialized = True
-            kernel_state.note_xla_origin(f"In[{result.execution_count}]")
+            device_state.note_xla_origin(f"In[{result.execution_count}]")

@@ -19,11 +19,12 @@ from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
-from notebook_accel.launching import cell as cells
-from notebook_accel.launching import following, launcher, local
-from notebook_accel.launching.exporting import export
-from notebook_accel.launching.job import Job
+from notebook_accel.exporting import export
+from notebook_accel.launching.kernel import cell as cells
+from notebook_accel.launching.kernel import foreground, launcher, local
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import definitions
 from notebook_accel.launching.views import view
 
 __all__ = ["register", "unregister"]
@@ -127,7 +128,7 @@ class Magics:
             return job
 
         try:
-            outcome = launch() if given.background else following.launched(launch)
+            outcome = launch() if given.background else foreground.launched(launch)
         finally:  # not before: it may import what takes its time, and the panel would stand still
             if jobs:
                 self._define_here(parsed)
@@ -190,7 +191,7 @@ class Magics:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
         kept = {name: value for name, value in self._shell.user_ns.items() if name != cell.calls}
-        for code in cells.definitions(cell.source, cell.label):
+        for code in definitions(cell.source, cell.label):
             # What needs a statement that only runs in the ranks can't be had here; the launch doesn't depend on it.
             with contextlib.suppress(Exception):
                 self._shell.ex(code)

@@ -11,8 +11,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from notebook_accel import events
 from notebook_accel.plain_text import AlikeLines, RankLine, line_prefix, plain_lines
+from notebook_accel.protocol import events
 
 __all__ = ["OutputLog"]
 

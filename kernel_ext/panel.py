@@ -18,11 +18,11 @@ from kernel_ext.live_clicks import LiveClicks
 from kernel_ext.panel_widgets import PanelWidgets
 from kernel_ext.shown_run import ShownRun
 from kernel_ext.table import table_html
-from notebook_accel import events
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
-    from notebook_accel.launching.job import Job
+    from notebook_accel.launching.kernel.job import Job
 
 __all__ = ["PanelView", "open_view"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 if TYPE_CHECKING:
-    from notebook_accel.sessions.session import Session
+    from notebook_accel.sessions.kernel.session import Session
 
 __all__ = ["SessionHelp", "asked_about"]
 

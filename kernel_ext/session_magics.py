@@ -15,14 +15,14 @@ from kernel_ext.session_help import SessionHelp, asked_about
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, ResultError, RunError
-from notebook_accel.launching import registry
-from notebook_accel.launching.cell import Cell
-from notebook_accel.sessions.interrupts import held
+from notebook_accel.launching.kernel import registry
+from notebook_accel.launching.kernel.cell import Cell
+from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.showing import Shown, ranks_in_words
 
 if TYPE_CHECKING:
-    from notebook_accel.sessions.background import BackgroundCell
-    from notebook_accel.sessions.session import Session
+    from notebook_accel.sessions.kernel.background import BackgroundCell
+    from notebook_accel.sessions.kernel.session import Session
 
 __all__ = ["COMMANDS", "SessionMagics"]
 
@@ -104,7 +104,7 @@ class SessionMagics:
             raise RunError("There is a session already.", why=repr(self.session),
                            fix="%distributed stop, before another one is started")  # fmt: skip
         # Not above: on other systems than Linux it can't be imported.
-        from notebook_accel.sessions.session import Session
+        from notebook_accel.sessions.kernel.session import Session
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()

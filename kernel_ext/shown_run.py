@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_ext import render
 from kernel_ext.output_log import OutputLog
-from notebook_accel import events
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.views.view import line_prefix
+from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
-    from notebook_accel.launching.job import Job
+    from notebook_accel.launching.kernel.job import Job
 
 __all__ = ["ShownRun"]
 

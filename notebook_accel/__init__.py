@@ -26,12 +26,12 @@ if TYPE_CHECKING:
         RunTimeoutError,
         TrainingError,
     )
-    from notebook_accel.launching.configuring import write_basic_config
-    from notebook_accel.launching.job import Job
-    from notebook_accel.launching.notebook_launcher import debug_launcher, notebook_launcher
+    from notebook_accel.launching.kernel.configuring import write_basic_config
+    from notebook_accel.launching.kernel.job import Job
+    from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
-    from notebook_accel.sessions.session import Session
+    from notebook_accel.sessions.kernel.session import Session
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
     from notebook_accel.training.availability import is_rich_available

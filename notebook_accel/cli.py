@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from notebook_accel import __version__, config, end_signals, launch_command, options, questions
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import configuring, launcher
-from notebook_accel.launching.checks.devices import Devices
-from notebook_accel.launching.checks.machine import Machine
+from notebook_accel.launching.kernel import configuring, launcher
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.checks.machine import Machine
 
 __all__ = ["main"]
 

@@ -16,8 +16,8 @@ from typing import Any
 from notebook_accel import accelerate_flags, config, end_signals, environment, options
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
-from notebook_accel.launching import following, launcher
-from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.kernel import foreground, launcher
+from notebook_accel.launching.kernel.checks.devices import Devices
 from notebook_accel.launching.ranks.script import Script
 
 __all__ = ["add_arguments", "run"]
@@ -70,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
     with end_signals.as_interrupts() as received:
         try:
             named = chosen.replace(name=chosen.name or script.name[:80])
-            following.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
+            foreground.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from notebook_accel import config
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.configuring import BASIC, Draft
+from notebook_accel.launching.kernel.configuring import BASIC, Draft
 
 __all__ = ["ask", "show", "tell"]
 

@@ -23,9 +23,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import events, host_memory
-from notebook_accel.channel import ClosedError
+from notebook_accel import host_memory
 from notebook_accel.errors import ConfigError
+from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import ClosedError
 
 __all__ = ["Counter", "Reporter", "Sender", "connect", "disconnect", "report", "reporter"]
 

@@ -1,7 +1,7 @@
 """The names that users of Accelerate import from ``accelerate.utils``."""
 
 from notebook_accel.errors import CollectiveError as DistributedOperationException
-from notebook_accel.launching.configuring import write_basic_config
+from notebook_accel.launching.kernel.configuring import write_basic_config
 from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.availability import (
     compare_versions,

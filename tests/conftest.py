@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
-from notebook_accel.launching import local
+from notebook_accel.launching.kernel import local
 from tests import beside, kernels, processes
 
 # Examples of property tests have no time limit of their own: on a busy machine any of them may take long.

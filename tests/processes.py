@@ -60,12 +60,12 @@ def read(pid: int) -> Process | None:
 
 def is_agent(process: Process) -> bool:
     """Whether it supervises the ranks of a kernel."""
-    return "notebook_accel.launching.supervision.agent" in process.command
+    return "notebook_accel.launching.agent.agent" in process.command
 
 
 def is_template(process: Process) -> bool:
     """Whether ranks are forked from it, or it is such a rank, whose command line is the same."""
-    return "notebook_accel.launching.ranks.template" in process.command
+    return "notebook_accel.launching.template.template" in process.command
 
 
 def children(pid: int) -> list[Process]:

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from notebook_accel import memory_files, serialization
+from notebook_accel.payload import memory_files, serialization
 
 MIB = 1 << 20
 

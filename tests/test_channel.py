@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from notebook_accel.channel import ClosedError, Connection, Message
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
 _Pair = tuple[Connection, Connection]
 

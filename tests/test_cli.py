@@ -16,7 +16,7 @@ import notebook_accel
 from kernel_ext import commands
 from notebook_accel import cli, config
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import launcher
+from notebook_accel.launching.kernel import launcher
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import memory_files, serialization
+from notebook_accel.payload import memory_files, serialization
 
 NOTEBOOK = """
 import functools, typing

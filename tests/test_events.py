@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accel import events
+from notebook_accel.protocol import events
 
 _INT = st.integers(min_value=0, max_value=2**63 - 1)
 _TEXT = st.text()  # hypothesis leaves lone surrogates out of it

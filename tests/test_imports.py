@@ -27,7 +27,7 @@ def _modules_after(code: str) -> set[str]:
     "from notebook_accel import notebook_launcher, Job, Results",
     "from notebook_accel import config_widget; config_widget()",
     "import notebook_accel.cli",
-    "import notebook_accel.launching.supervision.agent",
+    "import notebook_accel.launching.agent.agent",
 ])  # fmt: skip
 def test_neither_torch_nor_ipython_is_imported(code: str) -> None:
     modules = _modules_after(code)

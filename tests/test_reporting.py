@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import notebook_accel
-from notebook_accel import events, reporting
-from notebook_accel.channel import ClosedError, Connection
+from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
+from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.training.runtimes.single_process import SingleProcess
 from tests import processes
 

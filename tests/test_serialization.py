@@ -19,8 +19,9 @@ import numpy
 import pytest
 import torch
 
-from notebook_accel import host_memory, memory_files, serialization
+from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError
+from notebook_accel.payload import memory_files, serialization
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from notebook_accel import environment, memory_files
+from notebook_accel import environment
+from notebook_accel.payload import memory_files
 
 __all__ = [
     "are_supported",

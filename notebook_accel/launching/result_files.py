@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import memory_files, serialization
-from notebook_accel.blocks import Blocks
 from notebook_accel.errors import PayloadError, ResultError
 from notebook_accel.launching.results import Results
-from notebook_accel.serialization import Beside, Pickled
+from notebook_accel.payload import memory_files, serialization
+from notebook_accel.payload.serialization import Beside, Pickled
+from notebook_accel.payload.tensor_memory import Blocks
 
 __all__ = ["Opening", "ResultFiles", "result_error", "write"]
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import types
+
 import msgspec
 
-__all__ = ["JobSpec", "Source"]
+__all__ = ["JobSpec", "Source", "definitions"]
+
+_DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -54,3 +59,22 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(JobSpec)  # made once, in the template, instead of in each rank
+
+
+def definitions(source: str, label: str) -> list[types.CodeType]:
+    """Return the code of a cell's imports, top-level definitions and literal constants, statement by statement."""
+    kept = [node for node in ast.parse(source, label).body if _defines(node)]
+    return [compile(ast.Module([node], []), label, "exec", dont_inherit=True) for node in kept]
+
+
+def _defines(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.If, ast.Try)):
+        handled = [statement for handler in getattr(node, "handlers", ()) for statement in handler.body]
+        return all(map(_defines, [*node.body, *node.orelse, *getattr(node, "finalbody", ()), *handled]))
+    if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        try:
+            ast.literal_eval(node.value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(node, _DEFINING)

@@ -9,7 +9,7 @@ import faulthandler
 import os
 import signal
 
-from notebook_accel import memory_files
+from notebook_accel.payload import memory_files
 
 __all__ = ["SIGNAL", "arm", "dump_file"]
 

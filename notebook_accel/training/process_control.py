@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.payload.unpicklable import StaysError
 from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.runtimes.runtime import Runtime
-from notebook_accel.unpicklable import StaysError
 
 if TYPE_CHECKING:
     from typing_extensions import Self

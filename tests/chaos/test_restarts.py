@@ -21,8 +21,8 @@ from sklearn.datasets import load_digits
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import RunStoppedError, SupervisorLostError
-from notebook_accel.launching import launcher, local
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.chaos.test_launching import DURATION_S, SEED
 from tests.launching import training
@@ -74,7 +74,7 @@ _VICTIMS: dict[str, Callable[[Job, random.Random], processes.Process | None]] = 
 
 def test_parent_of_a_rank_whose_template_is_gone_is_no_victim() -> None:
     orphan = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()", "notebook_accel.launching.ranks.template"],
+        [sys.executable, "-c", "import sys; sys.stdin.read()", "notebook_accel.launching.template.template"],
         stdin=subprocess.PIPE,
     )
     with orphan:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from notebook_accel.errors import RankFailedError, RunError, SupervisorLostError
-from notebook_accel.launching import local
-from notebook_accel.sessions.interrupts import held
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.kernel import local
+from notebook_accel.sessions.kernel.interrupts import held
+from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.chaos.test_launching import DURATION_S, SEED
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching import local
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.kernel import local
+from notebook_accel.sessions.kernel.session import Session
 from tests.gpu.test_gpu import gpus
 from tests.sessions.conftest import interrupted, runs
 

@@ -9,8 +9,8 @@ from typing import Any
 from kernel_ext import render
 from kernel_ext.output_log import OutputLog
 from kernel_ext.render import RunFacts
-from notebook_accel import events
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 
 __all__ = ["ATTACK", "Document", "Run", "facts", "header_html", "summary_html", "summary_text", "training"]
 

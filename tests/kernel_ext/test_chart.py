@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernel_ext.chart import chart_html, ticks
-from notebook_accel import events
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 from tests.kernel_ext.documents import Document
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kernel_ext import commands
-from notebook_accel.launching import registry
+from notebook_accel.launching.kernel import registry
 from tests import kernels
 from tests.launching.test_job import make_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernel_ext.output_log import OutputLog
-from notebook_accel import events
+from notebook_accel.protocol import events
 
 
 def test_much_output_keeps_its_beginning_and_its_end() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernel_ext.output_log import OutputLog
 from kernel_ext.output_pane import Choice, errors_html, log_html, output_html, stacks_html
-from notebook_accel import events
+from notebook_accel.protocol import events
 from tests.kernel_ext.documents import Document
 
 

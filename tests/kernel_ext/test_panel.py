@@ -285,7 +285,7 @@ def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
     assert "asking every rank …" in _see(kernel, "body")
     dumps = """
-    from notebook_accel.launching.messages import RankDump
+    from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="said", text=text) for rank in range(2)])
     view._stacks._asking.join(60)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernel_ext.output_pane import output_html
 from kernel_ext.table import table_html
-from notebook_accel import events
+from notebook_accel.protocol import events
 from tests.kernel_ext import documents as made
 from tests.kernel_ext.documents import ATTACK, Document, Run, header_html, summary_html, summary_text
 from tests.launching.state import strategies

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kernel_ext.table import table_html
-from notebook_accel import events
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 from tests.kernel_ext import documents as made
 from tests.kernel_ext.documents import Document
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import launcher, local
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import OnDeath
+from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import events
+from notebook_accel.protocol.agent_messages import OnDeath
 from tests import kernels, processes
 from tests.launching import ranks
 from tests.launching.ray import clusters

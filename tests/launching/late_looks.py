@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 
-from notebook_accel.launching.elasticity import elastic_agent, nodes
+from notebook_accel.launching.elastic import elastic_agent, nodes
 
 _PATIENCE_S = 10.0  # shorter than the silence after which node 0 is taken to have gone
 _look = elastic_agent.ElasticAgent._hear

@@ -14,17 +14,17 @@ from collections.abc import Callable
 import pytest
 
 from notebook_accel.errors import RunStoppedError
-from notebook_accel.launching import agent_process, local
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import agent_process, local
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.launching import ranks
 
 _RANK_SAYS_IT_FIRST = """
 import os, subprocess
 from notebook_accel import events
-from notebook_accel.channel import Connection
+from notebook_accel.protocol.channel import Connection
 from notebook_accel.launching import messages
-from notebook_accel.launching.supervision import agent, forking, runs
+from notebook_accel.launching.agent import agent, forking, runs
 
 launch = messages.Launch(
     job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
@@ -84,9 +84,9 @@ def test_ranks_can_save_when_the_agent_is_told_to_end(
 
 _RUN_ENDS = """
 import os
-from notebook_accel.channel import Connection
+from notebook_accel.protocol.channel import Connection
 from notebook_accel.launching import messages
-from notebook_accel.launching.supervision import agent, runs
+from notebook_accel.launching.agent import agent, runs
 
 launch = messages.Launch(
     job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1

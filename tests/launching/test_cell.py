@@ -7,7 +7,8 @@ import builtins
 import pytest
 
 from notebook_accel.errors import CellError
-from notebook_accel.launching import cell
+from notebook_accel.launching import spec
+from notebook_accel.launching.kernel import cell
 
 
 @pytest.mark.parametrize(("source", "uses"), [
@@ -82,7 +83,7 @@ def test_final_def_is_what_is_called() -> None:
 def test_definitions_are_what_workers_need() -> None:
     source = "import os\nN: int = 3\nx = f()\nclass A: pass\ndef g(): return 1\nif N:\n    import re\nelse: pass"
     namespace: dict[str, object] = {}
-    for code in cell.definitions(source, "In[1]"):
+    for code in spec.definitions(source, "In[1]"):
         exec(code, namespace)
     assert sorted(name for name in namespace if not name.startswith("__")) == ["A", "N", "g", "os", "re"]
 

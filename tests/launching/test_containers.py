@@ -130,7 +130,7 @@ def test_long_temporary_folder_is_warned_of_and_sessions_meet_there(tmp_path: pa
     folder.mkdir()
     done = run(
         """
-        from notebook_accel.sessions.session import Session
+        from notebook_accel.sessions.kernel.session import Session
         with Session(num_processes=2, use_cpu=True, view="none") as session:
             print(session.execute("import os\\nint(os.environ['RANK'])"))
         """,

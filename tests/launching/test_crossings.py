@@ -14,18 +14,19 @@ import msgspec
 import pytest
 from torch.distributed.elastic.agent.server import api
 
-from notebook_accel.channel import Connection
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import messages
-from notebook_accel.launching.elastic_options import Elastic, Meeting
-from notebook_accel.launching.elasticity import elastic_agent, elastic_messages, elastic_process
-from notebook_accel.launching.elasticity.elastic_agent import ElasticAgent, Line
-from notebook_accel.launching.elasticity.rendezvous import RefusedError
-from notebook_accel.launching.supervision.elastic_runs import ElasticRuns
-from notebook_accel.launching.supervision.forking import open_rank
-from notebook_accel.launching.supervision.loop import Loop
-from notebook_accel.launching.supervision.runs import Run
-from notebook_accel.launching.supervision.templates import TemplateProcess
+from notebook_accel.launching.agent.elastic_runs import ElasticRuns
+from notebook_accel.launching.agent.forking import open_rank
+from notebook_accel.launching.agent.loop import Loop
+from notebook_accel.launching.agent.runs import Run
+from notebook_accel.launching.agent.templates import TemplateProcess
+from notebook_accel.launching.elastic import elastic_agent, elastic_process
+from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
+from notebook_accel.launching.elastic.rendezvous import RefusedError
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.elastic_options import Elastic, Meeting
 
 _MEETING = Meeting(
     num_nodes="2", least=2, most=2, node_rank=0, backend="static", host="127.0.0.1", port=1, timeout_s=60, silence_s=60

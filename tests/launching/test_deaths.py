@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.launching import ranks
 from tests.launching.conftest import pids_of

@@ -6,7 +6,7 @@ import pytest
 
 from notebook_accel import debug_launcher
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching import local
+from notebook_accel.launching.kernel import local
 
 
 def place(text: str) -> tuple[str, str, str, str]:

@@ -17,9 +17,9 @@ import pytest
 from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching import launcher
-from notebook_accel.launching.checks import devices, machine, preflight
-from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.kernel import launcher
+from notebook_accel.launching.kernel.checks import devices, machine, preflight
+from notebook_accel.launching.kernel.checks.devices import Devices
 
 _NO_FILES: Mapping[str, str] = {}
 _UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")

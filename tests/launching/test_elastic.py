@@ -27,8 +27,8 @@ from notebook_accel.errors import (
     RunTimeoutError,
     SupervisorLostError,
 )
-from notebook_accel.launching import launcher, local
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.lines_view import LinesView
 from tests import kernels, processes
 from tests.launching import ranks, restarted, training

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import launcher, local
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.launching import ranks
 from tests.launching.conftest import pids_of

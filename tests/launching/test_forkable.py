@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.checks import kernel_state, preflight
-from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching import device_state
+from notebook_accel.launching.kernel.checks import preflight
+from notebook_accel.launching.kernel.checks.devices import Devices
 from tests import processes
 
 FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
@@ -66,10 +67,10 @@ def test_driver_that_is_awake_is_found_by_a_fork(woken: types.ModuleType, monkey
 
 
 def test_fork_that_does_not_answer_is_not_waited_for(woken: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_state, "_PROBE_DEADLINE_S", 0.1)
+    monkeypatch.setattr(device_state, "_PROBE_DEADLINE_S", 0.1)
     monkeypatch.setattr(woken._C, "_cuda_isInBadFork", lambda: time.sleep(300))
     before = processes.children(os.getpid())
-    assert not kernel_state.forks_lose_cuda()
+    assert not device_state.forks_lose_cuda()
     assert processes.children(os.getpid()) == before
 
 
@@ -100,8 +101,8 @@ def test_threads_of_the_users_are_warned_of_by_name() -> None:
 
 def test_finding_out_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching.checks import forkable; forkable.check();"
+        "import sys; from notebook_accel.launching.kernel.checks import forkable; forkable.check();"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    assert kernel_state.is_xla_initialized() is False
+    assert device_state.is_xla_initialized() is False

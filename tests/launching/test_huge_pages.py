@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 
-from notebook_accel.launching.ranks import huge_pages
+from notebook_accel.launching.template import huge_pages
 
 HUGE_BYTES = 2 << 20
 

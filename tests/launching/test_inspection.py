@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel.channel import Connection
-from notebook_accel.launching.messages import RankDump
+from notebook_accel.launching.agent.inspection import Inspection
+from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
+from notebook_accel.launching.agent.runs import Rank
 from notebook_accel.launching.stack_dumps import dump_file
-from notebook_accel.launching.supervision.inspection import Inspection
-from notebook_accel.launching.supervision.output import Allowance, LogTail, open_log
-from notebook_accel.launching.supervision.runs import Rank
+from notebook_accel.protocol.agent_messages import RankDump
+from notebook_accel.protocol.channel import Connection
 from tests import kernels, processes
 
 _HANGING = """%%distributed -n 4 --background --out hanging --view none --name hanging

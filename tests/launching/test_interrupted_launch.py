@@ -15,8 +15,8 @@ import pytest
 
 from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import following, launcher
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import foreground, launcher
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 
 
@@ -42,7 +42,7 @@ def test_interrupt_at_any_moment_of_a_launch(template: None, start_method: str) 
 
 
 class _SecondInterrupt:
-    """Raises KeyboardInterrupt in ``following``, so many lines after the first one was raised."""
+    """Raises KeyboardInterrupt in ``foreground``, so many lines after the first one was raised."""
 
     def __init__(self, lines: int) -> None:
         self._lines = lines
@@ -58,7 +58,7 @@ class _SecondInterrupt:
         return self._lines <= 0
 
     def trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != following.__file__:
+        if frame.f_code.co_filename != foreground.__file__:
             return None
         if event == "line" and self._has_begun:
             self._lines -= 1
@@ -71,7 +71,7 @@ def test_interrupt_at_any_moment_of_heeding_another(template: None, monkeypatch:
     standing = {process.pid for process in processes.descendants(os.getpid())}
     for lines in itertools.count(1):
         second = _SecondInterrupt(lines)
-        monkeypatch.setattr(following, "_refresh_until_done", second.begin)
+        monkeypatch.setattr(foreground, "_refresh_until_done", second.begin)
         sys.settrace(second.trace)
         try:
             with pytest.raises(KeyboardInterrupt):

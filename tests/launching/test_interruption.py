@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from notebook_accel import events
-from notebook_accel.launching import following
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import foreground
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import events
 from tests import processes
 from tests.launching import ranks
 
@@ -84,10 +84,10 @@ def test_run_that_does_not_end_in_time_leaves_others_alone(
     launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose rank is in a call that the system can't end; here it is only not waited for."""
-    monkeypatch.setattr(following, "_INTERRUPT_DEADLINE_S", 0.0)
+    monkeypatch.setattr(foreground, "_INTERRUPT_DEADLINE_S", 0.0)
     other = launch(ranks.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
     mine = launch(ranks.waits, grace_s=0)
-    following._end_interrupted(mine)
+    foreground._end_interrupted(mine)
     assert mine.wait(20)
     assert not other.done and other.stacks()[0].condition == "said"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel import events, memory_files
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     NotebookAccelError,
@@ -20,10 +19,12 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import result_files
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import RankDump
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec, Source
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import events
+from notebook_accel.protocol.agent_messages import RankDump
 
 BOUND: dict[str, object] = {}
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from notebook_accel import events
 from notebook_accel.errors import LaunchError, RunStoppedError
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import events
 from tests import processes
 from tests.launching import ranks
 from tests.launching.conftest import pids_of

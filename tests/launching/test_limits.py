@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel import events, host_memory
+from notebook_accel import host_memory
 from notebook_accel.errors import ProcessStartError, RankFailedError
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import events
 from tests import processes
 from tests.launching import ranks
 from tests.launching.conftest import pids_of

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from notebook_accel.launching import logs
-from notebook_accel.launching.supervision import log_keeping
+from notebook_accel.launching.agent import log_keeping
 
 
 @pytest.fixture

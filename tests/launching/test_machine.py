@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from notebook_accel.launching.checks import machine
-from notebook_accel.launching.checks.devices import Devices
-from notebook_accel.launching.checks.machine import Gpu, Machine
+from notebook_accel.launching.kernel.checks import machine
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.checks.machine import Gpu, Machine
 
 _T4 = Gpu("Tesla T4", 15 << 30, (7, 5))
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))

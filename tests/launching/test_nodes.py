@@ -23,7 +23,7 @@ from notebook_accel.errors import (
     RankFailedError,
     RunStoppedError,
 )
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.lines_view import LinesView
 from tests import kernels, processes
 from tests.launching import restarted

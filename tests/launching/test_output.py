@@ -9,8 +9,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accel import events
-from notebook_accel.launching.supervision.output import Allowance, LogTail, open_log
+from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
+from notebook_accel.protocol import events
 
 
 class Log:

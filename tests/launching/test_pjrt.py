@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import launcher
-from notebook_accel.launching.checks import pjrt, preflight
-from notebook_accel.launching.checks.devices import Devices
+from notebook_accel.launching.kernel import launcher
+from notebook_accel.launching.kernel.checks import pjrt, preflight
+from notebook_accel.launching.kernel.checks.devices import Devices
 
 
 def _pci_device(root: pathlib.Path, number: int, vendor: str, device: str) -> None:
@@ -153,7 +153,7 @@ def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
 
 def test_looking_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching.checks import pjrt; pjrt.find({'PJRT_DEVICE': 'CPU'});"
+        "import sys; from notebook_accel.launching.kernel.checks import pjrt; pjrt.find({'PJRT_DEVICE': 'CPU'});"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

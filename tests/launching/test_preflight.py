@@ -14,7 +14,7 @@ import torch
 from notebook_accel import host_memory, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching.checks import devices, forkable, preflight
+from notebook_accel.launching.kernel.checks import devices, forkable, preflight
 
 
 def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
@@ -50,7 +50,7 @@ def test_no_gpu_is_visible_where_none_is_named() -> None:
 def test_finding_out_imports_no_torch(statement: str) -> None:
     code = (
         "import sys; from notebook_accel.config import LaunchConfig; "
-        "from notebook_accel.launching.checks import devices, preflight; "
+        "from notebook_accel.launching.kernel.checks import devices, preflight; "
         f"{statement}; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -126,7 +126,7 @@ from accelerate import Accelerator
 Accelerator(cpu=True)
 sys.modules["bitsandbytes"] = types.ModuleType("bitsandbytes")  # not installed here
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.checks import forkable, preflight
+from notebook_accel.launching.kernel.checks import forkable, preflight
 assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
 for finding in forkable.check(): print(finding.refuses, finding.what)
 """
@@ -151,7 +151,7 @@ def test_launch_after_the_first_opens_and_imports_next_to_nothing() -> None:
     code = """
 import sys
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.checks import preflight
+from notebook_accel.launching.kernel.checks import preflight
 config = LaunchConfig(num_processes=2)
 preflight.check(config)
 done = []

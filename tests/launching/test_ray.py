@@ -8,11 +8,12 @@ import threading
 import msgspec
 import pytest
 
-from notebook_accel import events, notebook_launcher
+from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import cluster, connecting, connection, host, options, parts, starting
+from notebook_accel.launching.ray import cluster, connecting, connection, host, options, starting
+from notebook_accel.protocol import events, ray_messages
 from tests.launching import ranks
 
 
@@ -52,7 +53,7 @@ def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:
 
 
 def node_run() -> host._NodeRun:
-    part = parts.Part(
+    part = ray_messages.Part(
         job_id="1", name="run", options=b"", places=[RankPlace(4, 8, 0, 2), RankPlace(5, 8, 1, 2)], environment={}
     )
     return host._NodeRun(part, LaunchConfig())
@@ -67,17 +68,17 @@ def test_host_tells_everything_in_order_and_of_samples_the_newest() -> None:
     run.deliver(0, events.Progress(step=100, steps=100, total=100))
     run.deliver(1, events.Output(text="second"))
     run.end("failed")
-    told = parts.decode(parts.encode(parts.News(time_s=1.0, said=run.outbox.take(1.0)))).said
+    told = ray_messages.decode(ray_messages.encode(ray_messages.News(time_s=1.0, said=run.outbox.take(1.0)))).said
     assert run.outbox.take(0.01) == []
     run.close()
-    said = [(told.rank, events.decode(bytes(told.event))) for told in told[:-1] if isinstance(told, parts.Said)]
+    said = [(told.rank, events.decode(bytes(told.event))) for told in told[:-1] if isinstance(told, ray_messages.Said)]
     assert [(rank, type(event).__name__, getattr(event, "step", "")) for rank, event in said] == [
         (1, "Progress", 99),
         (1, "Output", ""),
         (0, "Progress", 100),
         (1, "Output", ""),
     ]
-    assert told[-1] == parts.Ended(reason="failed")
+    assert told[-1] == ray_messages.Ended(reason="failed")
 
 
 def test_host_waits_for_news_no_longer_than_it_is_asked_to() -> None:
@@ -87,14 +88,14 @@ def test_host_waits_for_news_no_longer_than_it_is_asked_to() -> None:
     [told] = run.outbox.take(30.0)
     thread.join()
     run.close()
-    assert isinstance(told, parts.Said) and isinstance(events.decode(bytes(told.event)), events.Started)
+    assert isinstance(told, ray_messages.Said) and isinstance(events.decode(bytes(told.event)), events.Started)
 
 
 def test_versions_are_what_has_to_be_the_same() -> None:
     found = host.versions()
     assert set(found) == {"Python", "torch", "notebook-accel"} and all(found.values())
-    facts = parts.Facts(versions=found, address="127.0.0.1", host="here", pid=1)
-    assert msgspec.msgpack.decode(parts.encode(facts), type=parts.Facts) == facts
+    facts = ray_messages.Facts(versions=found, address="127.0.0.1", host="here", pid=1)
+    assert msgspec.msgpack.decode(ray_messages.encode(facts), type=ray_messages.Facts) == facts
 
 
 def test_clock_of_a_node_is_known_within_the_time_that_its_quickest_answer_took() -> None:

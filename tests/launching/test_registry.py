@@ -13,8 +13,8 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import registry
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import registry
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.spec import JobSpec
 
 
@@ -83,7 +83,7 @@ def test_at_every_moment_in_which_a_run_ends_it_is_listed_with_all_that_belongs_
     seen = []
 
     def look(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("launching/job.py", "launching/record.py")):
+        if frame.f_code.co_filename.endswith(("launching/job.py", "launching/state/run.py")):
             sys.settrace(None)
             seen.append((entry.ending.status, entry.ending.why, entry.ending.took_s > 0.0))
             sys.settrace(look)

@@ -15,10 +15,11 @@ import numpy
 import pytest
 import torch
 
-from notebook_accel import host_memory, memory_files
+from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError, ResultError
 from notebook_accel.launching import result_files
 from notebook_accel.launching.result_files import Opening, ResultFiles
+from notebook_accel.payload import memory_files
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel.launching import messages
-from notebook_accel.launching.supervision.forking import open_rank
-from notebook_accel.launching.supervision.runs import Rank, Run
+from notebook_accel.launching.agent.forking import open_rank
+from notebook_accel.launching.agent.runs import Rank, Run
+from notebook_accel.protocol import agent_messages as messages
 from tests import processes
 
 LAUNCH = messages.Launch(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from notebook_accel import environment, notebook_launcher
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
 
 # A notebook in an allocation of two nodes with four tasks each, of which it is one.
 _SLURM = {

@@ -75,7 +75,7 @@ def test_full_disk_loses_output_and_nothing_else() -> None:
     """/dev/full answers every write as a full disk does."""
     said = run("/dev/full", """
 from notebook_accel import reporting
-from notebook_accel.channel import Connection
+from notebook_accel.protocol.channel import Connection
 for number in range(1000): print("lost", number)
 sys.stderr.write("lost too\\n"); libc.printf(b"lost as well\\n")
 print([event.text for event in reporting.reporter()._posted], file=said)

@@ -195,7 +195,7 @@ def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
 
 _DYING = """
 import os, signal, subprocess, sys
-from notebook_accel.channel import Connection
+from notebook_accel.protocol.channel import Connection
 from notebook_accel.launching.ranks import template
 
 kill_group = template.kill_group

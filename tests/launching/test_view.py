@@ -14,12 +14,12 @@ import time
 
 import pytest
 
-from notebook_accel import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching import following
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import foreground
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.views import lines_view, view
+from notebook_accel.protocol import events
 from tests import processes
 
 
@@ -262,7 +262,7 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         def close(self) -> None:
             raise ValueError("closed already")
 
-    following._draw_until_done(job, Broken())
+    foreground._draw_until_done(job, Broken())
     assert job.done
     assert capsys.readouterr().err.splitlines() == [
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
@@ -287,7 +287,7 @@ def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
             """Nothing."""
 
     view = Expensive()
-    following._draw_until_done(job, view)
+    foreground._draw_until_done(job, view)
     first_s, second_s = view.drawn
     assert second_s - first_s >= 0.5  # 0.01 s are 2 % of it
 
@@ -306,6 +306,6 @@ def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> No
     before = signal.signal(signal.SIGALRM, too_late)
     try:
         with pytest.raises(TimeoutError, match="the user's own"):
-            following._draw_until_done(job, Shown())
+            foreground._draw_until_done(job, Shown())
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel.launching import local
-from notebook_accel.launching.stacks import RankStack
-from notebook_accel.sessions import asking
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.kernel import local
+from notebook_accel.launching.state.stacks import RankStack
+from notebook_accel.sessions.kernel import pending_request
+from notebook_accel.sessions.kernel.session import Session
 
 _APPEARS_S = 60.0
 
@@ -38,7 +38,7 @@ def session(engine: local.LocalEngine) -> Iterator[Session]:
 @pytest.fixture
 def everybody_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank in which something fails later than in another is not interrupted before that, however slow it is."""
-    monkeypatch.setattr(asking, "_HEAD_START_S", _APPEARS_S)
+    monkeypatch.setattr(pending_request, "_HEAD_START_S", _APPEARS_S)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ import pytest
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.stacks import Stacks
-from notebook_accel.sessions import background
-from notebook_accel.sessions.background import BackgroundCell
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.state.stacks import Stacks
+from notebook_accel.sessions.kernel import background
+from notebook_accel.sessions.kernel.background import BackgroundCell
+from notebook_accel.sessions.kernel.session import Session
 from notebook_accel.sessions.showing import Shown
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.errors import RankFailedError, RunError
-from notebook_accel.launching import local
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.kernel import local
+from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 
 _SUM = """
@@ -110,10 +110,11 @@ def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:
 
 
 def test_nobody_without_the_secret_gets_in(whole: Session) -> None:
-    from notebook_accel.channel import ClosedError
-    from notebook_accel.sessions import meeting, messages
+    from notebook_accel.protocol import session_messages as messages
+    from notebook_accel.protocol.channel import ClosedError
+    from notebook_accel.sessions import listener
 
-    stranger = meeting.join_session(str(whole._crew._meeting.folder), messages.Hello(secret=b"guessed", rank=1))
+    stranger = listener.join_session(str(whole._crew._meeting.folder), messages.Hello(secret=b"guessed", rank=1))
     whole.restart([1])
     with pytest.raises(ClosedError):
         stranger.receive()

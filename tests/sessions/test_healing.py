@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.launching import local
+from notebook_accel.launching.kernel import local
 from notebook_accel.launching.ranks import nccl
-from notebook_accel.launching.stacks import RankStack
 from notebook_accel.launching.state.silence import Silence
-from notebook_accel.sessions import asking, messages
-from notebook_accel.sessions.session import Session
+from notebook_accel.launching.state.stacks import RankStack
+from notebook_accel.protocol import session_messages as messages
+from notebook_accel.sessions.kernel import pending_request
+from notebook_accel.sessions.kernel.session import Session
 from notebook_accel.training import process_group, regrouping
 from tests import processes
 from tests.sessions.conftest import interrupted, runs, waits
@@ -164,7 +165,7 @@ def test_interrupt_in_the_middle_of_a_contexts_end_leaves_no_mode_behind(prepare
 def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
     prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "_ALONE_S", 0.1)
+    monkeypatch.setattr(pending_request, "_ALONE_S", 0.1)
     prepared.execute("time.sleep(0.5)", ranks=[0])  # which waits for nobody
     cell = prepared.start("if rank == 1: accelerator.wait_for_everyone()")
     said = ""

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.sessions import interrupts as interrupts_module
-from notebook_accel.sessions.interrupts import held
-from notebook_accel.sessions.session import Session
-from notebook_accel.sessions.turns import Turns
+from notebook_accel.sessions.kernel import interrupts as interrupts_module
+from notebook_accel.sessions.kernel.interrupts import held
+from notebook_accel.sessions.kernel.request_queue import Turns
+from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.sessions.conftest import interrupted, runs
 

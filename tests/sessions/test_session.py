@@ -11,10 +11,10 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError, ResultError
-from notebook_accel.launching import local
+from notebook_accel.launching.kernel import local
 from notebook_accel.launching.results import Results
-from notebook_accel.sessions import crew
-from notebook_accel.sessions.session import Session
+from notebook_accel.sessions.kernel import rank_pool
+from notebook_accel.sessions.kernel.session import Session
 from tests import kernels
 
 
@@ -178,7 +178,7 @@ def test_cell_that_is_no_python_is_said_before_anything_runs(session: Session) -
 def test_completion_knows_the_ranks_names_and_computes_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_LOOK_DEADLINE_S", 60.0)  # who types waits less long than this machine may need
+    monkeypatch.setattr(rank_pool, "_LOOK_DEADLINE_S", 60.0)  # who types waits less long than this machine may need
     session.execute(
         "class Costly:\n    plain = 3\n    @property\n    def value(self): raise SystemExit\nitem = Costly()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(3, 4))"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accel import Accelerator, serialization
+from notebook_accel import Accelerator
 from notebook_accel.errors import PayloadError
+from notebook_accel.payload import serialization
 from notebook_accel.training import process_group
 from notebook_accel.training.process_control import PartialState
 from tests.training.ranks import Ranks

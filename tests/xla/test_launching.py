@@ -152,7 +152,7 @@ def test_without_an_xla_device_ranks_are_on_the_cpu(notebook: kernels.Kernel) ->
 
 def test_number_that_pjrt_cannot_give_is_refused_with_those_that_it_can(notebook: kernels.Kernel) -> None:
     pretend = "find, pjrt.find = pjrt.find, lambda: pjrt.Platform('TPU', 8)"
-    ok(notebook.run(f"from notebook_accel.launching.checks import pjrt\n{pretend}"))
+    ok(notebook.run(f"from notebook_accel.launching.kernel.checks import pjrt\n{pretend}"))
     outcome = notebook.run("%%distributed -n 3\n1", _CELL_S)
     ok(notebook.run("pjrt.find = find"))
     assert outcome.error_name == "PreflightError"

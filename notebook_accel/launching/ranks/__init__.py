@@ -1,1 +1,1 @@
-"""What runs in the template and in the ranks: from a fork to the end of the user's code, and what that finds."""
+"""What runs in a rank: from its fork to the end of the user's code."""

@@ -15,9 +15,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from notebook_accel import events, reporting
+from notebook_accel import reporting
 from notebook_accel.launching.ranks import mime_bundles, streams
 from notebook_accel.launching.ranks.import_hooks import when_imported
+from notebook_accel.protocol import events
 
 __all__ = ["DisplayHandle", "adopt", "at_end", "clear_output", "display", "end", "lead_to", "publish", "shown_figures"]
 

@@ -10,10 +10,12 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from notebook_accel import code_places, environment, events, serialization
+from notebook_accel import code_places, environment
 from notebook_accel.errors import CollectiveError, NotebookAccelError
 from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.spec import JobSpec
+from notebook_accel.payload import serialization
+from notebook_accel.protocol import events
 
 __all__ = ["describe", "end_fork", "look_up", "without_our_frames"]
 

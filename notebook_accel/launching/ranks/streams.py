@@ -14,7 +14,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel import events, reporting
+from notebook_accel import reporting
+from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -25,12 +25,15 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notebook_accel import code_places, environment, events, host_memory, memory_files, reporting, serialization
-from notebook_accel.channel import ClosedError, Connection
+from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import messages, result_files, stack_dumps
-from notebook_accel.launching.ranks import displays, failure, interruption, stand_ins, store, streams
+from notebook_accel.launching import result_files, stack_dumps
+from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
 from notebook_accel.launching.spec import JobSpec, Source
+from notebook_accel.payload import memory_files, serialization
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import ClosedError, Connection
 
 __all__ = ["Inherited", "Target", "call", "open_namespace", "openblas_counts", "run", "run_cell", "show_sources"]
 
@@ -256,17 +259,17 @@ def _become_main(payload: int, rank: int) -> dict[str, Any]:
     how multiprocessing looks for them.
     """
     module = types.ModuleType("__main__")
-    module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.worker_main", None)
+    module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.ranks.worker_main", None)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
-    stand_ins.install(module.__dict__, rank)
+    ipython_shims.install(module.__dict__, rank)
     return module.__dict__
 
 
 def _stay_main(rank: int) -> dict[str, Any]:
     """The names of the ``__main__`` that the kernel had, in a fork of it."""
     namespace = sys.modules["__main__"].__dict__
-    stand_ins.install(namespace, rank)
+    ipython_shims.install(namespace, rank)
     namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # where IPython has put the kernel's
     # Workers started in another way would look for the notebook's names in a payload, and there is none.
     multiprocessing = importlib.import_module("multiprocessing")

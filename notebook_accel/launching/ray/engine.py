@@ -8,10 +8,10 @@ import msgspec
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching import outgoing, sealing, undisturbed
-from notebook_accel.launching.checks.devices import Devices
-from notebook_accel.launching.engine import Request
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel import packing, sealing, uninterruptible
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connecting, options
 from notebook_accel.launching.ray.run import ClusterRun
 
@@ -42,7 +42,7 @@ class RayEngine:
                 why="It has ranks in this kernel, or as forks of it.",
                 fix="leave out start_method, or engine",
             )
-        return cls(cluster.Cluster(undisturbed.call(lambda: connecting.connect(wanted.address)), wanted))
+        return cls(cluster.Cluster(uninterruptible.call(lambda: connecting.connect(wanted.address)), wanted))
 
     def devices(self, config: LaunchConfig) -> Devices:
         """What ranks run on: the cluster's GPUs if it has any."""
@@ -62,7 +62,7 @@ class RayEngine:
             )
         # The nodes have an environment, folders and an import path of their own.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
-        pickled, left_out = outgoing.pickled(request.target, request.roots, request.may_stay)
+        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
@@ -74,4 +74,4 @@ class RayEngine:
                 run.start()
             return sealed.job
 
-        return undisturbed.call(start, Job.discard, request.attended)
+        return uninterruptible.call(start, Job.discard, request.attended)

@@ -20,14 +20,16 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import environment, events, memory_files
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import interfaces, local, logs
-from notebook_accel.launching.agent_process import Part
-from notebook_accel.launching.control import Control
-from notebook_accel.launching.messages import Failure, OnDeath, RankDump, Reason, Starting
-from notebook_accel.launching.ray import parts
+from notebook_accel.launching import interfaces, logs
+from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel.agent_process import Part
+from notebook_accel.launching.kernel.control import Control
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import events, ray_messages
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 
 __all__ = ["NodeHost", "versions"]
 
@@ -59,8 +61,8 @@ class NodeHost:
 
     def facts(self) -> bytes:
         """What the kernel compares before it starts anything."""
-        return parts.encode(
-            parts.Facts(versions=versions(), address=self._address, host=socket.gethostname(), pid=os.getpid())
+        return ray_messages.encode(
+            ray_messages.Facts(versions=versions(), address=self._address, host=socket.gethostname(), pid=os.getpid())
         )
 
     def listen(self, job_id: str, port: int) -> int:
@@ -79,7 +81,7 @@ class NodeHost:
             encoded: The ``Part``.
             payload: The run's sealed payload, a buffer in the node's object store.
         """
-        part = msgspec.msgpack.decode(encoded, type=parts.Part)
+        part = msgspec.msgpack.decode(encoded, type=ray_messages.Part)
         run = self._runs[part.job_id] = _NodeRun(part, msgspec.json.decode(part.options, type=LaunchConfig))
         interface = interfaces.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
@@ -99,9 +101,9 @@ class NodeHost:
     def news(self, job_id: str, patience_s: float) -> bytes:
         """What has happened to a run since the last call: waits for it, but no longer than that."""
         said = self._runs[job_id].outbox.take(patience_s)
-        return parts.encode(parts.News(time_s=time.monotonic(), said=said))
+        return ray_messages.encode(ray_messages.News(time_s=time.monotonic(), said=said))
 
-    def tell(self, job_id: str, what: parts.Tell) -> None:
+    def tell(self, job_id: str, what: ray_messages.Tell) -> None:
         """Passes on what the notebook wants."""
         run = self._runs.get(job_id)
         if run is None or run.control is None:
@@ -134,15 +136,15 @@ class _Outbox:
     """What is to be told, in order. Samples that a newer one of the same rank has replaced are left out."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[parts.FromHost, tuple[int, type] | None]] = []
+        self._waiting: list[tuple[ray_messages.FromHost, tuple[int, type] | None]] = []
         self._has_news = threading.Condition()
 
-    def put(self, said: parts.FromHost, sample_of: tuple[int, type] | None = None) -> None:
+    def put(self, said: ray_messages.FromHost, sample_of: tuple[int, type] | None = None) -> None:
         with self._has_news:
             self._waiting.append((said, sample_of))
             self._has_news.notify_all()
 
-    def take(self, patience_s: float) -> list[parts.FromHost]:
+    def take(self, patience_s: float) -> list[ray_messages.FromHost]:
         with self._has_news:
             self._has_news.wait_for(lambda: self._waiting, patience_s)
             is_urgent = any(sample_of is None for _, sample_of in self._waiting)
@@ -161,7 +163,7 @@ class _NodeRun:
 
     on_death: OnDeath = "stop"
 
-    def __init__(self, part: parts.Part, config: LaunchConfig) -> None:
+    def __init__(self, part: ray_messages.Part, config: LaunchConfig) -> None:
         self.id = part.job_id
         self.config = config
         self.world_size = len(part.places)
@@ -179,11 +181,11 @@ class _NodeRun:
 
     def deliver(self, rank: int, event: events.Event) -> None:
         is_sample = isinstance(event, events.SAMPLES)
-        said = parts.Said(rank, msgspec.Raw(events.encode(event)))
+        said = ray_messages.Said(rank, msgspec.Raw(events.encode(event)))
         self.outbox.put(said, (rank, type(event)) if is_sample else None)
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        self.outbox.put(parts.Dumped(list(dumps)))
+        self.outbox.put(ray_messages.Dumped(list(dumps)))
 
     def start(self, starting: Starting) -> None:
         raise NotImplementedError(f"{starting}: only elastic processes say this, and no part has one")
@@ -191,6 +193,6 @@ class _NodeRun:
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         assert elsewhere is None, "only elastic processes know of other nodes"
         if error is None:
-            self.outbox.put(parts.Ended(reason=reason))
+            self.outbox.put(ray_messages.Ended(reason=reason))
         else:
-            self.outbox.put(parts.Ended(reason=reason, what=error.what, why=error.why, fix=error.fix))
+            self.outbox.put(ray_messages.Ended(reason=reason, what=error.what, why=error.why, fix=error.fix))

@@ -18,14 +18,15 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import events, memory_files
 from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import Failure, Reason, Starting
-from notebook_accel.launching.ray import losses, parts
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ray import losses
 from notebook_accel.launching.ray.cluster import Cluster, Placement
 from notebook_accel.launching.ray.connection import Answer, NotWantedError
 from notebook_accel.launching.ray.starting import NodePart, Starter
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import events, ray_messages
+from notebook_accel.protocol.agent_messages import Failure, Reason, Starting
 
 __all__ = ["ClusterRun"]
 
@@ -65,12 +66,12 @@ class ClusterRun:
         self._environment = environment
         self._parts: list[NodePart] = []
         self._is_launched = False
-        self._wanted: parts.Tell | None = None  # by which somebody ends it
+        self._wanted: ray_messages.Tell | None = None  # by which somebody ends it
         self._reason: Reason = ""
         self._error: NotebookAccelError | None = None
         self._finished: set[int] = set()
         self._logs = _Logs(job.log_files)
-        self._orders: queue.SimpleQueue[parts.Tell | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[ray_messages.Tell | None] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Starts the threads. They end with the run."""
@@ -114,7 +115,7 @@ class ClusterRun:
 
     # The thread ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: parts.Tell) -> None:
+    def _tell(self, what: ray_messages.Tell) -> None:
         with contextlib.suppress(SupervisorLostError):  # the thread finds that out
             for part in self._parts:
                 if not part.has_ended:
@@ -201,7 +202,7 @@ class ClusterRun:
             for answer in self._connection.first_of(pending, _PATIENCE_S):
                 part = pending.pop(answer)
                 try:
-                    news = parts.decode(self._connection.result(answer))
+                    news = ray_messages.decode(self._connection.result(answer))
                 except self._cluster.ray.exceptions.RayError as error:
                     self._gone(part, error)
                     continue
@@ -221,8 +222,8 @@ class ClusterRun:
         part.heard_s = part.heard_s or part.asked_s
         return self._connection.ask(lambda: part.actor.news.remote(self._job.id, _PATIENCE_S))
 
-    def _heard(self, part: NodePart, said: parts.FromHost) -> None:
-        if isinstance(said, parts.Said):
+    def _heard(self, part: NodePart, said: ray_messages.FromHost) -> None:
+        if isinstance(said, ray_messages.Said):
             rank, event = part.first + said.rank, part.by_our_clock(events.decode(bytes(said.event)))
             self._job.deliver(rank, event)
             if isinstance(event, events.Output):
@@ -231,7 +232,7 @@ class ClusterRun:
                 self._finished.add(rank)
                 if len(self._finished) == self._job.world_size:
                     self._tell("release")
-        elif isinstance(said, parts.Dumped):
+        elif isinstance(said, ray_messages.Dumped):
             part.dumps = [msgspec.structs.replace(dump, rank=part.first + dump.rank) for dump in said.ranks]
             there = [other for other in self._parts if not other.has_ended]
             if all(other.dumps is not None for other in there):
@@ -239,7 +240,7 @@ class ClusterRun:
         else:
             self._part_ended(part, said)
 
-    def _part_ended(self, part: NodePart, ended: parts.Ended) -> None:
+    def _part_ended(self, part: NodePart, ended: ray_messages.Ended) -> None:
         part.has_ended = True
         if ended.what and self._error is None:
             self._error = ProcessStartError(ended.what, why=ended.why, fix=ended.fix)

@@ -11,12 +11,13 @@ import msgspec
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, ProcessStartError
-from notebook_accel.events import Event
-from notebook_accel.launching.job import Job
-from notebook_accel.launching.messages import RankDump
-from notebook_accel.launching.ray import host, losses, parts
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ray import host, losses
 from notebook_accel.launching.ray.cluster import Cluster, Node, Placement
 from notebook_accel.launching.ray.connection import Answer
+from notebook_accel.protocol import ray_messages
+from notebook_accel.protocol.agent_messages import RankDump
+from notebook_accel.protocol.events import Event
 
 __all__ = ["NodePart", "Starter"]
 
@@ -146,14 +147,14 @@ class Starter:
                 "GROUP_WORLD_SIZE": str(len(on_nodes)),
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),
             }
-            encoded = parts.encode(
-                parts.Part(job_id=job.id, name=job.name, options=options, places=places, environment=variables)
+            encoded = ray_messages.encode(
+                ray_messages.Part(job_id=job.id, name=job.name, options=options, places=places, environment=variables)
             )
             started.append(self._ask(functools.partial(part.actor.launch.remote, encoded, payload)))
         for part, answer in zip(on_nodes, started, strict=True):
             self._answer(part, answer, _TRANSFER_DEADLINE_S, lambda: True)
 
-    def _facts(self, part: NodePart) -> parts.Facts:
+    def _facts(self, part: NodePart) -> ray_messages.Facts:
         """What a host says of its node. One that has died since the last run is replaced once."""
         try:
             return self._asked_for_facts(part)
@@ -179,11 +180,11 @@ class Starter:
                 fix="install notebook-accel and torch on every node, or engine_options={'runtime_env': {'pip': [...]}}",
             ) from None
 
-    def _asked_for_facts(self, part: NodePart) -> parts.Facts:
+    def _asked_for_facts(self, part: NodePart) -> ray_messages.Facts:
         asked = [self._ask(part.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
         [encoded] = self._cluster.connection.answers(asked, patience_s, self._is_wanted)
-        return msgspec.msgpack.decode(encoded, type=parts.Facts)
+        return msgspec.msgpack.decode(encoded, type=ray_messages.Facts)
 
     def _answer(self, part: NodePart, asked: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
         try:
@@ -203,7 +204,7 @@ class Starter:
         return {"CUDA_VISIBLE_DEVICES": ",".join(found)}
 
 
-def _refuse_differences(node: parts.Facts) -> None:
+def _refuse_differences(node: ray_messages.Facts) -> None:
     here = host.versions()
     for name, version in node.versions.items():
         if version != here[name]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from notebook_accel import code_places
 from notebook_accel.errors import SupervisorLostError
-from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
-from notebook_accel.launching.messages import Reason
 from notebook_accel.launching.state.rank import CRASH
+from notebook_accel.protocol.agent_messages import Reason
+from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 from notebook_accel.sizes import in_words
 
 __all__ = ["of_crash", "of_death", "of_exception", "of_lost_process", "of_shortage"]

@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notebook_accel import serialization
 from notebook_accel.errors import NodeLostError, RankEnd, RankFailedError, RunError, signal_name
-from notebook_accel.events import Ended, Failed
-from notebook_accel.launching.messages import Failure
 from notebook_accel.launching.state import explanations
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.payload import serialization
 from notebook_accel.plain_text import first_line, plain_lines
+from notebook_accel.protocol.agent_messages import Failure
+from notebook_accel.protocol.events import Ended, Failed
 
 __all__ = ["Failures", "cause_of", "in_a_line", "raised_in_words"]
 

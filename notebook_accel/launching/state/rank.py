@@ -21,9 +21,9 @@ import collections
 import dataclasses
 from typing import Literal
 
-from notebook_accel import events
 from notebook_accel.errors import signal_name
 from notebook_accel.plain_text import clipped, plain_lines, plain_text
+from notebook_accel.protocol import events
 
 __all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]
 

@@ -6,9 +6,9 @@ stand still because of it, and where it is. So no rank is marked as long as all 
 
 from __future__ import annotations
 
-from notebook_accel.events import Silent
-from notebook_accel.launching.stacks import RankStack, Stacks
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.stacks import RankStack, Stacks
+from notebook_accel.protocol.events import Silent
 
 __all__ = ["Silence"]
 

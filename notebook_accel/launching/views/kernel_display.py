@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel import events
+from notebook_accel.protocol import events
 
 __all__ = ["KernelDisplay"]
 

@@ -9,15 +9,17 @@ import collections
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel import durations, events
-from notebook_accel.launching.job import Job
+from notebook_accel import durations
 from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
 from notebook_accel.plain_text import AlikeLines, RankLine, plain_lines, plain_text
 from notebook_accel.plain_text import line_prefix as prefix
+from notebook_accel.protocol import events
 
+if TYPE_CHECKING:
+    from notebook_accel.launching.kernel.job import Job
 __all__ = ["HOLD_S", "LinesView", "line_prefix"]
 
 HOLD_S = 0.2

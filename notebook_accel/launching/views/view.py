@@ -10,11 +10,12 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from notebook_accel.launching.job import Job
 from notebook_accel.launching.views.lines_view import HOLD_S, LinesView, line_prefix
 
+if TYPE_CHECKING:
+    from notebook_accel.launching.kernel.job import Job
 __all__ = ["HOLD_S", "NoView", "View", "line_prefix", "open_panel", "open_view", "warm"]
 
 _GROUP = "notebook_accel.views"

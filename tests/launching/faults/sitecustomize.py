@@ -17,7 +17,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-_AGENT = "notebook_accel.launching.supervision"
+_AGENT = "notebook_accel.launching.agent"
 _MODULES = ("posix", "_socket", "fcntl", "_posixsubprocess", "_signal", "_io", "select")
 # They have no such error (shutdown and waitpid), make no system call at all, or wait for everything at once (poll).
 _NEVER_FAIL = {

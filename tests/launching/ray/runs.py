@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from notebook_accel import notebook_launcher
-from notebook_accel.launching.job import Job
+from notebook_accel.launching.kernel.job import Job
 from tests import processes
 
 __all__ = ["DEADLINE_S", "all_is_free", "are_gone", "connected", "have_begun", "launch"]

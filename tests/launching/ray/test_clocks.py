@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import events
 from notebook_accel.errors import RankFailedError, RunStoppedError
+from notebook_accel.protocol import events
 from tests import processes
 from tests.launching.ray import clusters, work
 from tests.launching.ray.runs import DEADLINE_S, connected, launch

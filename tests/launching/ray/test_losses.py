@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from notebook_accel import events
 from notebook_accel.errors import LaunchError, RunStoppedError, SupervisorLostError
+from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching.ray import clusters, work
 from tests.launching.ray.runs import DEADLINE_S, all_is_free, are_gone, connected, have_begun, launch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from notebook_accel import events
+from notebook_accel.protocol import events
 
 times = st.floats(0, 1e6)
 texts = st.text(max_size=40)

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from notebook_accel.events import Ended, Failed, Memory, MemoryShortage
 from notebook_accel.launching.state import explanations
+from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
 SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, was_seen=False)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 from notebook_accel.errors import RankFailedError
-from notebook_accel.events import Ended, Failed, Finished, Output, Restarting
 from notebook_accel.launching.state.failures import Failures, in_a_line
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol.events import Ended, Failed, Finished, Output, Restarting
 
 _CRASH = """Fatal Python error: Segmentation fault
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accel import events
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 from tests.launching.state import strategies
 
 _OF_ALL = (events.Restarting, events.Numbered, events.Nodes, events.Working)

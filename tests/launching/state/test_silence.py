@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from notebook_accel import events
-from notebook_accel.launching.messages import RankDump
 from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import Source
-from notebook_accel.launching.stacks import RankStack, Stacks, read_dump
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
+from notebook_accel.launching.state.stacks import RankStack, Stacks, read_dump
+from notebook_accel.protocol import events
+from notebook_accel.protocol.agent_messages import RankDump
 from tests import kernels
 
 _SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}

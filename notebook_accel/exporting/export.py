@@ -1,0 +1,265 @@
+"""``%%distributed --export train.py``: a cell as a script that needs no notebook.
+
+Nothing of the notebook's code is run for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from notebook_accel import config, environment
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import CellError, ConfigError
+from notebook_accel.exporting import data_file, export_contents, plain_python
+from notebook_accel.exporting.export_contents import Contents
+from notebook_accel.exporting.script_body import Body
+from notebook_accel.launching.kernel.cell import Cell
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.sizes import in_words
+
+__all__ = ["Order", "export"]
+
+_MARKED = re.compile(r"# Exported from .+ by %%distributed --export \(checksum ([0-9a-f]{12})\)\.\n")
+_NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initialized_cuda", "start_method", "preload"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What is to be exported, and how it would have been launched.
+
+    Attributes:
+        path: Where to.
+        options: The options of the launch.
+        given: Those that were given as flags.
+        args: The expression after ``--args``.
+        push: Further names that the cell needs.
+        overwrite: Whether a file that is there may be replaced, whoever has written it.
+    """
+
+    path: pathlib.Path
+    options: LaunchConfig
+    given: Mapping[str, Any]
+    args: str | None = None
+    push: Sequence[str] = ()
+    overwrite: bool = False
+
+    @property
+    def data_path(self) -> pathlib.Path:
+        """Where what has no source goes."""
+        return self.path.with_name(f"{self.path.stem}_data.pt")
+
+
+def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
+    """Writes the script, and a file with its data if it needs one.
+
+    Args:
+        cell: The cell.
+        order: What is to be done.
+        namespace: The notebook's.
+        history: The cells that were run, in order, from number 0, IPython's syntax translated.
+
+    Returns:
+        What was written, and how to run it.
+
+    Raises:
+        CellError: The cell can't be a script; it says why not, and where.
+        ConfigError: The file can't be written.
+        PayloadError: Data can't be written.
+    """
+    _check_path(order)
+    source, modules = plain_python.plain(cell.source, cell.label)
+    cell = dataclasses.replace(cell, source=source, assigns=cell.assigns and cell.assigns | modules)
+    body = Body(source, cell.calls, order.args)
+    contents = export_contents.collect(cell, body, namespace, history, order.push)
+    contents.imports.update({f"import {module}": None for module in sorted(modules)})
+    draft = order.data_path.with_name(f"{order.data_path.name}.{os.getpid()}.tmp")
+    try:
+        loading = _write_data(draft, contents, order)
+        text = _text(cell, order, contents, body, loading)
+        if contents.data:
+            os.replace(draft, order.data_path)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, order.path)
+        return _report(order, contents)
+    except OSError as error:
+        raise ConfigError(
+            f"{order.path} can't be written: {error.strerror}.", fix="--export with a path that you may write to"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _check_path(order: Order) -> None:
+    """Refuses to replace what somebody else has written, or has changed since."""
+    if order.path.suffix != ".py":
+        raise ConfigError(
+            f"--export {order.path}: a script's name ends with .py.", fix=f"--export {order.path.with_suffix('.py')}"
+        )
+    if not order.path.parent.is_dir():
+        raise ConfigError(f"There is no folder {order.path.parent}.", fix="make it, or --export to another one")
+    is_ours = _is_as_exported(order.path)
+    for path in (order.path, order.data_path):
+        if not order.overwrite and os.path.lexists(path) and not is_ours:
+            raise ConfigError(
+                f"There is a file already, and it isn't what an export has written: {path}",
+                fix="--export another name, or add --overwrite to replace it",
+            )
+
+
+def _is_as_exported(path: pathlib.Path) -> bool:
+    try:
+        first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError):
+        return False
+    marked = _MARKED.fullmatch(f"{first}\n")
+    return marked is not None and marked[1] == _checksum(rest)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _write_data(draft: pathlib.Path, contents: Contents, order: Order) -> list[str]:
+    """Writes what has no source; the lines that load it."""
+    names: set[str] = set()
+    while names != contents.data.keys():  # classes of what is written may need more
+        names = set(contents.data)
+        written = data_file.write(draft, contents.data, contents.name_of)
+    if not names:
+        return []
+    contents.imports |= {"import pathlib": None, "import torch": None}
+    is_safe = data_file.is_only_weights(draft)
+    how = "." if is_safe else ", pickled: load no such file that you don't trust."
+    lines = [f"# What has no source in the notebook is in {order.data_path.name}{how}"]
+    if written.by_value:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        lines.append(
+            f"# By value, for Python {version} (cloudpickle), since they have no source: {', '.join(written.by_value)}."
+        )
+    if written.by_name:
+        contents.imports["import sys"] = None
+        lines.append('sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker')
+    path = f'pathlib.Path(__file__).with_name("{order.data_path.name}")'
+    lines.append(f'_data = torch.load({path}, map_location="cpu", weights_only={is_safe})')
+    return [*lines, *(f'{name} = _data["{name}"]  # {_kind(value)}' for name, value in contents.data.items())]
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__}{f' {tuple(shape)}' if isinstance(shape, tuple) else ''}"
+
+
+def _text(cell: Cell, order: Order, contents: Contents, body: Body, loading: Sequence[str]) -> str:
+    settings = _settings(order)
+    if settings:
+        contents.imports["import os"] = None
+    before, after = contents.in_order()
+    guarded = plain_python.indented(f"{body.guarded}\n")
+    sections = [
+        "\n".join(_sorted_imports([*contents.import_statements(), *body.imports])),
+        "\n".join([*settings, *(f"{name} = {text}" for name, text in contents.literals.items())]),
+        *before,
+        "\n".join(loading),
+        *after,
+        *body.definitions,
+        f'if __name__ == "__main__":\n{guarded}',
+    ]
+    text = "\n".join([*_usage(order), "", _spaced([section for section in sections if section])])
+    head = f"# Exported from {cell.label} by %%distributed --export (checksum {_checksum(text)}).\n"
+    try:
+        compile(text, order.path.name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise CellError(
+            f"{cell.label} can't be exported: as a script it is not Python: {error.msg}, in: {error.text}"
+        ) from error
+    return head + text
+
+
+def _spaced(sections: Sequence[str]) -> str:
+    """Two blank lines around functions and classes, one between other things."""
+    text = sections[0]
+    for above, section in itertools.pairwise(sections):
+        is_block = any(re.search(r"^(async def|def|class|if) ", part, re.MULTILINE) for part in (above, section))
+        text += ("\n\n\n" if is_block else "\n\n") + section
+    return f"{text}\n"
+
+
+def _usage(order: Order) -> list[str]:
+    flags = []
+    for option in config.fields():
+        if option.name in order.given and option.name not in _NOT_FOR_SCRIPTS:
+            value = order.given[option.name]
+            if option.kind is bool:
+                flags.append(f"--{option.name}" if value else f"--no-{option.name}")
+            else:
+                flags += [f"--{option.name}", shlex.quote(config.to_text(value))]
+    count = order.options.num_processes or Devices.find(order.options).available
+    name = shlex.quote(order.path.name)
+    return [
+        "#",
+        f"#     {' '.join(['notebook-accel launch', *flags, name])}",
+        f"#     torchrun --nproc_per_node {count} {name}",
+        f"#     python {name}",
+    ]
+
+
+def _settings(order: Order) -> list[str]:
+    """What the launch would have told the ranks' ``Accelerator`` by the environment."""
+    options = order.options
+    values: dict[str, str] = {}
+    if options.mixed_precision != "no":
+        values[environment.MIXED_PRECISION] = options.mixed_precision
+    if options.gradient_accumulation_steps is not None:
+        values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
+    if order.given.get("use_cpu"):
+        values[environment.USE_CPU] = "true"
+    return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]
+
+
+def _sorted_imports(statements: Iterable[str]) -> list[str]:
+    """Each once: what changes Python, the standard library, the rest."""
+
+    def key(statement: str) -> tuple[int, bool, str]:
+        module = statement.split()[1].partition(".")[0]
+        group = 0 if module == "__future__" else 1 if module in sys.stdlib_module_names else 2
+        return group, statement.startswith("from"), statement
+
+    ordered = sorted(dict.fromkeys(statements), key=key)
+    lines: list[str] = []
+    for statement, above in zip(ordered, ["", *ordered], strict=False):
+        if above and key(statement)[0] != key(above)[0]:
+            lines.append("")
+        lines.append(statement)
+    return lines
+
+
+def _report(order: Order, contents: Contents) -> str:
+    lines = [f"Written: {order.path}"]
+    if contents.data:
+        size = in_words(order.data_path.stat().st_size)
+        lines[0] += f", and {order.data_path} ({size}: {', '.join(contents.data)})"
+    missing = _modules_beside_the_notebook(contents.imports)
+    here = pathlib.Path.cwd()
+    if missing and order.path.parent.resolve() != here:
+        names = ", ".join(missing)
+        lines.append(f"It imports {names} from {here}, so copy that beside it, or set PYTHONPATH={here}")
+    return "\n".join(lines)
+
+
+def _modules_beside_the_notebook(imports: Iterable[str]) -> list[str]:
+    """The modules that Python finds in the kernel's working directory, and not where packages are."""
+    names = dict.fromkeys(statement.split()[1].partition(".")[0] for statement in imports)
+    files = {name: pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or os.devnull) for name in names}
+    here = pathlib.Path.cwd()
+    return [name for name, file in files.items() if file.parent == here or file.parent.parent == here]

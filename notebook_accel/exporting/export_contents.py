@@ -1,0 +1,293 @@
+"""What a script for a cell needs of the notebook, by the form in which it can have it.
+
+Imports and definitions are taken as source, small values as literals; what has no source is data.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import inspect
+import re
+import types
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from notebook_accel.errors import CellError
+from notebook_accel.exporting import plain_python
+from notebook_accel.exporting.notebook_sources import Definition, NotebookSources
+from notebook_accel.exporting.script_body import Body
+from notebook_accel.launching.kernel import cell as cells
+from notebook_accel.launching.kernel.cell import Cell
+
+__all__ = ["Contents", "collect"]
+
+_LONGEST_LITERAL = 200
+_OF_PYTHON_TOO = {"exit", "quit"}
+
+
+class Contents:
+    """What a script for a cell consists of, besides the cell.
+
+    Args:
+        cell: The cell, in plain Python.
+        namespace: The notebook's.
+        sources: What its cells say.
+        own: What the script defines for the cell before anything is run, so that the notebook's is not needed.
+
+    Attributes:
+        imports: Import statements.
+        literals: Names of small values, with their text.
+        definitions: Functions and classes by name.
+        aliases: Other names for those.
+        data: Values that have no source.
+    """
+
+    def __init__(
+        self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources, own: Collection[str] = ()
+    ) -> None:
+        self._cell = cell
+        self._own = own
+        self._namespace = namespace
+        self._sources = sources
+        self._done: set[str] = set()
+        self.imports: dict[str, None] = {}
+        self.literals: dict[str, str] = {}
+        self.definitions: dict[str, Definition] = {}
+        self.aliases: dict[str, str] = {}
+        self.data: dict[str, Any] = {}
+
+    def need(self, name: str) -> None:
+        """Takes in a name of the notebook, and what its definition needs.
+
+        Raises:
+            CellError: It has no source and needs one, or its source can't be in a script.
+        """
+        if name in self._done:
+            return
+        self._done.add(name)
+        value = self._namespace[name]
+        imported = self._sources.importing(name, value)
+        if imported:
+            self.imports[imported] = None
+        elif _is_code(value):
+            self._define(name, value)
+        elif _is_literal(value) and not self._is_shared(name, value):
+            self.literals[name] = repr(value)
+        else:
+            self.data[name] = value
+
+    def _is_shared(self, name: str, value: Any) -> bool:
+        """Whether a list or such has another name too, so that both have to stay one object."""
+        others = (other for key, other in self._namespace.items() if key != name and not key.startswith("_"))
+        return isinstance(value, (list, dict, set)) and any(other is value for other in others)
+
+    def _define(self, name: str, value: Any) -> None:
+        found = self._definition(name, value)
+        if found is None and "<locals>" in getattr(value, "__qualname__", ""):
+            self.data[name] = value  # what a function has made goes by value
+            return
+        if found is None:
+            raise _without_source(name, value)
+        if found.name != name and self._namespace.get(found.name) is value:
+            self.need(found.name)
+            self.aliases[name] = found.name
+            return
+        self.definitions[name] = found if found.name == name else _renamed(found, name)
+        self.imports.update({f"import {module}": None for module in sorted(found.modules)})
+        read = [name for name in cells.reads([found.node]) if name not in found.modules]
+        self.need_all(read, found.label, found.lines.start - found.node.lineno, [found.node])
+
+    def _definition(self, name: str, value: Any) -> Definition | None:
+        if isinstance(value, type):
+            found = self._sources.of_class(value)
+            later = self._sources.put_in_later(value, found) if found is not None else []
+            if later:
+                raise CellError(
+                    f"The class {name!r} can't be exported: its {', '.join(later)} was put into it after its "
+                    "definition.",
+                    fix=f"write it into the class statement of {name}, and run that cell again",
+                )
+            return found or self._sources.of_assigned(name)
+        function = inspect.unwrap(value)
+        if isinstance(function, types.FunctionType):
+            if hasattr(value, "registry") and hasattr(value, "dispatch"):
+                raise CellError(
+                    f"The function {name!r} can't be exported: what is registered for it has no name.",
+                    fix="define it and what is registered for it in the cell",
+                )
+            return self._sources.of_function(function, name)
+        return self._sources.of_assigned(name)
+
+    def need_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
+        """Takes in what a piece of source reads.
+
+        Args:
+            names: The names.
+            label: The cell that it stands in.
+            offset: What is to be added to its line numbers.
+            nodes: The source.
+        """
+        known_here = self._cell.assigns or frozenset()
+        for name in names:
+            own = self._namespace.get(name, _NOTHING)
+            if name in _MODULE_NAMES or name in self._own:
+                continue
+            if own is not _NOTHING and not _is_of_python(name, own) and name not in cells.OF_IPYTHON:
+                self.need(name)
+            elif name == "display" and hasattr(builtins, name):
+                self.imports["from IPython.display import display"] = None
+            elif name in known_here:
+                continue
+            elif name == "input":
+                raise _refusal(label, offset, nodes, name, "asks at a keyboard, and ranks have none", _ASK_BEFORE)
+            elif name in cells.OF_IPYTHON and name not in _OF_PYTHON_TOO:
+                raise _refusal(label, offset, nodes, name, "is the notebook's, and a script has none", _USE_A_NAME)
+            elif not hasattr(builtins, name) and self._cell.assigns is not None:
+                raise _refusal(label, offset, nodes, name, "isn't there in the notebook, or not any more", _DEFINE)
+
+    def import_statements(self) -> list[str]:
+        """All of them: also of modules that code reaches as attributes of their packages, and what changes Python."""
+        code = "\n".join([self._cell.source, *(found.text for found in self.definitions.values())])
+        captured = {name: self._namespace[name] for name in self._done}
+        reached = dataclasses.replace(self._cell, source=code).submodules(captured)
+        return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
+
+    def name_of(self, obj: Any) -> str:
+        """The name under which the script defines a function or class of the notebook's, empty if that has no source.
+
+        Raises:
+            CellError: What it uses can't be exported.
+        """
+        name: str = obj.__name__
+        if name not in self._done and self._definition(name, obj) is None:
+            return ""
+        self.need(name)
+        return name if name in self.definitions else ""
+
+    def in_order(self) -> tuple[list[str], list[str]]:
+        """The texts of definitions, each after those that it needs when it is run, with its other names.
+
+        Those that need data then stand apart, since the data may need the others.
+        """
+        ordered: dict[str, bool] = {}
+
+        def visit(name: str) -> bool:
+            """Puts it in its place; whether it needs data."""
+            if name not in ordered:
+                ordered[name] = False  # for itself, which it may name
+                read = [
+                    self.aliases.get(other, other) for other in plain_python.reads_at_once(self.definitions[name].node)
+                ]
+                needs = [other in self.data or (other in self.definitions and visit(other)) for other in read]
+                del ordered[name]
+                ordered[name] = any(needs)
+            return ordered[name]
+
+        for name in sorted(self.definitions, key=lambda name: self.definitions[name].place):
+            visit(name)
+        before = [self._text(name) for name, is_late in ordered.items() if not is_late]
+        return before, [self._text(name) for name, is_late in ordered.items() if is_late]
+
+    def _text(self, name: str) -> str:
+        aliases = [f"{alias} = {meant}" for alias, meant in self.aliases.items() if meant == name]
+        return "\n\n\n".join([self.definitions[name].text, *(["\n".join(aliases)] if aliases else [])])
+
+
+_NOTHING = object()
+_MODULE_NAMES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__"}
+_ASK_BEFORE = "ask in a cell of its own, and use the answer here: it is exported then"
+_USE_A_NAME = "give the value a name in a cell, and use that"
+_DEFINE = "run the cell that makes it, or take it out; %pull it first if only a session's ranks have it"
+
+
+def collect(
+    cell: Cell,
+    body: Body,
+    namespace: Mapping[str, Any],
+    history: Sequence[str],
+    push: Sequence[str] = (),
+) -> Contents:
+    """What a script for a cell consists of.
+
+    Args:
+        cell: The cell, in plain Python.
+        body: The same, as it is in the script.
+        namespace: The notebook's.
+        history: The cells that were run, in order, from number 0, IPython's syntax translated.
+        push: Further names that the script needs.
+
+    Raises:
+        CellError: Something can't be exported.
+    """
+    contents = Contents(cell, namespace, NotebookSources(history), body.defines)
+    statements = ast.parse(cell.source).body
+    contents.need_all(cells.reads(statements), cell.label, 0, statements)
+    contents.need_all(cells.reads(body.arguments), "--args", 0, body.arguments)
+    for name in cell.captured(namespace, push):
+        if name not in body.defines:
+            contents.need(name)
+    return contents
+
+
+def _is_code(value: Any) -> bool:
+    """Whether it is something of the notebook's that has to be defined by source."""
+    if isinstance(value, (type, types.FunctionType)) or type(value).__module__ == "typing":
+        return True
+    return callable(value) and isinstance(getattr(value, "__wrapped__", None), types.FunctionType)
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return _is_plain(value) and len(repr(value)) <= _LONGEST_LITERAL
+    except RecursionError:  # it is inside itself
+        return False
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_CONTAINERS = (list, tuple, dict, set)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return bool(value == value) and abs(value) != float("inf") if type(value) in (float, complex) else True
+    if type(value) is dict:
+        return all(_is_plain(part) for item in value.items() for part in item)
+    return type(value) in _CONTAINERS and (type(value) is not set or bool(value)) and all(map(_is_plain, value))
+
+
+def _is_of_python(name: str, value: Any) -> bool:
+    if not hasattr(builtins, name):
+        return False
+    return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
+
+
+def _without_source(name: str, value: Any) -> CellError:
+    if getattr(value, "__name__", "") == "<lambda>":
+        return CellError(
+            f"The lambda {name!r} can't be exported: no statement by itself has assigned it to this name.",
+            fix=f"write it as `{name} = lambda ...`, or better with def",
+        )
+    kind = "class" if isinstance(value, type) else "function"
+    return CellError(
+        f"The {kind} {name!r} can't be exported: the cell that has defined it is gone.",
+        fix="run the cell that defines it again, and export then",
+    )
+
+
+def _renamed(found: Definition, name: str) -> Definition:
+    """A function or class that the notebook knows by another name only, since its own is somebody else's by now."""
+    text = re.sub(rf"^((?:async )?def|class) {found.name}\b", rf"\1 {name}", found.text, count=1, flags=re.MULTILINE)
+    return dataclasses.replace(found, name=name, text=text)
+
+
+def _refusal(label: str, offset: int, nodes: Sequence[ast.stmt], name: str, what: str, fix: str) -> CellError:
+    lines = [
+        node.lineno + offset
+        for top in nodes
+        for node in ast.walk(top)
+        if isinstance(node, ast.Name) and node.id == name
+    ]
+    where = f"{label}, line {min(lines)}: " if lines else f"{label}: "
+    return CellError(f"{where}{name!r} {what}.", fix=fix)

@@ -1,0 +1,273 @@
+"""Where in the notebook's cells what it has was imported or defined.
+
+A function knows the cell that its code was compiled from, so that the text found is that of the function as it is now,
+whatever was edited or run since. A class is found through its methods. Imports are believed if what they import is the
+object that the notebook has.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from notebook_accel.exporting import plain_python
+from notebook_accel.exporting.plain_python import Statement
+from notebook_accel.payload import definitions
+
+__all__ = ["Definition", "NotebookSources"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """A statement of a cell that defines a function or a class, or assigns what is as good as one.
+
+    Attributes:
+        name: What it binds.
+        text: Its text, with the comments above it.
+        node: Its tree.
+        label: The cell, as ``In[3]``.
+        number: The cell's.
+        lines: Where it stands in the cell.
+        modules: Modules that the text needs besides what it says.
+    """
+
+    name: str
+    text: str
+    node: ast.stmt
+    label: str
+    number: int
+    lines: range
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Orders definitions as the notebook has run them."""
+        return self.number, self.lines.start
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    number: int
+    label: str
+    source: str
+
+    @property
+    def offset(self) -> int:
+        """How many lines stand above what a magic was given."""
+        return int(self.source.startswith(_MAGIC_LINE))
+
+    @functools.cached_property
+    def statements(self) -> list[Statement]:
+        try:
+            return plain_python.statements(self.source)
+        except SyntaxError:
+            return []
+
+    def definition(self, statement: Statement, name: str) -> Definition:
+        first = statement.last_line - statement.text.count("\n")
+        text, modules = plain_python.plain(statement.text, self.label, first)
+        node = ast.parse(text).body[0]
+        lines = range(statement.first_line, statement.last_line + 1)
+        return Definition(name, text, node, self.label, self.number, lines, modules)
+
+
+class NotebookSources:
+    """What the notebook's cells say.
+
+    Args:
+        cells: The cells that were run, in order, from number 0, IPython's syntax translated.
+    """
+
+    def __init__(self, cells: Sequence[str]) -> None:
+        self._cells = [_Cell(number, f"In[{number}]", _under_magic(source)) for number, source in enumerate(cells)]
+        self._by_text = {cell.source.strip(): cell for cell in self._cells}
+
+    # Imports --------------------------------------------------------------------------------------------------------
+
+    def importing(self, name: str, value: Any) -> str:
+        """The statement that imports this object under this name, empty if nothing does."""
+        for node in self._imports():
+            for alias in node.names:
+                if (alias.asname or alias.name.partition(".")[0]) == name and _imports(node, alias, value):
+                    return ast.unparse(_alone(node, alias))
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            package, _, last = value.__name__.rpartition(".")
+            if package and last == name:
+                return f"from {package} import {last}"
+            return f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
+        if definitions.can_be_imported(value) and "." not in value.__qualname__:
+            imported = value.__qualname__
+            return f"from {value.__module__} import {imported}" + (f" as {name}" if name != imported else "")
+        return ""
+
+    def submodules(self, reached: Sequence[str]) -> Iterator[str]:
+        """The statements that import these modules, which code reaches as attributes of their packages."""
+        for node in self._imports():
+            for alias in node.names if isinstance(node, ast.Import) else ():
+                if alias.asname is None and "." in alias.name and alias.name in reached:
+                    yield f"import {alias.name}"
+
+    def futures(self) -> Iterator[str]:
+        """The statements that change what Python means."""
+        for node in self._imports():
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+                yield ast.unparse(node)
+
+    def _imports(self) -> Iterator[ast.Import | ast.ImportFrom]:
+        """All at the top level of cells, the latest first."""
+        for cell in reversed(self._cells):
+            for statement in cell.statements:
+                for top in statement.nodes:
+                    nodes = ast.walk(top) if isinstance(top, (ast.If, ast.Try, ast.With)) else (top,)
+                    yield from (node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)))
+
+    # Definitions ----------------------------------------------------------------------------------------------------
+
+    def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
+        """The statement that has defined a function, or that has assigned a lambda to a name."""
+        code = function.__code__
+        cell = self._cell_of(code) or self._cell_that_says(code)
+        if cell is None:
+            return None
+        for statement in cell.statements:
+            node = statement.nodes[0]
+            is_lambda = isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
+            begins = node.value.lineno if isinstance(node, ast.Assign) else statement.first_line
+            if len(statement.nodes) > 1 or begins - cell.offset != code.co_firstlineno:
+                continue
+            if is_lambda and isinstance(node, ast.Assign) and _is_assigned(node, name):
+                return cell.definition(statement, name)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+                return cell.definition(statement, node.name)
+        return None
+
+    def _cell_that_says(self, code: types.CodeType) -> _Cell | None:
+        """The latest cell under a magic that would make the same code; such code doesn't know where it is from."""
+        for cell in reversed(self._cells):
+            for statement in cell.statements if cell.offset else ():
+                made = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
+                functions = [part for part in made.co_consts if isinstance(part, types.CodeType)]
+                if any(_is_same(part, code, cell.offset) for part in functions):
+                    return cell
+        return None
+
+    def of_class(self, kind: type) -> Definition | None:
+        """The statement that has defined a class."""
+        own = [function.__code__ for function in _methods(kind) if _belongs(function, kind)]
+        found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
+        for cell in list(found.values())[:1] or reversed(self._cells):
+            for statement in reversed(cell.statements):
+                node = statement.nodes[0]
+                if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__ and len(statement.nodes) == 1):
+                    continue
+                lines = range(statement.first_line, statement.last_line + 1)
+                if _says_the_same(node, kind) and all(code.co_firstlineno in lines for code in found):
+                    return cell.definition(statement, node.name)
+        return None
+
+    def of_assigned(self, name: str) -> Definition | None:
+        """The latest statement that has assigned what a call has made to this name."""
+        for cell in reversed(self._cells):
+            for statement in reversed(cell.statements):
+                node = statement.nodes[0]
+                if isinstance(node, ast.Assign) and _is_assigned(node, name) and len(statement.nodes) == 1:
+                    return cell.definition(statement, name)
+        return None
+
+    def put_in_later(self, kind: type, definition: Definition) -> list[str]:
+        """The methods of a class that are not in its definition, so that they came into it afterwards."""
+        return [
+            function.__name__
+            for function in _methods(kind)
+            if (cell := self._cell_of(function.__code__)) is not None
+            and not (cell.label == definition.label and function.__code__.co_firstlineno in definition.lines)
+        ]
+
+    def _cell_of(self, code: types.CodeType) -> _Cell | None:
+        if os.path.exists(code.co_filename):
+            return None
+        source = "".join(linecache.getlines(code.co_filename))
+        if not source:
+            return None
+        known = self._by_text.get(source.strip())
+        if known is not None:
+            return dataclasses.replace(known, source=source)
+        number = re.fullmatch(r"In\[(\d+)\]", code.co_filename)  # what a cell under %%distributed has defined
+        return _Cell(int(number[1]) if number else -1, code.co_filename, source)
+
+
+_MAGIC_LINE = "#%%\n"
+
+
+def _under_magic(source: str) -> str:
+    """A cell; of one that is under a magic such as ``%%time``, what is under it, at its place."""
+    if not source.startswith("get_ipython().run_cell_magic("):
+        return source
+    call = ast.parse(source).body[0]
+    assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+    body = call.value.args[-1]
+    is_text = isinstance(body, ast.Constant) and isinstance(body.value, str)
+    return f"{_MAGIC_LINE}{ast.literal_eval(body)}" if is_text else source
+
+
+def _is_same(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
+    return (one.co_name, one.co_code, one.co_names, one.co_varnames, one.co_firstlineno - offset) == (
+        other.co_name, other.co_code, other.co_names, other.co_varnames, other.co_firstlineno,
+    )  # fmt: skip
+
+
+def _imports(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
+    """Whether this is what one name of an import statement stands for."""
+    if isinstance(node, ast.Import):
+        return sys.modules.get(alias.name if alias.asname else alias.name.partition(".")[0]) is value
+    module = sys.modules.get(node.module or "")
+    found = vars(module).get(alias.name) if module is not None else None
+    module = sys.modules.get(f"{node.module}.{alias.name}")
+    return node.level == 0 and value is not None and (value is found or value is module)
+
+
+def _alone(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
+    if isinstance(node, ast.Import):
+        return ast.Import([alias if alias.asname else ast.alias(alias.name.partition(".")[0])])
+    return ast.ImportFrom(node.module, [alias], 0)
+
+
+def _is_assigned(node: ast.Assign, name: str) -> bool:
+    target = node.targets[0]
+    return len(node.targets) == 1 and isinstance(target, ast.Name) and target.id == name
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    """The functions in a class, out of what wraps them."""
+    for member in vars(kind).values():
+        parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
+        for part in parts:
+            function = getattr(part, "__func__", part)
+            if callable(function):
+                function = inspect.unwrap(function)
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def _belongs(function: types.FunctionType, kind: type) -> bool:
+    return function.__qualname__.startswith(f"{kind.__qualname__}.")
+
+
+def _says_the_same(node: ast.ClassDef, kind: type) -> bool:
+    """Whether a class statement binds no name that the class doesn't have."""
+    bound = {child.name for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    bound |= {
+        child.target.id
+        for child in node.body
+        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name) and child.value is None
+    }
+    return bound <= {*vars(kind), *vars(kind).get("__annotations__", ()), *getattr(kind, "__annotations__", ())}

@@ -1,0 +1,465 @@
+"""The agent: supervises the ranks of one kernel, and never imports torch.
+
+A kernel can be busy, stopped or killed at any time; whatever must happen to ranks all the same happens here: their
+output is read, the others are stopped when one fails, an end is escalated until it is one, and when the kernel has
+gone, so has everything that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from notebook_accel.launching.agent.elastic_runs import ElasticRuns
+from notebook_accel.launching.agent.forking import open_rank, order
+from notebook_accel.launching.agent.inspection import Inspection
+from notebook_accel.launching.agent.loop import Loop
+from notebook_accel.launching.agent.memory_watch import MemoryWatch
+from notebook_accel.launching.agent.runs import Rank, Run, reason_of
+from notebook_accel.launching.agent.templates import TemplateProcess, Templates
+from notebook_accel.launching.processes import end_with_parent, kill_group, pidfd_open
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
+
+__all__ = ["main"]
+
+_TICK_S = 0.1
+# What may wait for a kernel that doesn't read. Past it, what ranks print stays in their logs for now.
+_MOST_QUEUED_BYTES = 4 << 20
+_NO_TEMPLATE = "The process that ranks are forked from could not be started"
+_TEMPLATE_FAILED = messages.Broken(text=f"{_NO_TEMPLATE}.")
+_TEMPLATE_LOST = messages.Broken(text="The process that ranks are forked from has died.")
+_FORK_FAILED = messages.Broken(
+    text="The fork of the kernel that the ranks are forked from has not come to life.",
+    why="It has none of the kernel's threads. A lock that one of them held at that moment stays locked in it, and what "
+    "takes the lock waits for ever.",
+    fix="--start_method spawn (start_method='spawn'), or end the kernel's threads before the launch",
+)
+_LEAVING = messages.Broken(
+    text="The agent process, which starts and supervises ranks, has been told to end (SIGTERM).",
+    fix="run the cell again: a new one is started",
+)
+_PRELOAD_REFUSED = "A module that is named in preload can't be preloaded."
+_WITHOUT_PRELOAD = "leave it out of preload: ranks then import it themselves"
+_MORE_ROOM = "end what else runs here, or raise the limits on open files and processes (ulimit -n, ulimit -u)"
+_FIXES = {errno.E2BIG: "shorten the longest environment variables, or sys.path: one alone may have 128 KiB"}
+
+
+class Agent:
+    """The event loop between one kernel and the templates and ranks that it uses.
+
+    Args:
+        kernel: The connection to the kernel.
+        kernel_pid: Its process.
+        signals: A descriptor from which the numbers of this process's signals are read, as they come; -1 for none.
+    """
+
+    def __init__(self, kernel: Connection, kernel_pid: int, signals: int = -1) -> None:
+        self._kernel = kernel
+        self._loop = Loop()
+        self._runs: dict[str, Run] = {}
+        self._waiting: list[Run] = []
+        self._inspections: dict[str, Inspection] = {}
+        self._templates = Templates(
+            self._loop,
+            became_ready=self._start_waiting,
+            not_started=self._template_not_started,
+            heard=self._heard_of_rank,
+            lost=self._template_lost,
+        )
+        self._elastic = ElasticRuns(
+            self._loop, owning_errors=self._owning_errors, start_ranks=self._start_ranks, tell_kernel=self._tell_kernel
+        )
+        self._memory = MemoryWatch()
+        self._signals = signals
+        self._is_leaving = False
+        self._is_quitting = False
+        self._idle_timeout_s: float | None = None
+        self._busy_until_s = time.monotonic()
+        kernel.set_blocking(False)
+        self._loop.watch(kernel.fileno(), self._read_kernel)
+        # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
+        self._loop.watch(pidfd_open(kernel_pid), self._quit)
+        if signals >= 0:
+            self._loop.watch(signals, self._read_signals)
+
+    def serve(self) -> None:
+        """Until the kernel has gone, or whoever tells this process to end has had its runs stopped."""
+        try:
+            while not self._is_quitting and (not self._is_leaving or self._runs or self._kernel.queued_bytes):
+                self._loop.wait(_TICK_S if self._runs or self._waiting else self._idle_timeout_s)
+                self._tick(time.monotonic())
+                self._flush()
+        except ClosedError:
+            pass
+        finally:
+            for run in self._runs.values():
+                run.end("kill")
+            self._templates.close()
+
+    def _tick(self, now_s: float) -> None:
+        self._elastic.tick(now_s)
+        for run in list(self._runs.values()):
+            with self._owning_errors(run):
+                run.tick(now_s)
+                self._read_logs(run, now_s)
+            if run.is_over:
+                self._run_ended(run)
+        for job_id, inspection in list(self._inspections.items()):
+            if (dumps := inspection.look(now_s)) is not None:
+                del self._inspections[job_id]
+                self._tell_kernel(messages.Inspected(job_id=job_id, ranks=dumps))
+        self._templates.tick(now_s)
+        self._memory.tick(now_s)
+        if self._runs or self._waiting:
+            self._busy_until_s = now_s
+        elif self._idle_timeout_s is not None and now_s > self._busy_until_s + self._idle_timeout_s:
+            self._busy_until_s = now_s  # ask again after as long, should the kernel not let it go
+            self._tell_kernel(messages.Idle())
+
+    # The kernel ----------------------------------------------------------------------------------------------------
+
+    def _read_kernel(self) -> None:
+        for message in self._kernel.receive():
+            told = messages.decode_for_agent(message.body)
+            if isinstance(told, messages.Prepare):
+                self._idle_timeout_s = told.idle_timeout_s
+                self._templates.start(told)
+            elif isinstance(told, messages.Launch):
+                self._accept(told, message)
+            elif isinstance(told, messages.Interrupt):
+                self._interrupt(told.job_id)
+            elif isinstance(told, messages.Respawn):
+                self._respawn(told)
+            elif isinstance(told, messages.End):
+                self._end(told)
+            elif isinstance(told, messages.Inspect):
+                self._inspect(told)
+            elif isinstance(told, messages.Release):
+                if told.job_id in self._runs:
+                    self._runs[told.job_id].release()
+            else:
+                self._leave("stopped")
+
+    def _read_signals(self) -> None:
+        if signal.SIGTERM in os.read(self._signals, 4096):
+            self._leave("terminated")
+
+    def _tell_kernel(self, message: msgspec.Struct) -> None:
+        self._kernel.queue(messages.encode(message))
+
+    def _flush(self) -> None:
+        try:
+            self._loop.watch_writing(self._kernel.fileno(), not self._kernel.flush())
+        except ClosedError:
+            raise
+        except OSError:  # no memory for it just now: what is left goes with the next round
+            self._loop.watch_writing(self._kernel.fileno(), False)
+
+    def _leave(self, reason: messages.Reason) -> None:
+        """Stop every run, with its grace, and go when the last one has ended."""
+        self._is_leaving = True
+        for job_id in [run.launch.job_id for run in (*self._waiting, *self._runs.values())]:
+            self._end(messages.End(job_id=job_id, how="stop"), reason)
+
+    def _quit(self) -> None:
+        self._is_quitting = True
+
+    # Templates -----------------------------------------------------------------------------------------------------
+
+    def _template_not_started(self, error: OSError) -> None:
+        text = f"{_NO_TEMPLATE}: {error.strerror}."
+        self._refuse_waiting(messages.Broken(text=text, fix=_FIXES.get(error.errno or 0, _MORE_ROOM)))
+
+    def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
+        run = self._runs.get(said.job_id)
+        if run is None or (said.rank != messages.ELASTIC and not run.awaits(said.rank)):
+            if isinstance(said, messages.Forked):  # by an order that went out before an error ended the rank here
+                kill_group(said.pid)
+            return
+        if said.rank == messages.ELASTIC:
+            with self._owning_errors(run):
+                self._elastic.heard(said)
+            return
+        rank = run.ranks[said.rank]
+        if isinstance(said, messages.Forked):
+            rank.forked(said.pid)
+        elif isinstance(said, messages.Exited):
+            self._rank_ended(run, rank, said.status, said.peak_bytes)
+        else:
+            self._not_started(run, said.rank, said.why)
+
+    def _template_lost(self, template: TemplateProcess) -> None:
+        again: list[Run] = []
+        for run in list(template.runs):
+            for rank in run.alive:
+                self._read_rank(run, rank)
+            if run.may_start_again and template.pidfd < 0:
+                self._take_back(run, template)
+                again.append(run)
+                continue
+            if not template.is_ready and not run.reason:
+                run.refuse(_FORK_FAILED)
+            run.end("kill", "template lost")
+            self._elastic.lost(run)
+            for rank in run.alive:
+                self._rank_ended(run, rank, -signal.SIGKILL)
+        if template.pidfd >= 0:
+            return  # nobody else waits for it
+        if not self._templates.is_one_coming:
+            broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
+            if template.refusal:
+                broken = messages.Broken(text=_PRELOAD_REFUSED, why=template.refusal, fix=_WITHOUT_PRELOAD)
+            elif template.error is not None:
+                broken = messages.Broken(text=f"{_NO_TEMPLATE}: {template.error.strerror}.", fix=_MORE_ROOM)
+            self._refuse_waiting(broken, is_news=not template.is_ready)
+        if again:
+            self._waiting += again
+            self._templates.start_if_needed()
+            self._start_waiting()
+
+    def _refuse_waiting(self, broken: messages.Broken, *, is_news: bool = True) -> None:
+        """Refuse the runs that wait for a template, since there is none; if that is news, the kernel prepares anew."""
+        if is_news:
+            self._tell_kernel(broken)  # before the refusals: the kernel's next launch may follow them at once
+        waiting, self._waiting = self._waiting, []
+        for run in waiting:
+            self._refuse(run, broken)
+
+    def _take_back(self, run: Run, template: TemplateProcess) -> None:
+        """Its template has died before the user's code has begun: it waits for the next one."""
+        for rank in run.alive:
+            self._loop.unwatch(rank.connection.fileno())
+        run.take_back()
+        template.runs.remove(run)
+        del self._runs[run.launch.job_id]
+
+    # Runs ----------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _owning_errors(self, run: Run) -> Iterator[None]:
+        """The seam of runs: what the system refuses to one of them ends that one, and nothing else."""
+        try:
+            yield
+        except OSError as error:
+            text = f"The run {{}}, since the system refused it what it needs: {error}."
+            if run.launch.job_id in self._runs:
+                was_running = any(rank.said_started for rank in run.ranks)
+                said = text.format("was ended" if was_running else "could not be started")
+                run.refuse(messages.Broken(text=said, fix=_MORE_ROOM, was_running=was_running))
+            else:
+                self._refuse(run, messages.Broken(text=text.format("could not be started"), fix=_MORE_ROOM))
+
+    def _accept(self, launch: messages.Launch, message: Message) -> None:
+        self._idle_timeout_s = launch.idle_timeout_s
+        if not message.is_whole:
+            text = f"The run could not be started: {os.strerror(errno.EMFILE)}."
+            self._refuse(Run(launch, []), messages.Broken(text=text, fix=_MORE_ROOM))
+            return
+        if self._is_leaving:
+            self._refuse(Run(launch, message.descriptors), _LEAVING)
+            return
+        if launch.template_pid:
+            *descriptors, line, pidfd = message.descriptors
+            run = Run(launch, descriptors)
+            with self._owning_errors(run):
+                template = self._templates.adopt(Connection.from_descriptor(line), launch.template_pid, pidfd)
+                self._start(run, template)
+                self._templates.drop_if_unused(template)
+            return
+        self._waiting.append(Run(launch, message.descriptors))
+        self._templates.start_if_needed()
+        self._start_waiting()
+
+    def _refuse(self, run: Run, broken: messages.Broken) -> None:
+        run.close_descriptors()
+        self._tell_kernel(msgspec.structs.replace(broken, job_id=run.launch.job_id))
+
+    def _start_waiting(self) -> None:
+        template = self._templates.ready
+        if template is None:
+            return
+        waiting, self._waiting = self._waiting, []
+        for run in waiting:
+            with self._owning_errors(run):
+                self._start(run, template)
+
+    def _start(self, run: Run, template: TemplateProcess) -> None:
+        if run.launch.places:
+            run.become_part()
+        elif run.launch.elastic is None and not self._open_store(run):
+            return
+        run.started()
+        template.runs.append(run)
+        self._runs[run.launch.job_id] = run
+        if run.launch.elastic is None:
+            self._start_ranks(run)
+        else:
+            self._elastic.begin(run, template)
+
+    def _open_store(self, run: Run) -> bool:
+        try:
+            run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
+        except OSError as error:
+            text = f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}."
+            self._refuse(run, messages.Broken(text=text))
+        return run.store is not None
+
+    def _start_ranks(self, run: Run) -> None:
+        template = self._templates.of(run)
+        for number in range(run.launch.world_size):
+            if not self._fork(run, template, number):
+                break
+
+    def _respawn(self, told: messages.Respawn) -> None:
+        run = self._runs.get(told.job_id)
+        if run is None or run.reason or run.ranks[told.rank].status is None:
+            return  # it has ended meanwhile, or is there again
+        self._fork(run, self._templates.of(run), told.rank)
+
+    def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:
+        """Orders one rank; returns whether another can be ordered."""
+        try:
+            os.ftruncate(run.descriptors[1 + number], 0)  # what one before may have begun to write
+            rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._say(run, rank, event))
+            run.put(rank)
+            self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
+            if complaint:
+                self._say(run, rank, events.Output(text=complaint))
+            with contextlib.closing(theirs):
+                template.connection.send(*order(run, rank, theirs))
+        except (ClosedError, TimeoutError):
+            template.kill()  # what follows from its end is done where it is noticed, for all reasons alike
+            return False
+        except OSError as error:
+            self._not_started(run, number, str(error))
+            return False
+        return True
+
+    def _not_started(self, run: Run, number: int, why: str) -> None:
+        text = f"Rank {number} of {run.launch.world_size} could not be started: {why}."
+        rank = run.ranks[number] if number < len(run.ranks) else None
+        if run.keeps and rank is not None:
+            self._say(run, rank, events.Output(text=text))
+        else:
+            run.refuse(messages.Broken(text=text, fix=_MORE_ROOM))
+        if rank is not None and rank.status is None:
+            self._rank_ended(run, rank, 1)
+
+    def _rank_ended(self, run: Run, rank: Rank, status: int, peak_bytes: int = 0) -> None:
+        rank.status = status
+        self._read_rank(run, rank)
+        rank.log.finish()
+        self._loop.unwatch(rank.connection.fileno())
+        rank.close()
+        ended = events.Ended(
+            exit_code=status if status >= 0 else None,
+            signal=-status if status < 0 else None,
+            stopped=rank.was_told_to_end and status != 0,
+            peak_bytes=peak_bytes,
+            shortage=self._memory.shortage() if status else None,
+        )
+        self._say(run, rank, ended)
+        if not rank.said_finished:
+            run.rank_failed(rank)
+
+    def _run_ended(self, run: Run) -> None:
+        del self._runs[run.launch.job_id]
+        if run.refusal:
+            self._refuse(run, run.refusal)
+        else:
+            run.close_descriptors()
+            elsewhere = self._elastic.failure_elsewhere(run)
+            self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
+        self._flush()  # a cell waits for it, and not for what follows
+        self._templates.release(run)
+        self._elastic.forget(run)
+        run.ended()
+
+    def _interrupt(self, job_id: str) -> None:
+        for run in [*self._waiting, *self._runs.values()]:
+            if run.launch.job_id == job_id:
+                run.interrupt()
+
+    def _end(self, told: messages.End, reason: messages.Reason | None = None) -> None:
+        reason = reason or reason_of(told.how)
+        for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
+            self._waiting.remove(run)
+            run.close_descriptors()
+            self._tell_kernel(messages.RunEnded(job_id=told.job_id, reason=reason))
+        if told.job_id in self._runs:
+            run = self._runs[told.job_id]
+            run.end(told.how, reason)
+            self._elastic.end(run, reason)
+            self._templates.end_unready_fork_for(run)
+
+    def _inspect(self, told: messages.Inspect) -> None:
+        run = self._runs.get(told.job_id)
+        if told.job_id not in self._inspections:
+            self._inspections[told.job_id] = Inspection(run.ranks if run is not None else [], time.monotonic())
+
+    # What ranks say ------------------------------------------------------------------------------------------------
+
+    def _read_logs(self, run: Run, now_s: float) -> None:
+        if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
+            return
+        for rank, size in run.with_new_output(now_s):
+            self._read_rank(run, rank)  # what it has said before it had written so much
+            rank.log.read(now_s, size)
+
+    def _read_rank(self, run: Run, rank: Rank) -> None:
+        try:
+            while frames := rank.connection.receive():
+                for frame in frames:
+                    self._heard(run, rank, frame.body)
+        except OSError as error:
+            self._loop.unwatch(rank.connection.fileno())
+            if not isinstance(error, ClosedError):
+                with self._owning_errors(run):
+                    raise
+
+    def _heard(self, run: Run, rank: Rank, body: bytes) -> None:
+        try:
+            event = events.decode(body)
+        except msgspec.DecodeError:
+            return  # what one rank garbles must not end all runs
+        if isinstance(event, events.Started):
+            rank.said_started = True
+            rank.forked(event.pid)  # which its template may say later than the rank itself
+            if not run.needs_descriptors:
+                run.close_descriptors()
+        elif isinstance(event, events.Finished):
+            rank.said_finished = True
+            if not (run.is_held or run.launch.places) and all(other.said_finished for other in run.ranks):
+                run.release()
+        elif isinstance(event, events.Failed):
+            rank.said_failed, rank.lost_peer = True, event.lost_peer
+            rank.failure = msgspec.structs.replace(event, exception=b"")
+            run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
+        elif isinstance(event, events.Progress):
+            rank.steps = event.steps
+        elif isinstance(event, events.Display):
+            rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
+        self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
+
+    def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
+        raw = msgspec.Raw(events.encode(event))
+        self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
+
+
+def main(kernel_descriptor: str, kernel_pid: str) -> None:
+    """Runs the agent. Called in a new interpreter by the kernel."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells us
+    end_with_parent(int(kernel_pid))
+    signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the pipe says it to the loop, which must not be cut short
+    Agent(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid), signals).serve()

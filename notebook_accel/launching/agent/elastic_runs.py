@@ -1,0 +1,305 @@
+"""The agent's account of runs that may restart: each has an elastic process, which says when ranks are started.
+
+The agent forks, reads, stops and reaps the ranks of such a run as those of every other. What it leaves to the elastic
+process is the question what follows when they are gone. An end that somebody wanted is followed by nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from notebook_accel.errors import signal_name
+from notebook_accel.launching.agent.loop import Loop
+from notebook_accel.launching.agent.runs import Run
+from notebook_accel.launching.agent.templates import TemplateProcess
+from notebook_accel.launching.processes import kill_group, resume_if_stopped
+from notebook_accel.plain_text import plain_lines
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
+
+__all__ = ["ElasticRuns"]
+
+_LOOK_PERIOD_S = 0.5
+_LEAVING_S = 4.0
+_MOST_TRACEBACK_CHARACTERS = 20_000
+
+
+@dataclasses.dataclass(eq=False)
+class _Elastic:
+    """One elastic process, as the agent sees it.
+
+    Attributes:
+        run: Its run.
+        line: The agent's end of the line to it.
+        pid: Its process, ``None`` before it was forked and when it is gone.
+        attempt: The attempt that it was last to have ranks started for, 0 before the first.
+        has_ranks: Whether ranks were started whose end it hasn't been told.
+        knows_results: Whether it has been told that all of them have their results.
+        is_ending: Whether it has said its last word, or is being killed: its end says nothing then.
+        wanted: By what the run ends because somebody wanted it.
+        elsewhere: The failure on another node that the run ends by.
+        must_go_s: When it is killed if it hasn't gone, in seconds of ``time.monotonic()``.
+    """
+
+    run: Run
+    line: Connection
+    pid: int | None = None
+    attempt: int = 0
+    has_ranks: bool = False
+    knows_results: bool = False
+    is_ending: bool = False
+    wanted: messages.Reason = ""
+    elsewhere: messages.Failure | None = None
+    must_go_s: float | None = None
+    steps: tuple[int, int] | None = None
+
+    def tell(self, message: elastic_messages.ToElastic) -> None:
+        self.line.queue(messages.encode(message))
+        self.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(ClosedError):  # its end is noticed as such
+            self.line.flush()
+
+    def kill(self) -> None:
+        self.is_ending = True
+        if self.pid is not None:
+            kill_group(self.pid)
+
+    def send_away(self, now_s: float) -> None:
+        """The run ends by what somebody wants: other nodes, if there are any, are to hear of it."""
+        launch = self.run.launch
+        self.run.reason = self.wanted or self.run.reason
+        if launch.elastic is None or launch.elastic.meeting is None:
+            self.kill()
+            return
+        self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
+        self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
+
+
+class ElasticRuns:
+    """The runs that have an elastic process.
+
+    Args:
+        loop: The agent's.
+        owning_errors: The seam in which a run's errors end that run.
+        start_ranks: Starts all ranks of a run at the places that it has now.
+        tell_kernel: Sends the kernel a message.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        owning_errors: Callable[[Run], contextlib.AbstractContextManager[None]],
+        start_ranks: Callable[[Run], object],
+        tell_kernel: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._loop = loop
+        self._owning_errors = owning_errors
+        self._start_ranks = start_ranks
+        self._tell_kernel = tell_kernel
+        self._all: dict[str, _Elastic] = {}
+        self._next_look_s = 0.0
+
+    def begin(self, run: Run, template: TemplateProcess) -> None:
+        """Has a run's elastic process forked. The run is held until that process is gone."""
+        ours, theirs = Connection.pair()
+        ours.set_blocking(False)
+        elastic = _Elastic(run, ours)
+        self._loop.watch(ours.fileno(), lambda: self._read(elastic))
+        self._all[run.launch.job_id] = elastic
+        run.is_held = True
+        launch = run.launch
+        assert launch.elastic is not None
+        order = messages.ForkElastic(
+            job_id=launch.job_id,
+            options=launch.elastic,
+            world_size=launch.world_size,
+            port=launch.port,
+            grace_s=launch.grace_s,
+        )
+        with contextlib.closing(theirs):
+            try:
+                results = run.descriptors[1:] if launch.elastic.secret else []
+                template.connection.send(messages.encode(order), [theirs.fileno(), *results])
+            except (ClosedError, TimeoutError):
+                template.kill()  # what follows from its end is done where it is noticed
+            except OSError:
+                self._gone(elastic)  # it won't come: nothing is to wait for it
+                raise
+
+    def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
+        """Takes what a template says of an elastic process."""
+        elastic = self._all[said.job_id]
+        if isinstance(said, messages.Forked):
+            elastic.pid = said.pid
+            if elastic.is_ending:
+                elastic.kill()
+            return
+        if isinstance(said, messages.NotForked):
+            elastic.run.refuse(messages.Broken(text=f"The run could not be started: {said.why}."))
+        self._gone(elastic)
+
+    def lost(self, run: Run) -> None:
+        """The template of a run is gone, and its elastic process with it."""
+        if run.launch.job_id in self._all:
+            self._gone(self._all[run.launch.job_id])
+
+    def end(self, run: Run, reason: messages.Reason) -> None:
+        """The run is to end, whatever its ranks are at."""
+        if run.launch.job_id in self._all:
+            elastic = self._all[run.launch.job_id]
+            elastic.wanted = elastic.wanted or reason
+
+    def tick(self, now_s: float) -> None:
+        """Tells elastic processes what has become of their ranks; lets go on what somebody has stopped."""
+        is_time = now_s >= self._next_look_s
+        if is_time:
+            self._next_look_s = now_s + _LOOK_PERIOD_S
+        for elastic in self._all.values():
+            with self._owning_errors(elastic.run):
+                self._look(elastic, now_s)
+                if is_time and elastic.pid is not None:
+                    resume_if_stopped(elastic.pid)
+                    _tell_steps(elastic)
+
+    def failure_elsewhere(self, run: Run) -> messages.Failure | None:
+        """The failure on another node that a run has ended by, if it has."""
+        return self._all[run.launch.job_id].elsewhere if run.launch.job_id in self._all else None
+
+    def forget(self, run: Run) -> None:
+        """The run is over."""
+        self._all.pop(run.launch.job_id, None)
+
+    def _look(self, elastic: _Elastic, now_s: float) -> None:
+        run = elastic.run
+        if elastic.pid is not None:
+            elastic.flush()
+            if elastic.must_go_s is not None and now_s > elastic.must_go_s:
+                kill_group(elastic.pid)
+        if elastic.is_ending:
+            return
+        if elastic.has_ranks and not elastic.knows_results and all(rank.said_finished for rank in run.ranks):
+            elastic.knows_results = True
+            elastic.tell(elastic_messages.RanksFinished(attempt=elastic.attempt))
+        if run.alive:
+            return
+        failure = _first_failure(run)
+        was_interrupted = any(rank.failure and rank.failure.kind == "KeyboardInterrupt" for rank in run.ranks)
+        if elastic.wanted or was_interrupted or run.reason not in ("", "failed") or run.refusal is not None:
+            elastic.send_away(now_s)
+        elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
+            elastic.has_ranks, elastic.steps = False, None
+            run.rest()
+            elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
+
+    def _read(self, elastic: _Elastic) -> None:
+        with self._owning_errors(elastic.run):
+            try:
+                while frames := elastic.line.receive():
+                    for message in frames:
+                        self._heard(elastic, message)
+            except ClosedError:
+                self._loop.unwatch(elastic.line.fileno())
+                elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
+
+    def _heard(self, elastic: _Elastic, message: Message) -> None:
+        said = elastic_messages.for_agent.decode(message.body)
+        run = elastic.run
+        listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
+        if isinstance(said, elastic_messages.StartRanks):
+            if not message.is_whole:
+                run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
+            if not (run.reason or elastic.wanted):
+                self._start(elastic, said, listening.pop() if listening else None)
+            elif not elastic.is_ending:
+                elastic.send_away(time.monotonic())
+        elif isinstance(said, elastic_messages.StopRanks):
+            # Without ranks, the answer is on its way: the last of them were ending when this was written.
+            if elastic.has_ranks and said.attempt == elastic.attempt:
+                run.end("stop", "failed")
+        elif isinstance(said, messages.AboutNodes):
+            self._tell_kernel(said)
+        elif isinstance(said, elastic_messages.Over):
+            elastic.is_ending, elastic.elsewhere = True, said.failure
+            elastic.must_go_s = time.monotonic() + _LEAVING_S
+            if said.has_succeeded:
+                run.release()
+            elif said.refusal is not None:
+                run.refuse(said.refusal)
+            else:
+                run.end("kill", "failed")
+        for sock in listening:
+            sock.close()
+
+    def _start(self, elastic: _Elastic, said: elastic_messages.StartRanks, listening: socket.socket | None) -> None:
+        run = elastic.run
+        run.begin_at(said.places, listening)
+        elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
+        self._tell_kernel(
+            messages.Starting(
+                job_id=run.launch.job_id,
+                restarts=said.restarts,
+                first_rank=said.places[0][0].rank,
+                world_size=said.places[0][0].world_size,
+                cause=said.cause,
+            )
+        )
+        elastic.tell(elastic_messages.RanksStand(attempt=said.attempt))
+        self._start_ranks(run)
+
+    def _gone(self, elastic: _Elastic) -> None:
+        elastic.pid = None
+        self._read(elastic)  # its last word
+        if not elastic.is_ending:
+            elastic.run.end("kill", "elastic lost")
+        elastic.is_ending = True
+        elastic.run.is_held = False
+        self._loop.unwatch(elastic.line.fileno())
+        elastic.line.close()
+
+
+def _tell_steps(elastic: _Elastic) -> None:
+    """Tells it how far the ranks are, for other nodes."""
+    launch = elastic.run.launch
+    counted = [rank.steps for rank in elastic.run.ranks if rank.steps is not None]
+    if not counted or not elastic.has_ranks or launch.elastic is None or launch.elastic.meeting is None:
+        return
+    if elastic.steps != (min(counted), max(counted)):
+        elastic.steps = min(counted), max(counted)
+        elastic.tell(elastic_messages.RanksStand(attempt=elastic.attempt, steps=elastic.steps))
+
+
+def _first_failure(run: Run) -> messages.Failure | None:
+    """Which of the ranks failed first. One that only lost its peer comes after every other."""
+    died = [rank for rank in run.ranks if rank.failure is None and rank.status and not rank.was_told_to_end]
+    raised = sorted(
+        (rank.failure.lost_peer, rank.failure.time_s, rank.number) for rank in run.ranks if rank.failure is not None
+    )
+    if raised and not (raised[0][0] and died):
+        rank = run.ranks[raised[0][2]]
+        said = rank.failure
+        assert said is not None
+        at = f" at {said.line}" if said.line else ""
+        what = f"{said.kind}: {next(plain_lines(said.message.strip()), '')}{at}"
+        return messages.Failure(
+            what=what,
+            rank=run.place_of(rank.number)[0].rank,
+            traceback=said.traceback[-_MOST_TRACEBACK_CHARACTERS:],
+            lost_peer=said.lost_peer,
+        )
+    for rank in died:
+        assert rank.status is not None
+        end = f"killed by {signal_name(-rank.status)}" if rank.status < 0 else f"exited with status {rank.status}"
+        return messages.Failure(what=end, rank=run.place_of(rank.number)[0].rank)
+    return None

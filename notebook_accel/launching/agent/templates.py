@@ -1,0 +1,240 @@
+"""The agent's account of templates: which one is for new runs, which only have their last ranks to wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+from notebook_accel.launching.agent.loop import Loop
+from notebook_accel.launching.agent.runs import Run
+from notebook_accel.launching.processes import bootstrap, close_all, pidfd_send_signal, resume_if_stopped
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection
+
+__all__ = ["TemplateProcess", "Templates"]
+
+_READY_DEADLINE_S = 180.0  # a fork of the kernel, too, may have to import torch
+_SEND_DEADLINE_S = 10.0
+_LOOK_PERIOD_S = 0.5
+
+
+@dataclasses.dataclass(eq=False)
+class TemplateProcess:
+    """One template, as the agent sees it.
+
+    Attributes:
+        connection: The agent's end of the line to it.
+        pid: Its process's number.
+        deadline_s: When it has to be ready, in seconds of ``time.monotonic()``.
+        process: Its process; ``None`` for one that the kernel has forked, which reaps it, too.
+        pidfd: Of such a one.
+        is_ready: Whether it has said so.
+        refusal: Why it can't be used, if it has said that.
+        error: What the system said when its line could not be read.
+        files: The files of what it has imported, as they were then.
+        runs: The runs whose ranks it forks.
+    """
+
+    connection: Connection
+    pid: int
+    deadline_s: float
+    process: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
+    is_ready: bool = False
+    refusal: str = ""
+    error: OSError | None = None
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a package that it has imported was installed again, changed or taken away since."""
+        return any(_identity(path) != identity for path, identity in self.files.items())
+
+    def kill(self) -> None:
+        """Kills it. Its end is noticed by its line's."""
+        with contextlib.suppress(OSError):
+            if self.process is not None:
+                self.process.kill()
+            else:
+                pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills it and forgets it."""
+        self.connection.close()
+        self.kill()
+        if self.process is not None:
+            self.process.wait()
+        else:
+            close_all([self.pidfd])
+
+
+def _deadline_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+class Templates:
+    """Starts templates, and ends those that nobody needs any more.
+
+    Args:
+        loop: The agent's.
+        became_ready: Called when the template for new runs can fork ranks.
+        not_started: Called with the system's error when the template for new runs couldn't be started.
+        heard: Called with what a template says of a rank.
+        lost: Called when a template has gone, before it is dropped.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        became_ready: Callable[[], None],
+        not_started: Callable[[OSError], None],
+        heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None],
+        lost: Callable[[TemplateProcess], None],
+    ) -> None:
+        self._loop = loop
+        self._became_ready = became_ready
+        self._not_started = not_started
+        self._heard = heard
+        self._lost = lost
+        self._current: TemplateProcess | None = None  # the one for new runs
+        self._all: list[TemplateProcess] = []  # and those whose last ranks still run
+        self._prepare: messages.Prepare | None = None
+        self._next_look_s = 0.0
+
+    @property
+    def ready(self) -> TemplateProcess | None:
+        """The template for new runs, if there is one and it can fork ranks."""
+        return self._current if self._current is not None and self._current.is_ready else None
+
+    @property
+    def is_one_coming(self) -> bool:
+        """Whether there is a template for new runs, be it ready or not."""
+        return self._current is not None
+
+    def start(self, prepare: messages.Prepare) -> None:
+        """Starts a template, which is the one for new runs from now on."""
+        before, self._current = self._current, None
+        if before is not None:
+            self.drop_if_unused(before)
+        self._prepare = prepare
+        try:
+            self._current = self._started(prepare)
+        except OSError as error:
+            self._not_started(error)
+
+    def _started(self, prepare: messages.Prepare) -> TemplateProcess:
+        with contextlib.ExitStack() as opened:
+            ours, theirs = Connection.pair()
+            opened.callback(ours.close)
+            with contextlib.closing(theirs):
+                arguments = [str(theirs.fileno()), str(os.getpid()), *prepare.preload]
+                command = bootstrap("notebook_accel.launching.template.template", *arguments, sys_path=prepare.sys_path)
+                process = subprocess.Popen(
+                    command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
+            template = TemplateProcess(ours, process.pid, _deadline_s(_READY_DEADLINE_S), process=process)
+            opened.pop_all()
+        return self._add(template)
+
+    def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
+        """Takes over a template that the kernel has forked for one run. What it is told, it does when it is ready."""
+        return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
+
+    def _add(self, template: TemplateProcess) -> TemplateProcess:
+        try:
+            template.connection.set_send_deadline(_SEND_DEADLINE_S)
+            self._loop.watch(template.connection.fileno(), lambda: self._read(template))
+        except OSError:
+            template.close()
+            raise
+        self._all.append(template)
+        return template
+
+    def start_if_needed(self) -> None:
+        """Starts one like the last, if there is none for new runs, or if what it has imported is not what there is."""
+        if self._current is None or self._current.is_stale:
+            assert self._prepare is not None, "a kernel prepares before it launches"
+            self.start(self._prepare)
+
+    def of(self, run: Run) -> TemplateProcess:
+        """The template that forks a run's ranks."""
+        return next(template for template in self._all if run in template.runs)
+
+    def end_unready_fork_for(self, run: Run) -> None:
+        """A run is to end: kills the fork of the kernel that was to fork its ranks, if it may never come so far."""
+        for template in self._all:
+            if run in template.runs and template.pidfd >= 0 and not template.is_ready:
+                template.kill()
+
+    def release(self, run: Run) -> None:
+        """A run has ended; the template that forked its ranks goes if nobody needs it any more."""
+        for template in list(self._all):
+            if run in template.runs:
+                template.runs.remove(run)
+                self.drop_if_unused(template)
+
+    def tick(self, now_s: float) -> None:
+        """Lets go on what somebody has stopped; kills what was not ready in time: its end is noticed as any other."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_PERIOD_S
+        for template in self._all:
+            resume_if_stopped(template.pid)
+            if not template.is_ready and now_s > template.deadline_s:
+                template.kill()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for template in list(self._all):
+            self._drop(template)
+
+    def drop_if_unused(self, template: TemplateProcess) -> None:
+        """A template that is no longer the one for new runs goes when its last run has ended."""
+        if template is not self._current and not template.runs and template in self._all:
+            self._drop(template)
+
+    def _drop(self, template: TemplateProcess) -> None:
+        """Ends a template. A rank that it may still have dies with it, by the signal that it asked for."""
+        self._loop.unwatch(template.connection.fileno())
+        self._all.remove(template)
+        if template is self._current:
+            self._current = None
+        template.close()
+
+    def _read(self, template: TemplateProcess) -> None:
+        try:
+            frames = template.connection.receive()
+        except OSError as error:
+            template.error = None if isinstance(error, ClosedError) else error
+            if template is self._current:
+                self._current = None
+            self._lost(template)
+            if template in self._all:
+                self._drop(template)
+            return
+        for message in frames:
+            said = messages.decode_from_template(message.body)
+            if isinstance(said, messages.Ready):
+                template.is_ready = True
+                template.files = said.files
+                if template is self._current:
+                    self._became_ready()
+            elif isinstance(said, messages.Unusable):
+                template.refusal = said.why
+            else:
+                self._heard(said)

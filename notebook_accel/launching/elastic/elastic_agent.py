@@ -1,0 +1,409 @@
+"""Torch elastic's agent of a node: when ranks are started, when they are started again, and at which places.
+
+Its ranks are started and stopped by our own agent, over a line. On several nodes it also tells the others how its ranks
+stand: a failure on one node is one on all, at once, and not when somebody waits in vain for a rank that isn't there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.elastic.agent.server import api
+
+import notebook_accel
+from notebook_accel.environment import RankPlace
+from notebook_accel.launching import interfaces
+from notebook_accel.launching.elastic import nodes, rendezvous
+from notebook_accel.launching.elastic.exchange import Exchange, ForeignError
+from notebook_accel.launching.elastic.nodes import GoneError, Guarded, Nodes, Patience, Standing
+from notebook_accel.launching.elastic.rendezvous import RefusedError
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.elastic_options import Meeting
+
+__all__ = ["ElasticAgent", "LeaveError", "Line"]
+
+_LOOPBACK = "127.0.0.1"
+_MEETING_S = 60.0  # for what follows at once when all nodes are there
+_LEAVING_S = 5.0
+_CAUSE_S = 10.0  # for a node, which may be busy, to say why its rank has gone
+_ANSWER_S = 600.0  # for our agent to do as it was told; far longer than a killed rank with much memory takes to go
+_LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
+
+
+class LeaveError(Exception):
+    """The agent ends the run."""
+
+
+class Line:
+    """The line to the agent.
+
+    Args:
+        connection: Its end here.
+        order: What the agent has ordered.
+    """
+
+    def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
+        self._connection = connection
+        self._connection.set_receive_deadline(order.options.monitor_interval_s)
+        self._job_id = order.job_id
+        self._lines: list[str] = []
+
+    def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
+        self._connection.send(messages.encode(message), descriptors)
+
+    def hear(self) -> list[elastic_messages.ToElastic]:
+        """What the agent has said, after at most the interval at which it is to be asked."""
+        return [elastic_messages.for_elastic.decode(frame.body) for frame in self._connection.receive()]
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``hear`` would not have to wait."""
+        return bool(select.select([self._connection.fileno()], [], [], 0)[0])
+
+    def say_that_it_waits(self, line: str) -> None:
+        """Says for whom this node waits, and looks whether it is to go on waiting.
+
+        Raises:
+            LeaveError: It isn't.
+        """
+        self.say_about_nodes([line], is_news=[line] != self._lines)
+        if self.has_news:
+            for told in self.hear():
+                if isinstance(told, elastic_messages.Leave):
+                    raise LeaveError(told.why)
+
+    def say_about_nodes(self, lines: list[str], *, is_news: bool) -> None:
+        """Says how the other nodes stand, if that has changed."""
+        if lines != self._lines:
+            self._lines = lines
+            self.say(messages.AboutNodes(job_id=self._job_id, lines=lines, is_news=is_news))
+
+
+class ElasticAgent(api.SimpleElasticAgent):
+    """Starts and stops the ranks of this node through the agent.
+
+    Args:
+        spec: As torch elastic has it.
+        line: To the agent.
+        order: What the agent has ordered.
+        results: Files of the results of this node's ranks, and then of the others', if they are to be exchanged.
+
+    Attributes:
+        elsewhere: The failure on another node because of which ranks here were stopped last, ``None`` if none was.
+    """
+
+    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic, results: list[int]) -> None:
+        super().__init__(spec)
+        self.elsewhere: messages.Failure | None = None
+        self._line = line
+        self._order = order
+        self._results = results
+        self._meeting = order.options.meeting
+        self._patience = Patience()
+        self._nodes: Nodes | None = None
+        self._here = Standing(beat=0, state="starting", ranks=order.world_size)
+        self._failed_s = 0.0
+        self._states: dict[int, str] = {}
+        self._listening: socket.socket | None = None
+        self._master = (_LOOPBACK, 0)
+        self._attempt = 0
+        self._answer_due_s: float | None = None
+        self._are_there = False  # ranks
+        self._are_stopped = False  # because of what happens elsewhere, which is no failure of theirs
+
+    @property
+    def _restarts(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    # Meeting -------------------------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: api.WorkerGroup) -> None:
+        deadline_s = time.monotonic() + (self._meeting.timeout_s if self._meeting is not None else 0.0)
+        self._nodes, self._states = None, {}
+        while True:
+            try:
+                if self._meeting is None or self._meeting.backend == "static":
+                    super()._rendezvous(worker_group)
+                else:
+                    with rendezvous.refusals(self._meeting):
+                        super()._rendezvous(worker_group)
+            except GoneError as gone:
+                # A node that was lost while all were meeting may come back, where that is waited for at all.
+                if self._worker_group.spec.max_restarts == 0 or time.monotonic() > deadline_s:
+                    raise RefusedError(str(gone), fix="launch it on all nodes again") from None
+            else:
+                return
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: api.WorkerSpec
+    ) -> list[api.Worker]:
+        meeting = self._meeting
+        if meeting is None:
+            self._listening = _listening(_LOOPBACK, self._order.port)
+            self._master = self._listening.getsockname()[:2]
+            return list(super()._assign_worker_ranks(store, group_rank, group_world_size, spec))
+        if group_world_size < meeting.least:
+            raise rendezvous.without_others(group_world_size, meeting)
+        guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
+        self._meet(guarded, meeting, group_rank, group_world_size)
+        assign: Callable[..., list[api.Worker]] = super()._assign_worker_ranks
+        try:
+            return self._patience.call(lambda: assign(store, group_rank, group_world_size, spec), _MEETING_S)
+        except (RuntimeError, TimeoutError) as error:
+            raise GoneError("A node has gone while all were meeting.") from error
+
+    def _meet(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> None:
+        """All nodes show their cards, agree on how often ranks were started again, and learn where their store is."""
+        spec = self._worker_group.spec
+        cards = self._shown_cards(store, meeting, rank, size)
+        soon_s = time.monotonic() + _MEETING_S
+        if rank == 0:
+            store.set(nodes.GO, str(max(card.restarts for card in cards.values())).encode())
+        restarts = int(nodes.wait_for(store, nodes.GO, soon_s))
+        self._remaining_restarts = max(spec.max_restarts - restarts, 0)
+        if rank == 0:
+            here = interfaces.address_towards(meeting.host, meeting.port)
+            self._listening = _listening(meeting.host if meeting.backend == "static" else here, 0)
+            self._master = self._listening.getsockname()[:2]
+            store.set("master", f"{self._master[1]} {self._master[0]}".encode())
+        else:
+            port, _, host = nodes.wait_for(store, "master", soon_s).decode().partition(" ")
+            self._listening, self._master = None, (host, int(port))
+        self._here = Standing(beat=0, state="starting", ranks=self._order.world_size)
+        self._nodes = Nodes(store, rank, cards, meeting.silence_s)
+
+    def _shown_cards(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> dict[int, nodes.Card]:
+        card = nodes.Card(
+            num_nodes=meeting.num_nodes,
+            num_processes=self._order.world_size,
+            max_restarts=self._worker_group.spec.max_restarts,
+            python=platform.python_version(),
+            torch=str(torch.__version__),
+            notebook_accel=notebook_accel.__version__,
+            host=socket.gethostname(),
+            restarts=self._restarts,
+        )
+        try:
+            return nodes.show_cards(
+                store,
+                rank,
+                size,
+                card,
+                deadline_s=time.monotonic() + meeting.timeout_s,
+                waits_for=lambda missing: self._line.say_that_it_waits(rendezvous.waiting_for(missing, meeting)),
+            )
+        except nodes.MisfitError as misfit:
+            with contextlib.suppress(GoneError):  # the others need this one's card to say the same
+                nodes.leave(store, rank, range(size), time.monotonic() + _LEAVING_S, serves=self._serves(rank))
+            raise RefusedError(str(misfit), fix="launch the same, with the same packages, on all nodes") from None
+        except TimeoutError as late:
+            raise rendezvous.not_there(late.args[0], meeting) from None
+
+    def _serves(self, rank: int) -> bool:
+        """Whether the store at which the nodes have met may go with this process."""
+        return rank == 0 or (self._meeting is not None and self._meeting.backend != "static")
+
+    # Ranks ---------------------------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, int]:
+        self._attempt += 1
+        start = elastic_messages.StartRanks(
+            attempt=self._attempt,
+            places=[self._place(worker_group, worker) for worker in worker_group.workers],
+            restarts=self._restarts,
+            cause=self.elsewhere,
+        )
+        if self._listening is None:
+            self._line.say(start)
+        else:
+            with self._listening as listening:
+                self._line.say(start, (listening.fileno(),))
+        self.elsewhere, self._are_there, self._are_stopped = None, True, False
+        self._answer_due_s = time.monotonic() + _ANSWER_S
+        self._here = Standing(beat=0, state="running", ranks=self._order.world_size)
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _place(self, group: api.WorkerGroup, worker: api.Worker) -> tuple[RankPlace, dict[str, str]]:
+        """A rank's place, and the variables with which torchrun says the rest."""
+        spec, size = group.spec, group.spec.local_world_size
+        place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, size, *self._master)
+        variables = {
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        }
+        if self._meeting is not None:
+            address = interfaces.address_towards(self._meeting.host, self._meeting.port)
+            if interface := interfaces.interface_of(address):
+                variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        return place, variables
+
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
+        self._hear()
+        if self._nodes is not None:
+            try:
+                self._nodes.pulse(self._here)
+            except GoneError as gone:
+                self.elsewhere = messages.Failure(what=str(gone))
+                if isinstance(worker_group.spec.rdzv_handler, rendezvous.Static):
+                    worker_group.spec.rdzv_handler.forget_store()
+                return api.RunResult(api.WorkerState.FAILED)
+            self._look_around(self._nodes)
+        states = [standing.state for _, _, standing in self._others() if standing is not None]
+        if self.elsewhere is not None or self._has_failed_for_good():
+            return api.RunResult(api.WorkerState.FAILED)
+        if self._here.state == "finished" and states.count("finished") == len(list(self._others())):
+            if self._results:
+                self._exchange_results(worker_group)
+            nothing = {worker.global_rank: None for worker in worker_group.workers}
+            return api.RunResult(api.WorkerState.SUCCEEDED, nothing)
+        return api.RunResult(api.WorkerState.HEALTHY)
+
+    def _exchange_results(self, worker_group: api.WorkerGroup) -> None:
+        assert self._nodes is not None
+        around, options, count = self._nodes, self._order.options, self._order.world_size
+        first, size = worker_group.workers[0].global_rank, worker_group.workers[0].world_size
+        others = [rank for rank in range(size) if not first <= rank < first + count]
+        exchange = Exchange(
+            around.store, options.secret, around.rank, size // count, options.fingerprint, lambda: self._pulse(around)
+        )  # fmt: skip
+        try:
+            exchange.run(first, self._results[:count], others, self._results[count:])
+        except ForeignError:
+            raise RefusedError(
+                "The results of another node don't come from one with the same secret and the same cell.",
+                why="They were left unopened. Every rank has finished.",
+                fix="the same NOTEBOOK_ACCEL_SECRET and the same code on all nodes, or leave out all_nodes",
+            ) from None
+        except GoneError as gone:
+            raise RefusedError(str(gone), why="Every rank had finished.", fix="leave out all_nodes") from None
+
+    def _pulse(self, around: Nodes) -> None:
+        if self._line.has_news:
+            self._hear()
+        around.pulse(self._here)
+
+    def _hear(self) -> None:
+        for told in self._line.hear():
+            if isinstance(told, elastic_messages.Leave):
+                self._end_everywhere(told.why)
+                self.leave()
+                raise LeaveError(told.why)
+            if told.attempt != self._attempt:
+                continue
+            if isinstance(told, elastic_messages.RanksStand):
+                self._here = msgspec.structs.replace(self._here, steps=told.steps)
+                self._answer_due_s = self._answer_due_s if self._are_stopped else None
+            elif isinstance(told, elastic_messages.RanksFinished):
+                self._here = msgspec.structs.replace(self._here, state="finished")
+            else:
+                self._are_there, self._failed_s, self._answer_due_s = False, time.monotonic(), None
+                if not self._are_stopped:
+                    self._here = msgspec.structs.replace(self._here, state="failed", failure=told.failure or _LOSS)
+        if self._answer_due_s is not None and time.monotonic() > self._answer_due_s:
+            what = "ended" if self._are_stopped else "started"
+            text = f"The ranks were told to be {what}, and nothing has come of it for {_ANSWER_S:g} s."
+            self._end_everywhere(text)
+            raise RefusedError(text, why="A process that the system can't end keeps the others waiting.")
+
+    def _end_everywhere(self, why: str) -> None:
+        """Has the other nodes hear, with the last that this one says, that nothing is to be started again."""
+        stopped = messages.Failure(what=why, is_wanted=True)
+        self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
+
+    def _others(self) -> list[tuple[int, str, Standing | None]]:
+        return [] if self._nodes is None else list(self._nodes.others)
+
+    def _look_around(self, around: Nodes) -> None:
+        """Hears of failures on other nodes, and says how these stand."""
+        failures = []
+        for rank, _, standing in around.others:
+            if standing is not None and standing.state == "failed" and standing.failure is not None:
+                failures.append(msgspec.structs.replace(standing.failure, where=around.name(rank)))
+        is_only_lost = self._here.state == "failed" and self._here.failure is not None and self._here.failure.lost_peer
+        for failure in sorted(failures, key=lambda failure: (not failure.is_wanted, failure.lost_peer)):
+            if self._here.state != "failed" or (is_only_lost and not failure.lost_peer) or failure.is_wanted:
+                self.elsewhere = self.elsewhere or failure
+            if failure.is_wanted:
+                self._remaining_restarts = 0
+        states: dict[int, str] = {
+            rank: standing.state if standing is not None else "starting" for rank, _, standing in around.others
+        }
+        is_news, self._states = states != self._states, states
+        self._line.say_about_nodes(
+            [_in_words(around.name(rank), standing) for rank, _, standing in around.others], is_news=is_news
+        )
+
+    def _has_failed_for_good(self) -> bool:
+        """Whether ranks here have failed, and if they have only lost one elsewhere, it has had the time to say why."""
+        if self._here.state != "failed" or self._here.failure is None:
+            return False
+        waits = self._nodes is not None and self._here.failure.lost_peer
+        return not waits or time.monotonic() > self._failed_s + _CAUSE_S
+
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic gives it
+        if self._are_there:
+            self._are_stopped = True
+            self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
+            self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
+        while self._are_there:  # the agent ends them, by SIGKILL in the end
+            self._hear()
+            with contextlib.suppress(GoneError):
+                if self._nodes is not None:
+                    self._nodes.pulse(self._here)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Nothing: what is still there, the agent ends with the run."""
+
+    def _exit_barrier(self) -> None:
+        """Nothing: ranks have succeeded when those of all nodes have."""
+
+    def leave(self) -> None:
+        """Lets the other nodes hear the last of this one, and none come any more."""
+        handler = self._worker_group.spec.rdzv_handler
+        if self._nodes is not None and self._meeting is not None and self._meeting.backend != "static":
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._patience.call(handler.shutdown, _LEAVING_S)
+        around, self._nodes = self._nodes, None
+        if around is not None:
+            with contextlib.suppress(GoneError):
+                around.pulse(self._here)
+                around.leave(time.monotonic() + _LEAVING_S, serves=self._serves(around.rank))
+
+
+def _in_words(name: str, standing: Standing | None) -> str:
+    if standing is None:
+        return f"{name}: starting"
+    ranks = "1 rank" if standing.ranks == 1 else f"{standing.ranks} ranks"
+    words = f"{name}: {ranks} {standing.state}"
+    if standing.steps is not None:
+        least, most = standing.steps
+        words += f", step {least:,}" if least == most else f", steps {least:,} to {most:,}"
+    if standing.state == "failed" and standing.failure is not None:
+        words += f": {standing.failure.what}"
+    return words
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Where the ranks' store is to be."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=4096)
+    except OSError as error:
+        raise RefusedError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None

@@ -1,0 +1,285 @@
+"""How the nodes of a run meet, each time before their ranks are started.
+
+One node meets nobody. Several meet at a port of node 0, and go in step by a number of the round that node 0 gives out,
+so that one whose kernel was started anew comes in where the others are. Any number of them meets by torch elastic's own
+rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from notebook_accel.launching import interfaces
+from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
+from notebook_accel.protocol.agent_messages import Broken
+from notebook_accel.protocol.elastic_options import Elastic, Meeting
+
+__all__ = ["Alone", "RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
+
+_POLL_S = 0.2
+_ANSWER_S = 10.0  # that a store has for each question
+_HANDSHAKE_S = 6.0
+_LOOPBACK = "127.0.0.1"
+
+
+class RefusedError(Exception):
+    """The run can't be started, for the reason that the user is told."""
+
+    def __init__(self, text: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(text)
+        self.broken = Broken(text=text, why=why, fix=fix)
+
+
+class _Handler(RendezvousHandler):
+    """What the two rendezvous below have in common: nobody comes who wasn't expected."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Alone(_Handler):
+    """The rendezvous of one node: there is nobody to meet, and no port to meet at.
+
+    Args:
+        run_id: The run's name.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self._store = HashStore()
+        self._round = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round += 1
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, 0))
+
+
+class Static(_Handler):
+    """The rendezvous of several nodes that are numbered: node 0 serves the store, and the others come to it.
+
+    Args:
+        options: The run's.
+        meeting: Where and how.
+        patience: In which stores are called.
+        waits: Called with a line that says for whom this node waits.
+    """
+
+    def __init__(self, options: Elastic, meeting: Meeting, patience: Patience, waits: Callable[[str], None]) -> None:
+        super().__init__(options.run_id)
+        self._meeting = meeting
+        self._patience = patience
+        self._waits = waits
+        self._store: Any = None
+        self._round = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        meeting = self._meeting
+        deadline_s = time.monotonic() + meeting.timeout_s
+        while True:
+            if self._store is None:
+                self._store, self._round = self._connect(deadline_s), 0
+            try:
+                self._round = self._next_round(deadline_s)
+                break
+            except GoneError:  # node 0 may come back
+                self._store = None
+                if meeting.node_rank == 0 or time.monotonic() > deadline_s:
+                    raise
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        info = RendezvousStoreInfo(meeting.host, meeting.port)
+        return RendezvousInfo(store, meeting.node_rank, meeting.most, info)
+
+    def forget_store(self) -> None:
+        """Whoever serves the store has gone. Another one may take its place."""
+        if self._meeting.node_rank != 0:
+            self._store = None
+
+    def _next_round(self, deadline_s: float) -> int:
+        store = Guarded(self._store, self._patience, _ANSWER_S, "Node 0")
+        key = f"{self._run_id}/round"
+        if self._meeting.node_rank == 0:
+            store.set(key, str(self._round + 1).encode())
+            return self._round + 1
+        while True:
+            current = int(store.get(key)) if store.check([key]) else 0
+            # In one that has begun, this node's place is that of a process before this one.
+            if current > self._round and not store.check([f"{self._run_id}/{current}/{GO}"]):
+                return current
+            self._waits(waiting_for([0], self._meeting))
+            if time.monotonic() > deadline_s:
+                raise not_there([0], self._meeting)
+            time.sleep(_POLL_S)
+
+    def _connect(self, deadline_s: float) -> Any:
+        host, port = self._meeting.host, self._meeting.port
+        if self._meeting.node_rank == 0:
+            return _served(host, port)
+        while not _is_listened_at(host, port):
+            self._waits(waiting_for([0], self._meeting))
+            if time.monotonic() > deadline_s:
+                raise not_there([0], self._meeting)
+            time.sleep(_POLL_S)
+        timeout = datetime.timedelta(seconds=_ANSWER_S)
+        try:
+            return self._patience.call(
+                lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), _HANDSHAKE_S
+            )
+        except (RuntimeError, TimeoutError):
+            raise RefusedError(
+                f"What answers at {host}:{port} is no node of a run.",
+                why="Another program listens there, or node 0 is about to end.",
+                fix="give all nodes another use_port (main_process_port), or mend master_addr",
+            ) from None
+
+
+def _served(host: str, port: int) -> Any:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family, backlog=4096)
+    except socket.gaierror as error:
+        raise _unknown_host(host, error) from None
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise RefusedError(
+                f"{host} is no address of this machine, and node 0 is where the others come to.",
+                fix=f"master_addr={interfaces.own_addresses()[0]!r} on all nodes, or another node_rank here",
+            ) from None
+        raise RefusedError(
+            f"The port {port} where the nodes meet can't be used: {os.strerror(error.errno or 0)}.",
+            why="Another process listens there: another program, or another node 0.",
+            fix="give all nodes another use_port (main_process_port)",
+        ) from None
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),  # on this address alone; left to itself it listens on all
+        timeout=datetime.timedelta(seconds=_ANSWER_S),
+    )
+
+
+def _is_listened_at(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except socket.gaierror as error:
+        raise _unknown_host(host, error) from None
+    except OSError:  # nobody listens there yet, or no way leads there now
+        return False
+    return True
+
+
+def _unknown_host(host: str, error: OSError) -> RefusedError:
+    return RefusedError(
+        f"The name {host!r} of node 0 is not known here: {error.strerror}.",
+        fix="give master_addr the address of node 0 as a number",
+    )
+
+
+def waiting_for(missing: list[int], meeting: Meeting) -> str:
+    """For whom a node waits, and where, in words."""
+    who = " and ".join(f"node {rank}" for rank in missing)
+    return f"waiting for {who} at {meeting.host}:{meeting.port}"
+
+
+def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
+    """The error of a node that has waited in vain."""
+    who = " and ".join(f"node {rank}" for rank in missing)
+    return RefusedError(
+        f"{who.capitalize()} {'has' if len(missing) == 1 else 'have'} not come to {meeting.host}:{meeting.port} within "
+        f"{meeting.timeout_s:g} s.",
+        why=f"This is node {meeting.node_rank} of {meeting.num_nodes}, and all of them have to be there.",
+        fix="launch the same there with its own node_rank and this master_addr and port, and see that no firewall is "
+        "between; rdzv_conf timeout=... sets how long to wait",
+    )
+
+
+def without_others(size: int, meeting: Meeting) -> RefusedError:
+    """The error of a node that torch elastic's rendezvous lets start with fewer nodes than there have to be.
+
+    It dates signs of life by each node's wall clock, and drops nodes whose last one seems old from a group that is
+    complete already (seen with torch 2.13).
+    """
+    return RefusedError(
+        f"{size} of {meeting.least} nodes are left at {meeting.host}:{meeting.port}: the others seem to have gone.",
+        why=f"Either they have, or the nodes' clocks are more than {meeting.silence_s:g} s apart.",
+        fix="compare what date shows on all nodes, set their clocks (NTP), and launch again on all nodes",
+    )
+
+
+def dynamic(options: Elastic, meeting: Meeting, local_addr: str) -> RendezvousHandler:
+    """Torch elastic's own rendezvous, for a number of nodes that may change."""
+    parameters = RendezvousParameters(
+        backend=meeting.backend,
+        endpoint=f"{meeting.host}:{meeting.port}",
+        run_id=options.run_id,
+        min_nodes=meeting.least,
+        max_nodes=meeting.most,
+        local_addr=local_addr,
+        **meeting.settings,
+    )
+    with refusals(meeting):
+        return get_rendezvous_handler(parameters)
+
+
+@contextlib.contextmanager
+def refusals(meeting: Meeting) -> Iterator[None]:
+    """What torch elastic's rendezvous raises, as an error that says what to do."""
+    place = f"{meeting.host}:{meeting.port}"
+    try:
+        yield
+    except RendezvousTimeoutError:
+        raise RefusedError(
+            f"Fewer than {meeting.least} nodes have come to {place} within {meeting.timeout_s:g} s.",
+            why=f"num_nodes={meeting.num_nodes}: so many have to be there.",
+            fix="launch the same on the other nodes; rdzv_conf join_timeout=... sets how long to wait",
+        ) from None
+    except RendezvousClosedError:
+        raise RefusedError(
+            f"The run that this node came for at {place} has ended.", fix="launch it on all nodes again"
+        ) from None
+    except (RendezvousError, ValueError, RuntimeError, OSError) as error:
+        cause = error.__cause__ or error
+        raise RefusedError(
+            f"The nodes can't meet at {place}.",
+            why=str(cause).partition("\n")[0],
+            fix="give all nodes the same rdzv_endpoint: an address of the node that is launched first, and a free port",
+        ) from None

@@ -1,0 +1,339 @@
+"""The kernel's end of the agent: its process, and the thread that started it and reads what it says.
+
+That thread never ends before the agent does, because the signal that Linux sends a process when its parent dies is
+really sent when the parent's *thread* ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from notebook_accel import environment
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
+from notebook_accel.latch import Latch
+from notebook_accel.launching.kernel import uninterruptible
+from notebook_accel.launching.kernel.control import Fed
+from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.launching.processes import bootstrap, resume_if_stopped
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.elastic_options import Elastic
+
+__all__ = ["AgentProcess", "Part", "TemplateLine"]
+
+_SEND_DEADLINE_S = 10.0
+_CLOSE_DEADLINE_S = 5.0
+_LOOK_PERIOD_S = 0.5
+_SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each its own
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateLine:
+    """What the agent needs of a template that the kernel has forked: a line to it, its pid and its pidfd."""
+
+    connection: Connection
+    pid: int
+    pidfd: int
+
+    def close(self) -> None:
+        """Closes both here; the agent has them."""
+        self.connection.close()
+        os.close(self.pidfd)
+
+
+class Part(NamedTuple):
+    """The part of a run that is on this node.
+
+    Attributes:
+        job: What it feeds.
+        payload: Descriptor of the run's payload.
+        result_files: One empty memory file for each rank of this node.
+        places: Where they stand among all, and what their environment has besides.
+        listening: Where the ranks' store is to be, if it is to be here.
+    """
+
+    job: Fed
+    payload: int
+    result_files: list[int]
+    places: list[messages.Place]
+    listening: socket.socket | None
+
+
+class AgentProcess:
+    """The agent's process and the thread that started it and reads what it says."""
+
+    def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
+        self.is_lost = False
+        self._is_idle = is_idle
+        self._is_closing = False
+        self._jobs: dict[str, Fed] = {}
+        self._prepared_for: object = None
+        self._preloaded: set[str] = set()
+        self._connection, self._theirs = Connection.pair()
+        self._connection.set_send_deadline(_SEND_DEADLINE_S)
+        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
+        self._errors = memory_files.memory_file("notebook-accel-agent-log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_error: OSError | None = None
+        self._has_started = Latch()
+        self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
+        self._thread.start()
+        self._has_started.wait(_SEND_DEADLINE_S)
+        if self._process is None:
+            raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
+
+    def prepare(self, options: LaunchConfig) -> None:
+        """Has a template made, unless there is one that was started with the variables that are read at import.
+
+        One that has preloaded more than is asked for is as good.
+        """
+        wanted = (environment.import_time_variables(), sys.prefix)
+        if wanted == self._prepared_for and self._preloaded.issuperset(options.preload):
+            return
+        self._send(
+            messages.Prepare(
+                environment=environment.sendable(),
+                sys_path=environment.import_path(),
+                preload=list(options.preload),
+                idle_timeout_s=options.idle_timeout_s,
+            )
+        )
+        self._prepared_for, self._preloaded = wanted, set(options.preload)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a run is on its way or runs."""
+        return bool(self._jobs)
+
+    def expect(self, job: Fed) -> None:
+        """A job will be launched here."""
+        self._jobs[job.id] = job
+
+    def forget(self, job: Fed) -> None:
+        """It won't."""
+        self._jobs.pop(job.id, None)
+
+    @property
+    def log(self) -> int:
+        """The file for what the agent and the templates write."""
+        return self._errors
+
+    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
+        """Starts a run, from a template of its own if there is a line to one."""
+        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
+        files = [sealed.payload, *sealed.result_files, *own_template]
+        self._launch(sealed.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
+
+    def launch_part(self, part: Part) -> None:
+        """Starts the part of a run that is on this node."""
+        listening = [] if part.listening is None else [part.listening.fileno()]
+        self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
+
+    def _launch(self, job: Fed, files: Sequence[int], **how: Any) -> None:
+        job.attach(_LocalControl(self, job.id))
+        launch = messages.Launch(
+            job_id=job.id,
+            world_size=job.world_size,
+            port=job.config.main_process_port or 0,
+            grace_s=job.config.grace_s,
+            timeout_s=job.config.timeout_s,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
+            on_death=job.on_death,
+            idle_timeout_s=job.config.idle_timeout_s,
+            **how,
+        )
+        try:
+            self._send(launch, files)
+        except LaunchError:
+            self.forget(job)
+            raise
+
+    def tell(self, message: messages.ToAgent) -> None:
+        with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
+            uninterruptible.call(lambda: self._send(message))
+
+    def quit(self) -> None:
+        """Tells it to stop what runs, with its grace, and to go."""
+        self._is_closing = True
+        with contextlib.suppress(LaunchError):
+            self._send(messages.Quit())
+
+    def close(self) -> None:
+        """Stop what runs and wait until it and the agent are gone; what takes longer than its grace is killed."""
+        grace_s = max((job.config.grace_s for job in list(self._jobs.values())), default=0.0)
+        self.quit()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(grace_s + _CLOSE_DEADLINE_S)
+        self._connection.shutdown()
+        self._wait_for_its_end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_DEADLINE_S)
+
+    def _resume(self) -> None:
+        """Whoever has stopped the agent has stopped all that it looks after, and everybody waits."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            resume_if_stopped(self._process.pid)
+
+    def close_in_fork(self) -> None:
+        """In a process that the kernel has forked: it must not hold the agent's line open."""
+        self._connection.close()
+
+    def _send(
+        self,
+        message: messages.ToAgent,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self._resume()
+        try:
+            self._connection.send(messages.encode(message), descriptors)
+        except (ClosedError, TimeoutError, OSError) as error:
+            raise ProcessStartError(
+                "The agent process, which starts and supervises ranks, has gone.",
+                why=self._last_words(),
+                fix="run the cell again: a new one is started",
+            ) from error
+
+    def _run(self) -> None:
+        """The thread: starts the agent, then reads until it has gone."""
+        try:
+            self._process = subprocess.Popen(
+                bootstrap("notebook_accel.launching.agent.agent", str(self._theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=[self._theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C, or an interrupt of the kernel's group, is not for it
+            )
+        except OSError as error:
+            self._start_error = error
+            return
+        finally:
+            self._theirs.close()
+            self._has_started.set()
+        try:
+            with contextlib.suppress(ClosedError, OSError):
+                were_samples = False
+                while True:
+                    frames = self._connection.receive()
+                    are_samples = [self._heard(messages.decode_for_kernel(frame.body)) for frame in frames]
+                    # Not after the first ones: they may be the last words of a short run, whose end is on its way.
+                    if frames and were_samples and all(are_samples):
+                        time.sleep(_SAMPLES_PAUSE_S)
+                    were_samples = bool(frames) and all(are_samples)
+                    if not frames and self._jobs:
+                        self._resume()
+        finally:
+            self._lost()
+
+    def _heard(self, said: messages.ToKernel) -> bool:
+        """Takes one message; returns whether it was a sample, of which there are many and none is urgent."""
+        if isinstance(said, messages.Said):
+            event = events.decode(bytes(said.event))
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.deliver(said.rank, event)
+            return isinstance(event, events.SAMPLES)
+        if isinstance(said, messages.Inspected):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.take_dumps(said.ranks)
+        elif isinstance(said, messages.Starting):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.start(said)
+        elif isinstance(said, messages.AboutNodes):
+            job = self._jobs.get(said.job_id)
+            if job is not None:
+                job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
+        elif isinstance(said, messages.RunEnded):
+            job = self._jobs.pop(said.job_id, None)
+            if job is not None:
+                job.end(said.reason, elsewhere=said.elsewhere)
+        elif isinstance(said, messages.Idle):
+            self._is_idle(self)
+        elif said.job_id:
+            job = self._jobs.pop(said.job_id, None)
+            if job is not None:
+                kind = RunError if said.was_running else ProcessStartError
+                job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
+        else:
+            self._prepared_for = None  # the next launch tries again, and says why if that fails too
+        return False
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        assert self._process is not None
+        self._connection.shutdown()  # whatever has ended the reading, this ends the agent
+        self._connection.close()
+        self._wait_for_its_end()
+        for job in list(self._jobs.values()):
+            if self._is_closing:
+                job.end("stopped")
+            else:
+                job.end("", self._loss())
+        self._jobs.clear()
+        os.close(self._errors)
+        self._errors = -1  # the number may soon be another file's
+
+    def _wait_for_its_end(self) -> None:
+        assert self._process is not None
+        self._resume()
+        try:
+            self._process.wait(_CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _loss(self) -> SupervisorLostError:
+        return SupervisorLostError(
+            "The agent process, which supervises the ranks, has gone, and the ranks with it.",
+            why=self._last_words(),
+            fix="run the cell again: a new one is started",
+        )
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(ValueError, OSError):
+            size = os.fstat(self._errors).st_size
+            text = os.pread(self._errors, 4000, max(0, size - 4000)).decode(errors="replace").strip()
+            return f"It last wrote:\n{text}" if text else ""
+        return ""
+
+
+class _LocalControl:
+    def __init__(self, agent: AgentProcess, job_id: str) -> None:
+        self._agent = agent
+        self._job_id = job_id
+
+    def interrupt(self, *, escalate: bool) -> None:
+        if escalate:
+            self._agent.tell(messages.End(job_id=self._job_id, how="interrupt"))
+        else:
+            self._agent.tell(messages.Interrupt(job_id=self._job_id))
+
+    def stop(self) -> None:
+        self._agent.tell(messages.End(job_id=self._job_id, how="stop"))
+
+    def kill(self) -> None:
+        self._agent.tell(messages.End(job_id=self._job_id, how="kill"))
+
+    def respawn(self, rank: int) -> None:
+        self._agent.tell(messages.Respawn(job_id=self._job_id, rank=rank))
+
+    def inspect(self) -> None:
+        self._agent.tell(messages.Inspect(job_id=self._job_id))
+
+    def release(self) -> None:
+        self._agent.tell(messages.Release(job_id=self._job_id))

@@ -1,0 +1,313 @@
+"""From a cell's source to what is launched: which names it uses, what it ends by defining, what it may not do.
+
+The source is plain Python: IPython's own syntax has been translated before it comes here.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import difflib
+import dis
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from notebook_accel.errors import CellError
+from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
+
+__all__ = ["OF_IPYTHON", "Cell", "parse", "reads"]
+
+# IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
+OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
+_OF_THE_MODULE = {
+    "__name__",
+    "__doc__",
+    "__file__",
+    "__spec__",
+    "__loader__",
+    "__package__",
+    "__builtins__",
+    "__main__",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A cell that can be launched.
+
+    Attributes:
+        source: Its Python source, with the line numbers that the notebook shows.
+        label: What a traceback calls it, such as ``In[7]``; the file name of its code.
+        uses: Names that it reads before it has assigned them, so that they must come from the notebook.
+        calls: The name of the function that it ends by defining, empty if it doesn't.
+        assigns: Names that it may assign; ``None`` if that can't be known, as after ``from x import *``.
+    """
+
+    source: str
+    label: str
+    uses: tuple[str, ...]
+    calls: str
+    assigns: frozenset[str] | None
+
+    def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
+        """The names and values that the ranks get.
+
+        Args:
+            namespace: The notebook's.
+            push: Further names, which the cell reaches in ways that can't be seen in its source.
+
+        Raises:
+            CellError: A name of ``push`` isn't there.
+        """
+        missing = [name for name in push if name not in namespace]
+        if missing:
+            raise CellError(
+                f"--push {','.join(missing)}: the notebook has no name {', '.join(map(repr, missing))}.",
+                fix="run the cell that makes it first, or take it out of --push",
+            )
+        values = {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
+        # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
+        return {name: value for name, value in values.items() if not _is_builtin(name, value)}
+
+    def may_stay(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
+        """Of the captured names those that the cell may assign before it reads them, so that it may do without."""
+        return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
+
+    def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
+        """Modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""
+        tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
+        packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
+        return tuple(
+            full
+            for full in list(sys.modules)
+            for package in packages
+            if full.startswith(package + ".") and tokens.issuperset(full.removeprefix(package + ".").split("."))
+        )
+
+    def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
+        """Finds a misspelt name before the training and not after it.
+
+        Raises:
+            CellError: A name that is to be pulled is one that the cell neither assigns nor uses.
+        """
+        if self.assigns is None:
+            return
+        known = {*self.assigns, *self.uses, *push}
+        unknown = [name for name in pull if name not in known]
+        if unknown:
+            raise CellError(
+                f"--pull {','.join(unknown)}: the cell neither assigns nor uses {', '.join(map(repr, unknown))}.",
+                fix="pull "
+                + " or ".join(difflib.get_close_matches(unknown[0], known) or ["a name that the cell assigns"]),
+            )
+
+
+def parse(source: str, label: str) -> Cell:
+    """Reads a cell.
+
+    Raises:
+        SyntaxError: It is not Python; the file name in it is the label.
+        CellError: It is empty, or uses a magic that a rank doesn't have.
+    """
+    tree = ast.parse(source, label)
+    _check_compiles(source, label)
+    if not tree.body:
+        raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
+    _refuse_magics(tree, label)
+    uses, _ = _scan(tree.body, frozenset())
+    last = tree.body[-1]
+    return Cell(
+        source=source,
+        label=label,
+        uses=tuple(name for name in dict.fromkeys(uses) if _may_come_from_notebook(name)),
+        calls=last.name if isinstance(last, ast.FunctionDef) else "",
+        assigns=_assigned_names(tree, label),
+    )
+
+
+def _check_compiles(source: str, label: str) -> None:
+    """Finds what parsing doesn't, such as ``return`` outside a function."""
+    try:
+        compile(source, label, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if error.text is None and error.lineno is not None:  # Python would look for it in a file of the label's name
+            error.text = source.splitlines()[error.lineno - 1]
+        if error.msg.startswith("'await' outside"):
+            error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
+        raise
+
+
+def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
+        return None
+    found: set[str] = set()
+    waiting = [compile(tree, label, "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        # A function may assign a name of the module too, if it declares it global; else its names are its own.
+        found |= {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_NAME", "STORE_GLOBAL")}
+        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return frozenset(found)
+
+
+def _may_come_from_notebook(name: str) -> bool:
+    return name not in OF_IPYTHON and name not in _OF_THE_MODULE
+
+
+def _is_builtin(name: str, value: Any) -> bool:
+    if not hasattr(builtins, name):
+        return False
+    # IPython puts an `open` of its own into the namespace, which refuses the standard streams' descriptors.
+    return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
+
+
+def _refuse_magics(tree: ast.Module, label: str) -> None:
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        is_shell = isinstance(node.func.value, ast.Call) and getattr(node.func.value.func, "id", "") == "get_ipython"
+        if not is_shell or node.func.attr not in ("run_line_magic", "run_cell_magic"):
+            continue
+        name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"
+        if node.func.attr == "run_cell_magic":
+            raise CellError(
+                f"{label}, line {node.lineno}: %%{name} can't stand inside of the cell.",
+                fix=f"put it above %%distributed, if it is to be about the whole run; else leave out %%{name}",
+            )
+        if name not in LINE_MAGICS:
+            raise CellError(
+                f"{label}, line {node.lineno}: the magic %{name} needs the kernel, and a rank has none.",
+                why=f"In ranks there are: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",
+                fix=f"run %{name} in a cell of its own, before this one",
+            )
+
+
+# --- Names that are read before they are assigned ---------------------------------------------------------------------
+#
+# Statement by statement, with the set of names that are surely assigned by then. What is assigned only on some ways
+# through the code counts as not assigned: sending a name too many costs time, one too few breaks the cell. One
+# exception: a for loop counts as having run, so `loss` after a training loop is the loop's, not the notebook's of
+# yesterday.
+
+_Scan = tuple[list[str], frozenset[str]]
+
+
+def reads(statements: Sequence[ast.stmt]) -> list[str]:
+    """The names that statements read before they have assigned them, those of builtins too."""
+    return list(dict.fromkeys(_scan(statements, frozenset())[0]))
+
+
+def _scan(statements: Sequence[ast.stmt], assigned: frozenset[str]) -> _Scan:
+    """The names read before they are assigned, and the names surely assigned afterwards."""
+    needed: list[str] = []
+    for statement in statements:
+        scan = _SCANS.get(type(statement), _scan_simple)
+        more, assigned = scan(statement, assigned)
+        needed += more
+    return needed, assigned
+
+
+def _scan_simple(statement: ast.stmt, assigned: frozenset[str]) -> _Scan:
+    code = compile(ast.Module([statement], []), "<cell>", "exec", dont_inherit=True)
+    needed = [name for name in _global_reads(code) if name not in assigned]
+    stores = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    deletes = {item.argval for item in dis.get_instructions(code) if item.opname in ("DELETE_NAME", "DELETE_GLOBAL")}
+    return [*needed, *(name for name in deletes if name not in assigned)], (assigned | stores) - deletes
+
+
+def _global_reads(code: types.CodeType) -> Iterator[str]:
+    for item in dis.get_instructions(code):
+        if item.opname in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"):
+            yield item.argval
+        elif isinstance(item.argval, types.CodeType):
+            yield from _global_reads(item.argval)
+
+
+def _reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
+    return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
+
+
+def _targets(target: ast.expr) -> frozenset[str]:
+    return frozenset(
+        node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
+
+
+def _scan_nothing(_: ast.stmt, assigned: frozenset[str]) -> _Scan:
+    return [], assigned
+
+
+def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
+    body, after_body = _scan(node.body, assigned)
+    other, after_other = _scan(node.orelse, assigned)
+    return [*_reads(node.test, assigned), *body, *other], after_body & after_other
+
+
+def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
+    target_reads = _reads_of_target(node.target, assigned)
+    body, after = _scan(node.body, assigned | _targets(node.target))
+    other, _ = _scan(node.orelse, after)
+    return [*_reads(node.iter, assigned), *target_reads, *body, *other], after
+
+
+def _reads_of_target(target: ast.expr, assigned: frozenset[str]) -> list[str]:
+    """``for x[i] in ...`` reads x and i."""
+    return [
+        node.id
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in assigned
+    ]
+
+
+def _scan_while(node: ast.While, assigned: frozenset[str]) -> _Scan:
+    body, _ = _scan(node.body, assigned)
+    other, _ = _scan(node.orelse, assigned)
+    return [*_reads(node.test, assigned), *body, *other], assigned
+
+
+def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
+    needed: list[str] = []
+    for item in node.items:
+        needed += _reads(item.context_expr, assigned)
+        if item.optional_vars is not None:
+            assigned |= _targets(item.optional_vars)
+    body, after = _scan(node.body, assigned)
+    return [*needed, *body], after
+
+
+def _scan_try(node: ast.Try, assigned: frozenset[str]) -> _Scan:
+    needed, after = _scan([*node.body, *node.orelse], assigned)
+    for handler in node.handlers:
+        caught = assigned | ({handler.name} if handler.name else set())
+        more, after_handler = _scan(handler.body, caught)
+        needed += [*(_reads(handler.type, assigned) if handler.type else []), *more]
+        after &= after_handler
+    more, after_final = _scan(node.finalbody, assigned)
+    return [*needed, *more], after | (after_final - assigned)
+
+
+def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
+    needed = _reads(node.subject, assigned)
+    for case in node.cases:
+        bound = {child.name for child in ast.walk(case.pattern) if isinstance(child, (ast.MatchAs, ast.MatchStar))}
+        pattern_reads = [child.id for child in ast.walk(case.pattern) if isinstance(child, ast.Name)]
+        inside = assigned | {name for name in bound if name}
+        guard = _reads(case.guard, inside) if case.guard else []
+        needed += [*(name for name in pattern_reads if name not in assigned), *guard, *_scan(case.body, inside)[0]]
+    return needed, assigned
+
+
+_SCANS: dict[type, Any] = {
+    ast.Break: _scan_nothing,  # these two can't be compiled outside of their loop
+    ast.Continue: _scan_nothing,
+    ast.If: _scan_if,
+    ast.For: _scan_for,
+    ast.While: _scan_while,
+    ast.With: _scan_with,
+    ast.Try: _scan_try,
+    getattr(ast, "TryStar", ast.Try): _scan_try,  # Python 3.11
+    ast.Match: _scan_match,
+}

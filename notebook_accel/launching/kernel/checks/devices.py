@@ -1,0 +1,301 @@
+"""The devices of this machine, counted without waking them.
+
+NVIDIA's GPUs are counted by the driver's management library. Where that can't tell (it isn't in the container, or parts
+of GPUs are asked for), CUDA is asked, in a process of its own, and so is torch for AMD's GPUs, which it knows by the
+names of CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import Finding
+from notebook_accel.launching.kernel.checks import pjrt
+
+__all__ = ["Build", "Devices", "UncountableError", "build_of_torch", "visible", "visible_gpus"]
+
+Build = Literal["cuda", "hip", "xpu", "cpu"]
+
+_ROOT = pathlib.Path("/")
+_ASK_DEADLINE_S = 120.0  # torch may have to be read from a slow disk
+# What a process counts its own devices with. The driver's function is CUDA's own count, and needs no torch.
+_QUESTIONS = {
+    "cuda": "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); count = ctypes.c_int(); "
+    "error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)); "
+    "assert error == 0, f'the driver answers cuInit with error {error}'; print(count.value)",
+    "hip": "import torch; print(torch.cuda.device_count())",
+}
+_HIDES_ALL = {"", "-1", "NoDevFiles"}
+_BUILT_FOR = {"cuda": "NVIDIA's GPUs", "hip": "AMD's GPUs", "xpu": "Intel's GPUs", "cpu": "the CPU only"}
+_PERMISSIONS = {
+    "NVIDIA": "see that the driver fits torch, and that the container is given the GPU (--gpus all, and "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
+    "AMD": "see that the driver fits torch, and that you may open /dev/kfd and /dev/dri (the groups video and render)",
+}
+_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_ANSWERED_BY = (*_LISTS, "LD_LIBRARY_PATH", "PYTHONPATH")
+_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_INTEGRATED = "0000:00:02.0"  # where Intel's GPUs are that are part of a processor
+_NVIDIA_FILE = r"nvidia\d+|nvhost-gpu"  # the second is a Jetson's
+
+
+class UncountableError(Exception):
+    """There are GPUs, and nobody says how many of them can be used. The finding says what to do."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What ranks will run on.
+
+    Attributes:
+        kind: ``CPU``, ``GPU``, or what PJRT has.
+        available: How many there are; for CPUs, how many ranks run by default, which is one.
+        platform: What PJRT has, if ranks are to run on that.
+        finding: What there is to say of GPUs that ranks won't use, although nobody has asked for the CPU.
+    """
+
+    kind: Literal["CPU", "GPU", "TPU", "XLA CPU"]
+    available: int
+    platform: pjrt.Platform | None = None
+    finding: Finding | None = None
+
+    @classmethod
+    def find(cls, config: LaunchConfig) -> Devices:
+        """Those of this machine, with these options."""
+        platform = None if config.use_cpu else pjrt.find()
+        if platform is not None:
+            return cls(platform.kind, 1 if config.start_method == "inline" else platform.processes, platform)
+        if config.use_cpu:
+            return cls("CPU", 1)
+        try:
+            gpus = visible_gpus()
+        except UncountableError as error:
+            return cls("CPU", 1, finding=error.finding)
+        if gpus and config.start_method == "inline":
+            gpus = 1  # one process is one rank
+        return cls("GPU", gpus) if gpus else cls("CPU", 1, finding=_left_out(build_of_torch()))
+
+    def start_method(self, config: LaunchConfig) -> str:
+        """How ranks come into being: as asked for, or as is best for these devices.
+
+        On TPUs ranks are forks of the kernel, so that a model which was made in the notebook is there once.
+        """
+        return "fork" if config.start_method == "auto" and self.platform is not None else config.start_method
+
+    def describe(self, count: int) -> str:
+        """``2 CPUs``, ``1 GPU``; where several ranks have to share, ``1 GPU shared by 2 ranks``."""
+        if self.kind == "GPU" and count > self.available:
+            return f"{self.describe(self.available)} shared by {count} ranks"
+        return f"{count} {self.kind}{'' if count == 1 else 's'}"
+
+    def hiding(self) -> dict[str, str]:
+        """The variables that hide GPUs from whatever looks for them in a rank that computes on the CPU."""
+        # HIP takes an empty list for none at all, and then looks at the other one.
+        return {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if build_of_torch() == "hip" else {})
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """How many GPUs a new process would see, found out without waking any in this one.
+
+    Raises:
+        UncountableError: There are GPUs, and what would count them fails.
+    """
+    build = build_of_torch()
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if build == "hip":
+        listed = environ.get("HIP_VISIBLE_DEVICES") or listed
+        return _asked("hip", environ) if _is_there("kfd|dxg") and listed not in _HIDES_ALL else 0  # dxg: in WSL
+    if build != "cuda" or listed in _HIDES_ALL:
+        return 0
+    uuids = _installed_gpus()
+    if uuids is None:
+        return _asked("cuda", environ) if _is_there(_NVIDIA_FILE) else 0
+    if not uuids:
+        return 0
+    seen = visible(uuids, listed)
+    return _asked("cuda", environ) if seen is None else len(seen)
+
+
+def visible(uuids: Sequence[str], listed: str | None) -> list[int] | None:
+    """Returns the numbers of the GPUs that CUDA would show, in order; ``None`` where only CUDA itself knows.
+
+    The list ends at the first entry that names no GPU, and a list that names a GPU twice shows none, as in torch's
+    reading of the variable (``torch.cuda._parse_visible_devices``) and CUDA's programming guide.
+
+    Args:
+        uuids: The UUIDs of the installed GPUs, in the order of their numbers; ``MIG-`` for a GPU that is divided.
+        listed: ``CUDA_VISIBLE_DEVICES``.
+    """
+    if "MIG-" in uuids or (listed is not None and listed.startswith("MIG-")):
+        return None
+    if listed is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for entry in listed.split(","):
+        index = _index(entry, uuids, by_uuid=listed.startswith("GPU-"))
+        if index in found:
+            return []
+        if index is None:
+            break
+        found.append(index)
+    return found
+
+
+def _index(entry: str, uuids: Sequence[str], *, by_uuid: bool) -> int | None:
+    if by_uuid:  # the beginning of one is enough, if no other has it
+        matching = [index for index, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
+        return matching[0] if len(matching) == 1 else None
+    number = re.match(r"\s*\+?(\d+)", entry)  # as C's strtoul: what follows the number doesn't count
+    return int(number[1]) if number and int(number[1]) < len(uuids) else None
+
+
+@functools.cache  # the library takes its time to start, and GPUs come with a machine
+def _installed_gpus() -> tuple[str, ...] | None:
+    """The UUIDs of NVIDIA's GPUs, ``MIG-`` for one that is divided; ``None`` if nobody could be asked."""
+    with contextlib.suppress(Exception):  # no library, no driver, no permission
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        try:
+            return tuple(_uuid(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        finally:
+            nvml.nvmlShutdown()
+    return None
+
+
+def _uuid(nvml: object, index: int) -> str:
+    asked: object = nvml.nvmlDeviceGetHandleByIndex(index)  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):  # a GPU that can't be divided
+        if nvml.nvmlDeviceGetMigMode(asked)[0] == 1:  # type: ignore[attr-defined]
+            return "MIG-"
+    uuid = nvml.nvmlDeviceGetUUID(asked)  # type: ignore[attr-defined]
+    return uuid if isinstance(uuid, str) else uuid.decode()
+
+
+def _asked(build: Literal["cuda", "hip"], environ: Mapping[str, str]) -> int:
+    return _answer(build, tuple((name, environ[name]) for name in _ANSWERED_BY if name in environ))
+
+
+@functools.cache  # errors are not kept
+def _answer(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...]) -> int:
+    """How many devices a process with these variables counts.
+
+    Raises:
+        UncountableError: It fails, or takes too long.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _ANSWERED_BY} | dict(variables)
+    command = [sys.executable, "-c", _QUESTIONS[build]]
+    try:
+        done = subprocess.run(
+            command, env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_ASK_DEADLINE_S, check=True,
+        )  # fmt: skip
+        return int(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    vendor = "NVIDIA" if build == "cuda" else "AMD"
+    raise UncountableError(
+        Finding(
+            f"This machine has {_named(vendor)}, and it can't be found out whether ranks can use it.",
+            f"A process that looked for it ended so: {why}",
+            f"{_PERMISSIONS[vendor]}; or --use_cpu to train on the CPU",
+        )
+    )
+
+
+def _left_out(build: Build) -> Finding | None:
+    """GPUs that are there, and that ranks won't use."""
+    if any(name in os.environ for name in _LISTS):  # whoever sets one has looked, and nothing is silent about it
+        return None
+    builds: dict[str, Build] = {}
+    if _is_there(_NVIDIA_FILE):
+        builds["NVIDIA"] = "cuda"
+    if _is_there("kfd"):
+        builds["AMD"] = "hip"
+    # Those in processors are nearly everywhere, and few people mean them.
+    if any(vendor == "Intel" and (build == "xpu" or place != _INTEGRATED) for vendor, place, _ in _cards(_ROOT)):
+        builds["Intel"] = "xpu"
+    for vendor, its_build in builds.items():
+        fix = f"install torch for {_BUILT_FOR[its_build]} (https://pytorch.org/get-started/locally)"
+        why = f"The torch that is installed here is built for {_BUILT_FOR[build]}."
+        if build == its_build != "xpu":
+            why, fix = "torch counts none that it could use.", _PERMISSIONS[vendor]
+        elif build == its_build:
+            why = "Launches use NVIDIA's and AMD's GPUs so far. In a rank, torch.xpu works as it does anywhere."
+            fix = "in your code, torch.device('xpu', int(os.environ['LOCAL_RANK']))"
+        what = f"This machine has {_named(vendor)}, and ranks run on the CPU."
+        return Finding(what, why, f"{fix}; or --use_cpu if the CPU is meant", refuses=False)
+    return None
+
+
+@functools.cache
+def build_of_torch() -> Build:
+    """What the installed torch computes on besides the CPU, read in its folder: it isn't imported."""
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "cpu"
+    text = ""
+    with contextlib.suppress(OSError):
+        text = (pathlib.Path(spec.origin).parent / "version.py").read_text()
+    builds: tuple[Build, ...] = ("hip", "cuda", "xpu")
+    for build in builds:
+        if re.search(rf"^{build}\b.*=\s*['\"]", text, re.MULTILINE):
+            return build
+    return "cpu"
+
+
+def _is_there(name: str) -> bool:
+    """Whether there is a device file whose name matches."""
+    return any(re.fullmatch(name, file) for file in _device_files(_ROOT))
+
+
+@functools.cache  # every launch looks at it, and GPUs come with a machine
+def _device_files(root: pathlib.Path) -> frozenset[str]:
+    with contextlib.suppress(OSError):
+        return frozenset(os.listdir(root / "dev"))
+    return frozenset()
+
+
+@functools.cache
+def _cards(root: pathlib.Path) -> tuple[tuple[str, str, str], ...]:
+    """The GPUs whose files are in ``/dev/dri``: vendor, place on the PCI bus, and what it is called."""
+    found = []
+    for file in sorted(root.glob("dev/dri/renderD*")):
+        device = root / "sys/class/drm" / file.name / "device"
+        with contextlib.suppress(OSError):
+            vendor = (device / "vendor").read_text().strip()
+            name = f"{vendor[2:]}:{(device / 'device').read_text().strip()[2:]}"
+            with contextlib.suppress(OSError):
+                name = (device / "product_name").read_text().strip() or name
+            found.append((_VENDORS.get(vendor, ""), device.resolve().name, name))
+    return tuple(found)
+
+
+def _named(vendor: str) -> str:
+    """``an AMD GPU (AMD Instinct MI210)``."""
+    names = sorted({name for of, _, name in _cards(_ROOT) if of == vendor})
+    if vendor == "NVIDIA":
+        for file in _ROOT.glob("proc/driver/nvidia/gpus/*/information"):
+            with contextlib.suppress(OSError):
+                names += re.findall(r"Model:\s*(.*\S)", file.read_text())
+    named = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+    return f"an {vendor} GPU{named}"

@@ -1,0 +1,256 @@
+"""What is checked before a launch, without importing torch or waking a device.
+
+Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list. All
+of it runs at every launch, so it has to be quick: nothing is counted, opened or looked up that need not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from notebook_accel import host_memory
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import Finding
+from notebook_accel.launching import device_state, processes
+from notebook_accel.launching.kernel.checks import forkable
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.sizes import in_words
+
+__all__ = ["check", "warn"]
+
+_RANK_BYTES = 64 << 20  # less than any rank takes that does something
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_BYTES = 64 << 20  # what Docker gives a container
+# What sun_path in linux/un.h holds, less the names that multiprocessing gives to a folder and a socket.
+_LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
+
+# What those of these options are without which nothing is started later than at once, by one kernel.
+_NEEDS_TEMPLATE = {"max_restarts": 0, "num_nodes": "1"}
+
+_warned: set[str] = set()
+
+
+def check(
+    config: LaunchConfig, devices: Devices | None = None, captured: Mapping[str, Any] = {}
+) -> tuple[Finding, ...]:
+    """All that speaks against a launch from this process.
+
+    Args:
+        config: The options.
+        devices: What the ranks would run on. Default: what there is.
+        captured: What the ranks are to have, by the words that a message uses for it.
+    """
+    devices = devices or Devices.find(config)
+    findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
+    findings += [_restarts_of_what_is_no_template(config, devices), _options_of_no_engine(config)]
+    if config.start_method == "inline":
+        findings += [_more_than_one_inline(config), _limit_inline(config)]
+    else:
+        findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
+        findings.append(_long_temporary_folder())
+        if devices.platform is not None:
+            findings += devices.platform.findings(config.num_processes or devices.available)
+        if devices.start_method(config) == "fork":
+            findings += forkable.check(on_gpus=devices.kind == "GPU")
+        elif devices.kind == "GPU":
+            findings.append(device_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
+        elif devices.kind == "TPU":
+            findings.append(device_state.xla_in_use())
+        findings.append(device_state.captured_on_gpu(captured))
+    return tuple(finding for finding in findings if finding is not None)
+
+
+def warn(findings: tuple[Finding, ...]) -> None:
+    """Prints those that don't refuse, each once in the life of this process."""
+    for finding in findings:
+        if not finding.refuses and finding.what not in _warned:
+            _warned.add(finding.what)
+            print(f"Warning: {finding}", file=sys.stderr)
+
+
+def _options_of_no_engine(config: LaunchConfig) -> Finding | None:
+    if not config.engine_options or config.engine != "local":
+        return None
+    return Finding(
+        f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
+        "They are for a cluster, and engine='local' runs ranks on this machine.",
+        "--engine ray (engine='ray'), or leave them out",
+    )
+
+
+def _inside_a_rank(environ: Mapping[str, str] = os.environ) -> Finding | None:
+    rank, world_size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if not (rank and world_size.isdecimal() and int(world_size) > 1):
+        return None
+    return Finding(
+        f"This process is rank {rank} of {world_size} already.",
+        "Each of them that launches has ranks of its own, which share the devices with all others.",
+        "call the function itself; or, where nothing has launched this process, unset RANK and WORLD_SIZE",
+        refuses=False,
+    )
+
+
+def _more_than_one_inline(config: LaunchConfig) -> Finding | None:
+    if config.num_processes in (None, 1):
+        return None
+    return Finding(
+        f"{config.num_processes} processes were asked for, and start_method='inline' runs in the kernel's own.",
+        "One process is one rank.",
+        "--num_processes 1 to debug it here, or --start_method spawn for several ranks",
+    )
+
+
+def _limit_inline(config: LaunchConfig) -> Finding | None:
+    if config.timeout_s is None:
+        return None
+    return Finding(
+        f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
+        "Nobody could end it there without ending the kernel.",
+        "leave out timeout_s, and interrupt the kernel when it takes too long",
+    )
+
+
+def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> Finding | None:
+    method = devices.start_method(config)
+    asked = [f"{name}={getattr(config, name)}" for name, one in _NEEDS_TEMPLATE.items() if getattr(config, name) != one]
+    if not asked or method not in ("inline", "fork"):
+        return None
+    return Finding(
+        f"{' and '.join(asked)} was asked for, and the start method is {method}.",
+        "Restarts and several nodes need ranks that are forked from a clean process; with that method there is none.",
+        "--max_restarts 0 and --num_nodes 1, or --start_method spawn",
+    )
+
+
+def _platform() -> Finding | None:
+    if processes.are_supported():
+        return None
+    inline = "--start_method inline runs one rank in this process, anywhere"
+    if sys.platform != "linux":
+        return Finding(
+            f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
+            "Ranks are started and cleaned up with process descriptors and anonymous memory files, as Linux has them.",
+            f"use Linux, or WSL 2 on Windows; {inline}",
+        )
+    return Finding(
+        f"Launching needs a system call that this system refuses: {processes.missing_call()}.",
+        "Ranks are started and cleaned up with it. Linux has it since 5.3; the sandbox of a container may forbid it.",
+        f"use a newer kernel, or a container whose sandbox (seccomp profile) allows it; {inline}",
+    )
+
+
+def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if devices.kind != "GPU" or config.num_processes is None or config.num_processes <= devices.available:
+        return None
+    if config.oversubscribe:
+        return None
+    return Finding(
+        f"{config.num_processes} processes were asked for, and there {'is' if devices.available == 1 else 'are'} "
+        f"{devices.describe(devices.available)}.",
+        "Each rank needs a GPU of its own: NCCL refuses two ranks on one.",
+        f"--num_processes {devices.available}, or --use_cpu to train on the CPU; or, to see whether it runs at all, "
+        "--oversubscribe (oversubscribe=True), which shares GPUs over gloo",
+    )
+
+
+def _half_precision_without_gpu(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if config.mixed_precision != "fp16" or devices.kind == "GPU":
+        return None
+    return Finding(
+        f"mixed_precision='fp16' was asked for, and the ranks run on {_where(devices)}.",
+        "fp16 needs gradient scaling, which works on GPUs; elsewhere most operations have no fp16 version.",
+        "--mixed_precision bf16, or no",
+    )
+
+
+def _where(devices: Devices) -> str:
+    return "the CPU" if devices.kind == "CPU" else devices.describe(devices.available)
+
+
+def _port(config: LaunchConfig) -> Finding | None:
+    port = config.main_process_port
+    if not port or config.num_nodes != "1":  # at which several nodes meet, the elastic process looks
+        return None
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return Finding(
+            f"The port {port} for the ranks' store can't be used: {os.strerror(error.errno or 0)}.",
+            _holder_of(port) or "One process listens on a port, and the ranks meet at this one.",
+            "leave out main_process_port (use_port): then a free one is taken",
+        )
+    return None
+
+
+def _holder_of(port: int) -> str:
+    """Which process listens on a port, as far as this user may see it."""
+    if sys.platform != "linux":
+        return ""
+    fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{line[9]}]" for line in fields if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
+    for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or closed meanwhile
+            if os.readlink(link) in sockets:
+                process = link.parts[2]
+                name = pathlib.Path("/proc", process, "comm").read_text().strip()
+                return f"Process {process} ({name}) listens there."
+    return ""
+
+
+def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if sys.platform != "linux":
+        return None
+    ranks = config.num_processes or devices.available
+    available_bytes = host_memory.available_bytes()
+    if available_bytes >= ranks * _RANK_BYTES:
+        return None
+    return Finding(
+        f"There is too little memory for {ranks} {'process' if ranks == 1 else 'processes'}: "
+        f"{in_words(available_bytes)} can still be had.",
+        "The system would end a process, and nobody knows which: perhaps the kernel.",
+        "del what is no longer needed, end other processes, or ask for fewer ranks",
+    )
+
+
+def _no_shared_memory() -> Finding | None:
+    """Nothing of ours needs it: DataLoader workers and NCCL do."""
+    if sys.platform != "linux":
+        return None
+    try:
+        status = os.statvfs(_SHARED_MEMORY)
+        free_bytes = status.f_bavail * status.f_frsize
+    except OSError:
+        free_bytes = 0
+    is_writable = os.access(_SHARED_MEMORY, os.W_OK)
+    if free_bytes > _SHARED_BYTES and is_writable:
+        return None
+    how = f"has {in_words(free_bytes)} left" if is_writable else "can't be written to"
+    return Finding(
+        f"{_SHARED_MEMORY} {how}.",
+        "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
+        "start the container with --shm-size=8g or --ipc=host; or DataLoader(num_workers=0)",
+        refuses=False,
+    )
+
+
+def _long_temporary_folder() -> Finding | None:
+    """Nothing of ours has a socket there by its whole path: multiprocessing has, for tensors that workers pass on."""
+    folder = ""
+    with contextlib.suppress(OSError):  # there is none, and ranks can do without
+        folder = tempfile.gettempdir()
+    if sys.platform != "linux" or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
+        return None
+    return Finding(
+        f"The folder for temporary files has a path of {len(os.fsencode(folder))} bytes: {folder}",
+        "DataLoader workers pass batches through a socket there, and hang if its path is longer than Linux allows. "
+        f"With {_LONGEST_TEMPORARY} bytes it fits.",
+        "os.environ['TMPDIR'] = '/tmp' before anything uses it; or DataLoader(num_workers=0)",
+        refuses=False,
+    )

@@ -1,0 +1,274 @@
+"""A configuration file in the making: what the form, the questions in a terminal and ``write_basic_config`` share.
+
+A draft starts from what is there (a file of ours, one of Accelerate's, or nothing but the machine), takes one value
+after the other, says what is wrong with them, shows the file that they would make, and writes it. It never writes over
+a file without being told to. Nothing here initialises CUDA or imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from notebook_accel import config, config_file
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, Finding
+from notebook_accel.launching.kernel.checks import preflight
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.checks.machine import Machine
+from notebook_accel.launching.ray import options as ray_options
+
+__all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
+
+# What every file says, so that Accelerate can launch with it too. A form shows these first.
+BASIC = ("num_processes", "mixed_precision", "use_cpu")
+_WITHOUT_GPUS = Finding(
+    "With use_cpu, ranks leave the cluster's GPUs alone.",
+    "It is about where ranks run, not about this machine.",
+    "set use_cpu to false, unless the cluster has no GPU",
+    refuses=False,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a draft can start from.
+
+    Attributes:
+        label: What it is.
+        options: The options that it sets.
+        problems: What it sets besides and can't be taken over, one line each.
+        path: Its file, ``None`` for the machine.
+    """
+
+    label: str
+    options: Mapping[str, Any]
+    problems: tuple[str, ...] = ()
+    path: pathlib.Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the file, as it would be or was: ``+`` comes, ``-`` goes, a blank stays."""
+
+    mark: Literal["+", "-", " "]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.mark} {self.text}"
+
+
+class Draft:
+    """The options of a file that isn't written yet.
+
+    Args:
+        path: Where it will be written. Default: where launches look for it.
+        machine: What the basic options are made from. Default: this machine.
+
+    Attributes:
+        path: Where it will be written.
+        machine: The machine.
+        source: What it was filled from.
+        values: The value of each option, which may be one that isn't allowed.
+    """
+
+    def __init__(self, path: pathlib.Path | None = None, machine: Machine | None = None) -> None:
+        self.path = path or config.default_path()
+        self.machine = machine or Machine.find()
+        self.source = self._basic()
+        self.values: dict[str, Any] = {}
+        self._look()
+        self.fill(self.sources()[0])
+
+    def _look(self) -> None:
+        """Takes note of the file as it is: what would change is told, and written, against this."""
+        self._seen = _bytes_of(self.path)
+        try:
+            self._before = config_file.read(self.path).values if self.file_exists else {}
+        except ConfigError:  # what can't be read can only be replaced as a whole; the source's problems say so
+            self._before = {}
+
+    def sources(self) -> tuple[Source, ...]:
+        """What it can be filled from, read now; the first is what an existing file says, or else the machine."""
+        found = [self._basic()]
+        if self.file_exists:
+            found.insert(0, _file_source("the file that is there", self.path))
+        theirs = config_file.accelerate_path()
+        if os.path.exists(theirs) and theirs != self.path:
+            found.append(_file_source("Accelerate's file", theirs))
+        return tuple(found)
+
+    def _basic(self) -> Source:
+        devices = self.machine.devices
+        basic = {"num_processes": devices.available, "mixed_precision": "no", "use_cpu": devices.kind == "CPU"}
+        return Source("this machine", basic)
+
+    def fill(self, source: Source) -> None:
+        """Sets every option to what the source says, or to its default."""
+        self.source = source
+        self.values = {option.name: source.options.get(option.name, option.default) for option in config.fields()}
+
+    @property
+    def file_exists(self) -> bool:
+        """Whether there is something at the path already."""
+        return os.path.lexists(self.path)
+
+    def error(self, name: str) -> ConfigError | None:
+        """What is wrong with the value of one option, in the words in which a launch would say it."""
+        try:
+            _allowed({name: self.values[name]})
+        except ConfigError as error:
+            return error
+        return None
+
+    def config(self) -> LaunchConfig:
+        """The options.
+
+        Raises:
+            ConfigError: One of them isn't allowed.
+        """
+        return _allowed(self.values)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What would speak against a launch with these options, if they are allowed at all."""
+        try:
+            launch = self.config()
+        except ConfigError:
+            return ()
+        if launch.engine != "local":  # the cluster is not asked as long as nobody launches
+            return (_WITHOUT_GPUS,) if launch.use_cpu else ()
+        return preflight.check(launch, Devices("CPU", 1) if launch.use_cpu else self.machine.devices)
+
+    def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """The environment variables that are set and win over the file."""
+        names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
+        return tuple(name for name in names if environ.get(name))
+
+    def unfit(self, name: str) -> dict[str, str]:
+        """The choices of one option that don't fit what the ranks would run on, and why; not offered, but allowed."""
+        if name != "mixed_precision":
+            return {}
+        reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
+        return {choice: reason for choice, reason in reasons.items() if reason}
+
+    def lines(self) -> tuple[Line, ...]:
+        """The file as it would be, against what it says now.
+
+        Raises:
+            ConfigError: An option isn't allowed.
+        """
+        before, after = self._before, self._after()
+        lines: list[Line] = []
+        for key in sorted({*before, *after}, key=str):
+            old = config_file.dump({key: before[key]}).splitlines() if key in before else []
+            new = config_file.dump({key: after[key]}).splitlines() if key in after else []
+            if old and new and _is_same(before[key], after[key]):
+                lines += [Line(" ", text) for text in new]
+            else:
+                lines += [Line("-", text) for text in old] + [Line("+", text) for text in new]
+        return tuple(lines)
+
+    def _after(self) -> dict[str, Any]:
+        """The basic options, all others that differ from their defaults, and what else of a file asks for nothing."""
+        launch = self.config()
+        names = {option.name for option in config.fields()}
+        kept = {key: value for key, value in self._before.items() if key not in names}
+        content = {key: value for key, value in kept.items() if config_file.is_harmless(key, value)}
+        content |= {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": self._way(launch)}
+        for option in config.fields():
+            value = getattr(launch, option.name)
+            if value != option.default or (option.name in BASIC and value is not None):
+                content[option.name] = list(value) if isinstance(value, tuple) else value
+        return content
+
+    def _way(self, launch: LaunchConfig) -> str:
+        """Accelerate's word for it, without which it doesn't read a file."""
+        is_cpu = launch.use_cpu or self.machine.devices.kind == "CPU"
+        count = launch.num_processes or (1 if is_cpu else self.machine.devices.available)
+        return "NO" if count == 1 else "MULTI_CPU" if is_cpu else "MULTI_GPU"
+
+    def write(self, *, overwrite: bool = False) -> pathlib.Path:
+        """Writes the file.
+
+        Args:
+            overwrite: Whether a file that is there may be replaced.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            ConfigError: An option isn't allowed; or there is a file and it may not be replaced, or isn't any more what
+                the draft was made against; or it can't be written.
+        """
+        content = self._after()
+        if _bytes_of(self.path) != self._seen:
+            self._look()
+            raise ConfigError(
+                f"The configuration file {self.path} was changed by somebody else in the meantime.",
+                fix="look at what would change now, and write again",
+            )
+        if self.file_exists and not overwrite:
+            raise ConfigError(
+                f"There is a configuration file already: {self.path}",
+                fix="say that it may be replaced (the box in the form; --overwrite), or delete it",
+            )
+        config_file.write(self.path, content)
+        self._look()
+        return self.path
+
+
+def _allowed(values: Mapping[str, Any]) -> LaunchConfig:
+    launch = LaunchConfig().replace(**values)
+    ray_options.read(launch.engine_options)
+    return launch
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Whether two values mean the same in a file: 7 and 7.0 do, 1 and true don't."""
+    return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
+
+
+def _file_source(label: str, path: pathlib.Path) -> Source:
+    try:
+        options, problems = config.usable(config_file.read(path))
+    except ConfigError as error:
+        return Source(label, {}, (error.what,), path)
+    return Source(label, options, problems, path)
+
+
+def _bytes_of(path: pathlib.Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> pathlib.Path | Literal[False]:
+    """Writes a configuration for this machine, as Accelerate's function of this name does, without waking a device.
+
+    Args:
+        mixed_precision: ``no``, ``bf16`` or ``fp16``.
+        save_location: Where to. Default: where ``%%distributed`` and the command line look for it.
+
+    Returns:
+        The file's path; ``False`` if there is a file already, which stays as it is.
+
+    Raises:
+        ConfigError: There is no such precision, or the file can't be written.
+    """
+    path = config.default_path() if save_location is None else pathlib.Path(save_location)
+    if os.path.lexists(path):
+        print(f"There is a configuration file already, and it stays as it is: {path}")
+        return False
+    draft = Draft(path)
+    draft.values["mixed_precision"] = mixed_precision.lower()
+    draft.write()
+    if reason := draft.unfit("mixed_precision").get(draft.values["mixed_precision"]):
+        warnings.warn(f"mixed_precision={mixed_precision!r} {reason}.", stacklevel=2)
+    return path

@@ -1,0 +1,170 @@
+"""The engine for runs that may restart, and for those of several nodes: torch elastic, in a process of the run's own.
+
+Nothing of torch elastic is in the kernel, where it would install signal handlers and never take them away. Ranks are
+what they are in a run on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+
+from notebook_accel import environment
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
+from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol.elastic_options import Elastic, Meeting
+
+__all__ = ["ElasticEngine", "is_wanted", "options"]
+
+PORT = 29500  # as torchrun's and Accelerate's
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TIMEOUT_S = 600.0  # as torch elastic's
+_KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}  # seconds and a number; torch elastic's too
+_STATIC = ("timeout", *_KEEP_ALIVE)
+_C10D = (
+    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
+    *("is_host", "store_type"),
+)
+
+
+def is_wanted(config: LaunchConfig) -> bool:
+    """Whether a launch needs it."""
+    return config.max_restarts > 0 or config.num_nodes != "1" or config.rdzv_backend != "static"
+
+
+class ElasticEngine:
+    """Runs ranks that are started again when one has failed, and those of one node among several."""
+
+    def launch(self, request: Request) -> Job:
+        """Starts the run's elastic process, which has the ranks started. See ``Engine``."""
+        return local.engine().launch_elastic(request, options(request.config))
+
+
+def options(config: LaunchConfig) -> Elastic:
+    """What the elastic process is told.
+
+    Raises:
+        ConfigError: The options about nodes don't fit together.
+    """
+    meeting = _meeting(config)
+    return Elastic(
+        max_restarts=config.max_restarts,
+        monitor_interval_s=config.monitor_interval,
+        run_id=config.rdzv_id,
+        meeting=meeting,
+        secret=_secret(meeting) if config.all_nodes else "",
+    )
+
+
+def _secret(meeting: Meeting | None) -> str:
+    if meeting is None or meeting.least != meeting.most:
+        raise ConfigError(
+            "all_nodes is about several nodes whose number doesn't change.", fix="num_nodes=2, or leave out all_nodes"
+        )
+    secret = os.environ.get(environment.SECRET, "")
+    if not secret:
+        raise ConfigError(
+            f"all_nodes needs a secret, and {environment.SECRET} isn't set.",
+            why="Results are pickles, and whoever made one can have it run anything. With the secret, nodes "
+            "prove that theirs are yours.",
+            fix=f"on each node, before the launch: %env {environment.SECRET}=... with the same text",
+        )
+    return secret
+
+
+def _meeting(config: LaunchConfig) -> Meeting | None:
+    settings = _settings(config)
+    if config.num_nodes == "1":
+        _refuse_what_one_node_has_no_use_for(config)
+        return None
+    least, _, most = config.num_nodes.partition(":")
+    lowest, highest = int(least), int(most or least)
+    if lowest > highest:
+        raise ConfigError(f"num_nodes={config.num_nodes!r} goes down.", fix=f"num_nodes='{highest}:{lowest}'")
+    if config.rdzv_backend == "static":
+        _check_static(config, lowest, highest)
+    host, port = _endpoint(config)
+    keep_alive = {name: float(settings.pop(name, default)) for name, default in _KEEP_ALIVE.items()}
+    timeout_s = float(settings.pop("timeout", settings.get("join_timeout", _TIMEOUT_S)))
+    if config.rdzv_backend != "static":
+        settings["join_timeout"] = f"{timeout_s:.0f}"
+        settings |= {name: f"{max(value, 1):.0f}" for name, value in keep_alive.items()}
+    return Meeting(
+        num_nodes=config.num_nodes,
+        least=lowest,
+        most=highest,
+        node_rank=config.node_rank,
+        backend=config.rdzv_backend,
+        host=host,
+        port=port,
+        timeout_s=timeout_s,
+        silence_s=keep_alive["keep_alive_interval"] * keep_alive["keep_alive_max_attempt"],
+        settings=settings,
+    )
+
+
+def _refuse_what_one_node_has_no_use_for(config: LaunchConfig) -> None:
+    for name, is_unused in (
+        ("node_rank", config.node_rank == 0),
+        ("master_addr", config.master_addr in _LOOPBACK),
+        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
+        ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
+    ):
+        if not is_unused:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is about several nodes, and num_nodes is 1.",
+                fix=f"num_nodes=2 (or more), or leave out {name}",
+            )
+    _endpoint(config, lowest_port=0)  # torchrun's localhost:0 means any port
+
+
+def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
+    if lowest != highest:
+        raise ConfigError(
+            f"num_nodes={config.num_nodes!r} may change, and rdzv_backend is static.",
+            why="Static nodes are numbered by their node_rank, and all of them have to be there.",
+            fix="rdzv_backend='c10d'",
+        )
+    if config.node_rank >= highest:
+        raise ConfigError(
+            f"node_rank={config.node_rank} is too high for num_nodes={config.num_nodes}.",
+            fix=f"node_rank=0 to {highest - 1}, another one on each node",
+        )
+
+
+def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
+    """Where the nodes meet."""
+    default = config.main_process_port or PORT
+    host, _, port = config.rdzv_endpoint.rpartition(":") if ":" in config.rdzv_endpoint else ("", "", "")
+    if not config.rdzv_endpoint:
+        return config.master_addr, default
+    if not host:
+        return config.rdzv_endpoint, default
+    if not port.isdigit() or not lowest_port <= int(port) < 1 << 16:
+        raise ConfigError(f"rdzv_endpoint={config.rdzv_endpoint!r} has no port.", fix="rdzv_endpoint='10.0.0.1:29500'")
+    return host, int(port)
+
+
+def _settings(config: LaunchConfig) -> dict[str, str]:
+    known = _STATIC if config.rdzv_backend == "static" else (*_STATIC, *_C10D)
+    settings: dict[str, str] = {}
+    for part in config.rdzv_conf:
+        name, equals, value = part.partition("=")
+        if name not in known or not equals:
+            raise ConfigError(
+                f"rdzv_conf has {part!r}, which {config.rdzv_backend} doesn't know.",
+                fix=f"name=value, with one of {', '.join(known)}",
+            )
+        if name not in ("is_host", "store_type") and not _is_positive(value):
+            raise ConfigError(f"rdzv_conf has {part!r}, which is no number above 0.", fix=f"{name}=60, in seconds")
+        settings[name] = value
+    return settings
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,177 @@
+"""Following a run in the notebook: its view is drawn until it has ended, and an interrupt of the kernel ends it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from notebook_accel.errors import RunError
+from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
+
+__all__ = ["draw_in_background", "launched", "show_panel"]
+
+_T = TypeVar("_T")
+_REFRESH_PERIOD_S = 0.2
+_DRAWING_SHARE = 0.02  # of one core: a picture of many ranks is drawn less often
+_LONGEST_PERIOD_S = 1.0
+# While ranks start, the processors are theirs: to draw a panel takes a whole one. A run that ends by then, which looks
+# instant to people, has no panel made for it that would be replaced at once.
+_DRAWING_DELAY_S = 0.1
+_INTERRUPT_DEADLINE_S = 3.0
+_ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
+
+
+def launched(launch: Callable[[threading.Lock], Job]) -> Results:
+    """Launches a run and waits for it in the foreground, with its view drawn; its results.
+
+    An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
+
+    Args:
+        launch: Starts it. The lock is held until it is no longer waited for, for whatever reason, and a run that goes
+            on then is ended: also if an interrupt comes before or while the one before it is heeded here.
+
+    Raises:
+        RunError: The run has failed or was stopped.
+        KeyboardInterrupt: The kernel was interrupted; every rank is gone.
+    """
+    attended = threading.Lock()
+    with attended:
+        return _follow(launch(attended))
+
+
+def _follow(job: Job) -> Results:
+    view: View | None = None
+    try:
+        if job.run_here is None:
+            job.wait(_DRAWING_DELAY_S)
+        view = _open(job)
+        if job.run_here is None:
+            _draw_until_done(job, view)
+        else:
+            _run_here(job, view, job.run_here)
+    except KeyboardInterrupt as interrupt:
+        _end_interrupted(job)
+        view = view or _open(job)  # what the ranks have said is shown all the same
+        _guarded(job, view.close, None)
+        saved, lost = job.bind_what_was_saved()
+        # What IPython shows in place of a traceback, which would be of our frames.
+        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
+        raise
+    except BaseException:  # such as what a signal handler of the user's raises: nobody would be left to end the run
+        job.kill()
+        raise
+    return job.results()
+
+
+def draw_in_background(job: Job) -> None:
+    """Draws a job's view in a thread of its own, until the job has ended."""
+    _draw_in_thread(job, _open(job))
+
+
+def show_panel(job: Job) -> None:
+    """The same with the panel only, where there is one: for a run whose output is shown elsewhere."""
+    none: View = NoView(job)
+    _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or none, none))
+
+
+def _draw_in_thread(job: Job, view: View) -> None:
+    threading.Thread(
+        target=_draw_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}", daemon=True
+    ).start()
+
+
+def _open(job: Job) -> View:
+    def announced() -> View:
+        precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
+        print(f"Launching training on {job.devices}{precision}.")
+        return open_view(job)
+
+    none: View = NoView(job)
+    return _guarded(job, announced, none)
+
+
+def _draw_until_done(job: Job, view: View) -> None:
+    _refresh_until_done(job, view)
+    _guarded(job, view.close, None)
+
+
+def _refresh_until_done(job: Job, view: View) -> None:
+    period_s = _REFRESH_PERIOD_S
+    while not job.wait(period_s):
+        job.notice_silence(time.monotonic())
+        began_s = time.thread_time()
+        _guarded(job, view.refresh, None)
+        drawing_s = time.thread_time() - began_s
+        period_s = min(max(_REFRESH_PERIOD_S, drawing_s / _DRAWING_SHARE), _LONGEST_PERIOD_S)
+
+
+def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
+    """Runs the one rank in this thread, where a debugger and an interrupt reach it; a thread beside it draws."""
+    drawing = threading.Thread(target=_refresh_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}")
+    drawing.start()
+    try:
+        run()
+    except BaseException as error:
+        if not job.done:  # a second interrupt, while it was tidying up
+            job.end_here(None, error)
+        raise
+    finally:
+        drawing.join()
+    _guarded(job, view.close, None)
+
+
+def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
+    """A view that fails says so, and the training goes on: nobody would want to lose it to a picture of it."""
+    try:
+        return act()
+    except Exception as error:
+        if _was_raised_by_a_signal(error):
+            raise
+        print(
+            f"The view of {job.name!r} has failed ({type(error).__name__}: {error}); the run goes on.", file=sys.stderr
+        )
+        return otherwise
+
+
+def _was_raised_by_a_signal(error: Exception) -> bool:
+    """Whether a signal handler of the user's has raised it, which Python may call in the middle of anything."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _end_interrupted(job: Job) -> None:
+    try:
+        job.interrupt()
+        job.wait(3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
+    except KeyboardInterrupt:
+        job.kill()
+        job.wait(_INTERRUPT_DEADLINE_S)
+    if not job.done and not _does_agent_answer(job):
+        local.engine().close()  # nothing that it has started outlives it
+
+
+def _does_agent_answer(job: Job) -> bool:
+    """If it does, a rank is in a call that the system itself can't end, and other runs have nothing to do with it."""
+    try:
+        job.stacks(_ANSWER_DEADLINE_S)
+    except RunError:
+        return False
+    return True
+
+
+def _describe_interrupt(job: Job, saved: Sequence[str], lost: Mapping[str, str]) -> str:
+    left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.ended is None]
+    ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet, of {', '.join(left)}"
+    stood = [f"  {line}" for line in job.where_ranks_stood()]
+    kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
+    kept += [f"  not pulled: {why}" for why in lost.values()]
+    return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and {ended}.", *stood, *kept])

@@ -1,0 +1,462 @@
+"""The handle of a run: what the notebook holds, a view draws and an engine feeds."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import (
+    LaunchError,
+    NotebookAccelError,
+    ProcessStartError,
+    RankFailedError,
+    ResultError,
+    RunError,
+    RunStoppedError,
+    RunTimeoutError,
+)
+from notebook_accel.latch import Latch
+from notebook_accel.launching import logs
+from notebook_accel.launching.kernel.control import Control
+from notebook_accel.launching.result_files import ResultFiles
+from notebook_accel.launching.results import Results
+from notebook_accel.launching.spec import JobSpec
+from notebook_accel.launching.state import explanations, failures
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.silence import Silence
+from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
+
+__all__ = ["Ending", "Job"]
+
+_MOST_PENDING_EVENTS = 100_000
+_DISCARD_DEADLINE_S = 10.0
+
+Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
+
+
+@dataclasses.dataclass
+class Ending:
+    """How a run has ended. It may be kept without the job.
+
+    Attributes:
+        status: In a word; empty as long as the run goes on.
+        why: In a line, what went wrong; empty if nothing did.
+        took_s: How long it ran.
+    """
+
+    status: str = ""
+    why: str = ""
+    took_s: float = 0.0
+
+    def fill_in(self, status: str, why: str, took_s: float) -> None:
+        """Note the end. The status comes last: another thread that sees one sees all that belongs to it."""
+        self.why, self.took_s = why, took_s
+        self.status = status
+
+
+class Job:
+    """A run that was started. Made by the launcher, fed by an engine, read by a view and by the user.
+
+    Attributes:
+        id: Unique among the kernel's runs.
+        name: The run's name.
+        config: Its options.
+        world_size: Number of ranks here.
+        devices: What they run on, such as ``2 CPUs``.
+        is_background: Whether nobody waits for it in the cell that started it.
+        on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
+            without any rank, until it is stopped or all have finished.
+        started_s: When it was started, in seconds of ``time.monotonic()``.
+        ended_s: When it ended, ``None`` as long as it runs.
+        ending: How it has ended, filled in then; it may be kept without the job.
+        state: What is known about the ranks, reduced from their events. Other threads change it: read it while holding
+            ``state_lock``.
+        log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
+        doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
+        run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
+
+    Args:
+        shipped: What the payload holds by value, for what comes back by reference.
+        result_files: One memory file a rank, which this owns.
+        log_folder: Where the ranks' logs are, ``None`` if there was no room for any.
+        bind: Takes the pulled names and their values, once, when the results are read.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        config: LaunchConfig,
+        *,
+        devices: str,
+        is_background: bool,
+        shipped: Sequence[Any],
+        result_files: Sequence[int],
+        log_folder: pathlib.Path | None = None,
+        bind: Callable[[dict[str, Any]], object] | None = None,
+        on_death: OnDeath = "stop",
+    ) -> None:
+        self.id = job_id
+        self.name = spec.name
+        self.config = config
+        self.world_size = spec.world_size
+        self.devices = devices
+        self.is_background = is_background
+        self.on_death = on_death
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.ending = Ending()
+        self.doing: Callable[[], str] = str
+        self.run_here: Callable[[], None] | None = None
+        self._raised_here: BaseException | None = None
+        self.log_folder = log_folder
+        ranks = range(spec.world_size)
+        self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
+        self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
+        self._is_discarded = False
+        self._can_be_asked_again = False
+        self._control: Control | None = None
+        self._lock = threading.Lock()
+        self._ended = Latch()
+        self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
+        self.state = RunState(spec.world_size)
+        self.state_lock = threading.RLock()
+        # As it is where nodes are numbered; where they aren't, the elastic process will tell.
+        nodes = int(config.num_nodes.partition(":")[0])
+        self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
+        self._failures = failures.Failures(config.start_method, spec.left_out, shipped)
+        self._silence = Silence()
+        self._stack_request = StackRequest(spec.world_size, spec.sources)
+        self._restarts_by_node: int | None = None
+        self._elsewhere: Failure | None = None
+        self._reason: Reason = ""
+        self._engine_error: NotebookAccelError | None = None
+        self._outcome: Results | None = None
+        self._error: NotebookAccelError | None = None
+
+    # What users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self._ended.is_set
+
+    @property
+    def status(self) -> Status:
+        """Where the run stands, in a word."""
+        if not self.done:
+            return "running" if self.state.has_started else "starting"
+        return self._end_status()
+
+    def _end_status(self) -> Status:
+        if self._reason in ("stopped", "interrupted", "terminated"):
+            return "stopped"
+        return "succeeded" if self._has_all_results() else "failed"
+
+    @property
+    def error(self) -> NotebookAccelError | None:
+        """Why the run did not succeed; ``None`` while it runs and when it did."""
+        if not self.done or self.status == "succeeded":
+            return None
+        with self._lock:
+            if self._error is None:
+                self._error = self._make_error()
+            return self._error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the run has ended; returns whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def results(self, timeout_s: float | None = None) -> Results:
+        """Every rank's result, as soon as all are there.
+
+        Args:
+            timeout_s: How long to wait; ``None``: until the run has ended, which the agent watches over.
+
+        Raises:
+            RunTimeoutError: The run hasn't ended by then; it goes on.
+            RunError: The run has failed or was stopped.
+            ResultError: Something that has come can't be had here; the rest is in the error. It can be asked again.
+        """
+        if not self.wait(timeout_s):
+            raise RunTimeoutError(
+                f"The run {self.name!r} has not ended after {timeout_s:g} s.",
+                why="It goes on; asking again later does no harm.",
+                fix="job.results() to wait for its end, job.stop() to end it",
+            )
+        error = self.error
+        if error is not None:
+            saved, lost = self.bind_what_was_saved()
+            if (saved or lost) and isinstance(error, RankFailedError):
+                error.pulled, error.not_pulled = saved, lost
+            raise error
+        with self._lock:
+            if self._outcome is None:
+                try:
+                    self._outcome = self._files.read(self.first_rank, self.world_size)
+                except ResultError as incomplete:
+                    incomplete.job = self
+                    self._can_be_asked_again = True
+                    raise
+        return self._outcome
+
+    def interrupt(self, *, escalate: bool = True) -> None:
+        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
+
+        Args:
+            escalate: End ranks that go on after it: SIGTERM after the grace, SIGKILL after it once more. Otherwise what
+                they do then is up to them, and the run goes on.
+        """
+        self._tell(lambda control: control.interrupt(escalate=escalate))
+
+    def stop(self) -> None:
+        """Ends the run. Doesn't wait for the end."""
+        self._tell(lambda control: control.stop())
+
+    def kill(self) -> None:
+        """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
+        self._tell(lambda control: control.kill())
+
+    def respawn(self, rank: int) -> None:
+        """Starts a rank that has died once more, as a fresh process that runs the function from its beginning.
+
+        Raises:
+            LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
+        """
+        why = ""
+        if self.on_death != "keep":
+            why = "It was launched with on_death='stop', so that all ranks end when one does."
+        elif self.done:
+            why = "The run has ended."
+        elif not self.state.ranks[rank].is_dead:
+            why = "It is running."
+        if why:
+            raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
+        self.deliver(rank, Respawning())
+        self._tell(lambda control: control.respawn(rank))
+
+    def death(self, rank: int) -> RankFailedError | None:
+        """How a rank has died in a run that keeps the others; ``None`` if it is there."""
+        with self.state_lock:
+            state = self.state.ranks[rank]
+            return self._failures.of_rank(self.state, state) if state.is_dead else None
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
+        return self.state.first_rank
+
+    @property
+    def total_ranks(self) -> int:
+        """Number of ranks on all nodes."""
+        return self.state.total_ranks
+
+    @property
+    def ranks(self) -> list[RankState]:
+        """What is known about each rank now: state, process, device, memory, steps, metrics."""
+        with self.state_lock:
+            return [rank.copy() for rank in self.state.ranks]
+
+    @property
+    def restarts(self) -> tuple[str, ...]:
+        """Why all ranks were started again, for each time: which rank failed first, and of what."""
+        with self.state_lock:
+            return tuple(event.why for event in self.state.restartings if event.number)
+
+    def logs(self, rank: int, tail: int | None = None) -> str:
+        """What a rank has written to its standard output and error; nothing before it is there.
+
+        Args:
+            rank: The rank, of those of this node.
+            tail: How many of the last lines; ``None`` for all.
+
+        Raises:
+            IndexError: There is no such rank.
+            NotebookAccelError: The log is no longer there, or never was.
+        """
+        if not self.log_files:
+            raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
+                                     fix="give log_dir a folder that you can write to")  # fmt: skip
+        if self.state.ranks[rank].state == "starting" and not self.log_files[rank].exists():
+            return ""
+        return logs.read(self.log_files[rank], tail)
+
+    def stacks(self, timeout_s: float = 10.0) -> Stacks:
+        """Where every rank stands, asked from outside, so that one that hangs in a collective is no exception.
+
+        Raises:
+            RunError: The agent, which asks the ranks, has not answered in time.
+        """
+        stacks = self._stack_request.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        if self._stack_request.is_over:
+            return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])
+        if stacks is not None:
+            return stacks
+        raise RunError(
+            f"The ranks of {self.name!r} could not be asked where they stand within {timeout_s:g} s.",
+            why="The agent, the process that looks after them, doesn't answer: it may be stopped.",
+        )
+
+    def __repr__(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
+
+    def bind_what_was_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0.
+
+        Returns:
+            The names that are bound, none if rank 0 was killed or had none of them yet; and for those that it had and
+            that can't be opened the reasons.
+        """
+        with self._lock:
+            if not self.done or not self._files.are_open or self._has_all_results():
+                return (), {}
+            return self._files.bind_saved(self.first_rank)
+
+    def discard(self) -> None:
+        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results.
+
+        Results that could be had in part are kept: whoever has the error can ask again.
+        """
+        self._is_discarded = True
+        self.kill()
+        has_ended = self.wait(_DISCARD_DEADLINE_S)
+        if has_ended and not self._can_be_asked_again:  # its end lets go of what an engine may be filling until then
+            self._files.close()
+
+    # What views and engines call ------------------------------------------------------------------------------------
+
+    def events(self) -> list[tuple[int, Event]]:
+        """What the ranks have said since the last call, each once, with the rank, in order of arrival."""
+        drained = []
+        with contextlib.suppress(IndexError):
+            while True:
+                drained.append(self._pending.popleft())
+        return drained
+
+    def where_ranks_stood(self) -> list[str]:
+        """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
+        with self.state_lock:
+            raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
+        return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
+
+    def notice_silence(self, now_s: float) -> None:
+        """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
+
+        What it comes to is among the ``events``.
+        """
+        with self.state_lock:
+            is_due = self._silence.is_due(self.state, now_s)
+        if is_due:
+            self._tell(lambda control: control.inspect())
+
+    def expect_steps(self, ranks: Sequence[int]) -> None:
+        """Name the ranks that have something to do from now on, all by default. The silence of others means nothing."""
+        self.deliver(0, Working(ranks=list(ranks)))
+
+    def attach(self, control: Control) -> None:
+        """The engine's handle on the run."""
+        self._control = control
+
+    def deliver(self, rank: int, event: Event) -> None:
+        """Takes one event of a rank. Called by the engine's thread."""
+        with self.state_lock:
+            self.state.apply(rank, event)
+            self._pending.append((rank, event))
+
+    def start(self, starting: Starting) -> None:
+        """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
+        before, self._restarts_by_node = self._restarts_by_node, starting.restarts
+        first = self.state.first_failed
+        why = failures.in_a_line(self.state)
+        self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
+        if before is None:
+            return
+        of, rank = self.config.max_restarts, 0 if first is None else first.rank
+        if before == starting.restarts:
+            why = f"the nodes are others now, with {starting.world_size} ranks in all"
+            self.deliver(0, Restarting(number=0, of=of, why=why))
+        elif starting.cause is not None:
+            self.deliver(0, Restarting(number=starting.restarts, of=of, why=starting.cause.in_a_line))
+        else:
+            why = why or "a rank on another node has failed"
+            self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        """Takes what the ranks have answered. Called by the engine's thread."""
+        stacks = self._stack_request.answer(dumps)
+        for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
+            self.deliver(rank, silent)
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        """The run is over: every rank is gone. Called once, by the engine's thread."""
+        self._elsewhere = elsewhere
+        self._reason = reason
+        self._engine_error = error
+        self.ended_s = time.monotonic()
+        status, why = self._end_status(), ""
+        if status == "failed":
+            said = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
+            said = said if elsewhere is None else elsewhere.in_a_line
+            why = said if error is None else error.what
+        self.ending.fill_in(status, why, self.ended_s - self.started_s)
+        if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
+            self._files.close()
+        with self.state_lock:
+            self.state.close()
+        self._ended.set()
+        self._stack_request.end()
+
+    def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
+        """The run, whose one rank was this process, is over, with these results or with what the rank raised."""
+        self._outcome = outcome
+        self._raised_here = raised
+        self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, what: Callable[[Control], None]) -> None:
+        if self._control is not None and not self.done:
+            what(self._control)
+
+    def _has_all_results(self) -> bool:
+        return self._engine_error is None and self._reason == "" and self.state.have_all_results
+
+    def _make_error(self) -> NotebookAccelError:
+        if self._engine_error is not None:
+            return self._engine_error
+        if self._reason == "timeout":
+            return RunTimeoutError(
+                f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
+                why="\n".join(self.where_ranks_stood()),
+                fix="give timeout_s more time, or leave it out",
+            )
+        if self._reason in ("stopped", "interrupted"):
+            return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
+        if self._reason == "terminated":
+            return RunStoppedError(
+                f"The run {self.name!r} was stopped, since somebody told its agent process to end (SIGTERM).",
+                why="A batch system such as Slurm does that before it takes the machine back.",
+            )
+        if self._reason in ("template lost", "elastic lost"):
+            return explanations.of_lost_process(self._reason, self.state.memory_shortage)
+        if self._elsewhere is not None:
+            return self._failures.elsewhere(self.state, self._elsewhere)
+        failure = self._failures.first(self.state)
+        if failure is not None and self._raised_here is not None:
+            failure.__cause__ = self._raised_here
+            failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
+        if failure is not None:
+            failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
+            failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""
+        return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")

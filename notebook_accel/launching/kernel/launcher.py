@@ -1,0 +1,272 @@
+"""From a function, or a cell, and options to a run: devices, what speaks against it, and the engine that starts it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from notebook_accel import environment
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError
+from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, registry, smoke_test
+from notebook_accel.launching.kernel.cell import Cell
+from notebook_accel.launching.kernel.checks import preflight
+from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.engine import Engine, Request
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
+from notebook_accel.launching.ray.engine import RayEngine
+from notebook_accel.launching.spec import JobSpec, Source
+from notebook_accel.protocol.agent_messages import OnDeath
+
+__all__ = ["diagnosis", "launch_cell", "launch_function", "try_out"]
+
+
+def launch_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: LaunchConfig,
+    *,
+    attended: threading.Lock | None = None,
+    on_death: OnDeath = "stop",
+    show: Callable[[Job], None] = foreground.draw_in_background,
+) -> Job:
+    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
+
+    Args:
+        function: What each rank calls.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        config: The options.
+        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
+        on_death: What becomes of the other ranks when one has died.
+        show: Shows a run in the background.
+    """
+    label = getattr(function, "__name__", type(function).__name__)
+    roots = {f'function "{label}"': function}
+    roots |= {f"argument {index}": value for index, value in enumerate(args)}
+    roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
+    target = Target(names={}, function=function, args=args, kwargs=kwargs)
+    return _launch(target, roots, config, attended=attended, show=show, name=config.name or label, on_death=on_death)
+
+
+def launch_cell(
+    cell: Cell,
+    config: LaunchConfig,
+    *,
+    namespace: Mapping[str, Any],
+    args: tuple[Any, ...] = (),
+    push: Sequence[str] = (),
+    pull: Sequence[str] = (),
+    bind: Callable[[dict[str, Any]], object] | None = None,
+    attended: threading.Lock | None = None,
+) -> Job:
+    """Starts a cell on all ranks and returns its job.
+
+    Args:
+        cell: The cell.
+        config: The options.
+        namespace: The notebook's names, of which the ranks get those that the cell uses.
+        args: Arguments for the function that the cell ends by defining.
+        push: Further names to send.
+        pull: Names whose values on rank 0 come back.
+        bind: Takes them when the results are read; also after a failure or an interrupt, as they were then.
+        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
+    """
+    cell.refuse_unknown(pull, push)
+    names = cell.captured(namespace, push)
+    roots = {f'global "{name}"': value for name, value in names.items()}
+    roots |= {f"argument {index}": value for index, value in enumerate(args)}
+    return _launch(
+        Target(names=names, args=args, submodules=cell.submodules(names)),
+        roots,
+        config,
+        attended=attended,
+        name=config.name or cell.calls or cell.label,
+        sources={cell.label: Source(cell.label, cell.source)},
+        may_stay=cell.may_stay(names, push),
+        cell=cell.source,
+        cell_filename=cell.label,
+        calls=cell.calls,
+        pull=tuple(pull),
+        bind=bind,
+    )
+
+
+def _launch(
+    target: Target,
+    roots: Mapping[str, Any],
+    config: LaunchConfig,
+    *,
+    attended: threading.Lock | None,
+    show: Callable[[Job], None] = foreground.draw_in_background,
+    **how: Any,
+) -> Job:
+    cluster, devices, findings = _checked(config, roots)
+    if any(finding.refuses for finding in findings):
+        raise PreflightError(findings)
+    preflight.warn(findings)
+    if environment.is_debugging():
+        print(f"The trial run went well, in {try_out(config):.1f} s.")
+    job = _start(target, roots, config, devices, cluster, attended=attended, **how)
+    if attended is None:
+        try:
+            show(job)
+        except BaseException:  # an interrupt, and nobody has the job's handle yet
+            job.discard()
+            raise
+    return job
+
+
+def try_out(config: LaunchConfig) -> float:
+    """Holds a trial run, in which ranks meet and use their devices; the seconds that it took.
+
+    Raises:
+        PreflightError: It has failed.
+    """
+    cluster = _cluster(config)
+    devices = Devices.find(config) if cluster is None else cluster.devices(config)
+
+    def start(target: Target, options: LaunchConfig, attended: threading.Lock) -> Job:
+        return _start(target, {}, options, devices, cluster, name=options.name, attended=attended)
+
+    return smoke_test.run(start, config)
+
+
+def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
+    """Checks a launch with these options, here or on the cluster that they name, without starting it.
+
+    Args:
+        config: The options.
+        tries: Whether to hold a trial run too, if nothing refuses the launch.
+
+    Returns:
+        What every ``doctor`` prints, and whether the launch would be refused.
+    """
+    findings: tuple[Finding, ...] = ()
+    lines = []
+    try:
+        _, _, findings = _checked(config, {})
+        if tries and not any(finding.refuses for finding in findings):
+            lines.append(f"The trial run went well, in {try_out(config):.1f} s.")
+    except PreflightError as error:
+        findings += error.findings
+    except NotebookAccelError as error:  # which a launch would raise before it has started anything
+        return f"refused: {error}", True
+    said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
+    text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
+    return text, any(finding.refuses for finding in findings)
+
+
+def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine | None, Devices, tuple[Finding, ...]]:
+    """The cluster, if ranks run on one, the devices, and what speaks against a launch.
+
+    Raises:
+        NotebookAccelError: An option can't be honoured, or there is no such cluster.
+    """
+    cluster = _cluster(config)
+    if cluster is not None:
+        return cluster, cluster.devices(config), cluster.check(config)
+    elastic.options(config)  # raises what speaks against it
+    devices = Devices.find(config)
+    local.check_size(config.num_processes or devices.available)
+    return None, devices, preflight.check(config, devices, roots)
+
+
+def _cluster(config: LaunchConfig) -> RayEngine | None:
+    """Where ranks run, if not on this machine."""
+    return RayEngine.connected(config) if config.engine == "ray" else None
+
+
+def _start(
+    target: Target,
+    roots: Mapping[str, Any],
+    config: LaunchConfig,
+    devices: Devices,
+    cluster: RayEngine | None,
+    *,
+    name: str,
+    attended: threading.Lock | None = None,
+    may_stay: Sequence[str] = (),
+    bind: Callable[[dict[str, Any]], object] | None = None,
+    on_death: OnDeath = "stop",
+    **of_cell: Any,
+) -> Job:
+    world_size = config.num_processes or devices.available
+    if on_death == "keep" and elastic.is_wanted(config):
+        raise ConfigError(
+            "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
+            why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
+            fix="max_restarts=0 and num_nodes=1; %distributed restart is for a rank that has died",
+        )
+    variables = _variables(config, devices)
+    spec = JobSpec(
+        name=name,
+        world_size=world_size,
+        environment={**environment.sendable(), **variables},
+        working_directory=_working_directory(),
+        sys_path=environment.import_path(),
+        **of_cell,
+    )
+    request = Request(
+        target,
+        roots,
+        spec,
+        config.replace(start_method=devices.start_method(config)),
+        devices=devices.describe(world_size),
+        variables=variables,
+        attended=attended,
+        may_stay=may_stay,
+        bind=bind,
+        on_death=on_death,
+    )
+    job = (cluster or _engine(request.config)).launch(request)
+    registry.add(job)
+    return job
+
+
+_ENGINES: dict[str, Callable[[], Engine]] = {
+    "auto": local.engine,
+    "spawn": local.engine,
+    "fork": fork.ForkEngine,
+    "inline": inline.InlineEngine,
+}
+
+
+def _engine(config: LaunchConfig) -> Engine:
+    return elastic.ElasticEngine() if elastic.is_wanted(config) else _ENGINES[config.start_method]()
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            "The kernel's working directory has been deleted, and ranks start in it.", fix="os.chdir to another folder"
+        ) from None
+
+
+def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
+    variables: dict[str, str] = {
+        environment.MIXED_PRECISION: config.mixed_precision,
+        # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
+        # knows that its processes are there already, and asks neither Slurm nor MPI then.
+        "TORCHELASTIC_RUN_ID": config.rdzv_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+    }
+    if config.gradient_accumulation_steps is not None:
+        variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
+    if devices.kind == "CPU":
+        # Without the first, Accelerate inside a rank trains alone.
+        variables |= {environment.USE_CPU: "true", **devices.hiding()}
+    elif devices.platform is not None:
+        variables |= devices.platform.variables()
+    elif (config.num_processes or 0) > devices.available:
+        variables[environment.OVERSUBSCRIBE] = "true"
+    return variables

@@ -1,0 +1,177 @@
+"""The engine for one machine. One agent serves all runs of a kernel; it is started when it is first needed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from notebook_accel import config
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.launching import processes
+from notebook_accel.launching.kernel import packing, sealing, uninterruptible
+from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
+from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.payload import serialization
+from notebook_accel.protocol.elastic_options import Elastic
+
+__all__ = ["LocalEngine", "check_size", "engine"]
+
+MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
+
+
+def check_size(world_size: int) -> None:
+    """Refuses more ranks than one machine can have, before anything is opened for them.
+
+    Raises:
+        ConfigError: There would be too many.
+    """
+    if world_size > MOST_RANKS:
+        raise ConfigError(
+            f"num_processes={world_size} is too many for one machine.", fix=f"num_processes={MOST_RANKS} or fewer"
+        )
+
+
+class LocalEngine:
+    """Runs ranks on this machine, through an agent that is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agent: AgentProcess | None = None
+
+    def warm(self) -> None:
+        """Starts agent and template in the background, so that the first launch finds them ready.
+
+        If they can't be started, the launch itself will say it.
+        """
+        if processes.are_supported():
+            with contextlib.suppress(LaunchError, OSError):
+                uninterruptible.call(self._warm)
+
+    def _warm(self) -> None:
+        with self._lock:
+            self._running_agent().prepare(_usual_options())
+
+    def warm_in_kernel(self) -> None:
+        """The same if this process is a notebook's kernel, and nothing if not: a script may never launch."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if hasattr(shell, "kernel"):
+            self.warm()
+
+    def launch(self, request: Request) -> Job:
+        """Starts ranks that are forked from the template. See ``Engine``."""
+        return self.launch_elastic(request, None)
+
+    def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
+        """The same, with an elastic process that says when they are started, if there are options for one."""
+        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
+        if elastic is not None:
+            names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
+            elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
+        return uninterruptible.call(
+            lambda: self._launch(request, pickled, left_out, elastic), Job.discard, request.attended
+        )
+
+    def _launch(
+        self,
+        request: Request,
+        pickled: serialization.Pickled,
+        left_out: Mapping[str, str],
+        elastic: Elastic | None,
+    ) -> Job:
+        with sealing.sealed(request, pickled, left_out) as sealed:
+            check_size(len(sealed.result_files))
+            with self._lock:
+                agent = self._running_agent()
+                agent.expect(sealed.job)
+                agent.prepare(request.config)
+            agent.launch(sealed, elastic=elastic)
+        return sealed.job
+
+    def launch_part(self, part: Part) -> None:
+        """Starts the part of a run that is on this node; the rest of it is on others."""
+        with self._lock:
+            agent = self._running_agent()
+            agent.expect(part.job)
+            agent.prepare(part.job.config)
+        agent.launch_part(part)
+
+    def launch_forked(self, sealed: Sealed, fork: Callable[[int], TemplateLine]) -> None:
+        """Starts ranks that are forked from a template of their own.
+
+        Args:
+            sealed: The run.
+            fork: Makes that template; takes the descriptor of a file for what it writes.
+        """
+        with self._lock:
+            agent = self._running_agent()
+            agent.expect(sealed.job)
+        try:
+            line = fork(agent.log)
+        except BaseException:
+            agent.forget(sealed.job)
+            raise
+        try:
+            agent.launch(sealed, line)
+        finally:
+            line.close()
+
+    def close(self) -> None:
+        """Ends every run, the agent and the template, and waits until they are gone."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+
+    def _running_agent(self) -> AgentProcess:
+        if self._agent is None or self._agent.is_lost:
+            self._agent = AgentProcess(self._let_go)
+        return self._agent
+
+    def _let_go(self, agent: AgentProcess) -> None:
+        """Ends an idle agent and its template, unless a launch has come meanwhile. The next one starts both."""
+        with self._lock:
+            if not agent.is_expecting:
+                agent.is_lost = True
+                agent.quit()
+
+
+def _usual_options() -> LaunchConfig:
+    """What a launch will probably ask for. If it asks for more, it gets another template."""
+    try:
+        return config.resolve({}, file=config.default_path())
+    except ConfigError:  # a launch that reads the file says what is wrong with it
+        return LaunchConfig()
+
+
+_engine = LocalEngine()
+
+
+def engine() -> LocalEngine:
+    """This process's engine."""
+    return _engine
+
+
+def _forget_after_fork() -> None:
+    global _engine
+    agent = _engine._agent
+    if agent is not None:
+        agent.close_in_fork()
+    _engine = LocalEngine()
+
+
+def _close() -> None:
+    _engine.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where this can be imported and not used
+    os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(_close)

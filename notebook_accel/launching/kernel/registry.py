@@ -1,0 +1,92 @@
+"""The runs of this process by name and number, for who has no ``Job`` at hand."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import time
+import weakref
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching.kernel.job import Ending, Job
+
+__all__ = ["Entry", "add", "find", "latest"]
+
+_MOST_ENTRIES = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One run. It holds no results, so that remembering a run costs nothing.
+
+    Attributes:
+        number: Its number among this process's runs, from 1.
+        name: Its name.
+        devices: What it runs on.
+        began: When it was started, in seconds since the epoch.
+        ending: How it has ended.
+        log_files: The ranks' logs.
+    """
+
+    number: int
+    name: str
+    devices: str
+    began: float
+    ending: Ending
+    log_files: tuple[pathlib.Path, ...]
+    _job: weakref.ref[Job]
+
+    @property
+    def job(self) -> Job | None:
+        """Its job, if it runs or somebody still has it."""
+        return self._job()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        job = self.job
+        return job is not None and not job.done
+
+
+_entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
+
+
+def add(job: Job) -> None:
+    """Remembers a run."""
+    number = _entries[-1].number + 1 if _entries else 1
+    _entries.append(Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, weakref.ref(job)))
+
+
+def latest(count: int = 1) -> list[Entry]:
+    """The runs that go on, and of those that have ended the last ``count``; in the order of their start."""
+    entries = list(_entries)
+    running = [entry.is_running for entry in entries]  # asked once: a run that ended between would be missing
+    ended = [index for index, is_running in enumerate(running) if not is_running][-count:]
+    return [entry for index, entry in enumerate(entries) if running[index] or index in ended]
+
+
+def find(which: str = "", *, running: bool = False) -> Entry:
+    """A run by its name or number; without one the only run that goes on, or the last one.
+
+    Args:
+        which: Its name or number.
+        running: Whether only a run that goes on will do.
+
+    Raises:
+        NotebookAccelError: There is none, or several could be meant.
+    """
+    going_on = [entry for entry in _entries if entry.is_running]
+    known = going_on if running else list(_entries)
+    if which:
+        found = [entry for entry in known if which in (str(entry.number), entry.name)]
+        if found:
+            return ([entry for entry in found if entry.is_running] or found)[-1]
+    elif len(going_on) == 1 or (known and not going_on):
+        return (going_on or known)[-1]
+    what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
+    listed = ", ".join(f"{entry.number} ({entry.name})" for entry in known)
+    raise NotebookAccelError(
+        f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
+        fix=f"name one of: {listed}" if listed else "start one, with %%distributed or notebook_launcher",
+    )

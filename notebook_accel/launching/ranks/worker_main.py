@@ -1,0 +1,33 @@
+"""The ``__main__`` of a process that a rank's multiprocessing has started by spawn or forkserver.
+
+Run by multiprocessing under the name ``__mp_main__``: what stands in its namespace afterwards is what objects from the
+rank's ``__main__`` are looked up in. Imports, definitions and constants of the cell are run again; nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from notebook_accel.launching.ranks import streams, worker
+from notebook_accel.launching.spec import JobSpec, definitions
+from notebook_accel.payload import memory_files
+
+
+def _fill(namespace: dict[str, object]) -> None:
+    descriptor = os.open(os.environ[worker.NAMESPACE_VARIABLE], os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        spec = JobSpec.decode(memory_files.read_head(descriptor))
+        worker.open_namespace(spec, descriptor, namespace)
+    finally:
+        os.close(descriptor)
+    if spec.cell is not None:
+        for code in definitions(spec.cell, spec.cell_filename):
+            # One that needs a statement that is left out is missed only by code that uses it.
+            with contextlib.suppress(Exception):
+                exec(code, namespace)
+
+
+if __name__ == "__mp_main__":
+    streams.adopt()
+    _fill(globals())

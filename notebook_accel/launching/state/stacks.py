@@ -1,0 +1,244 @@
+"""Where the ranks of a run stand: from what Python's fault handler wrote to something that one wants to read.
+
+The user's own lines come first, under the names that the notebook has for its cells; what libraries do below them
+comes after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
+
+from notebook_accel import code_places
+from notebook_accel.latch import Latch
+from notebook_accel.launching.spec import Source
+from notebook_accel.protocol.agent_messages import Condition, RankDump
+
+__all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
+_MOST_LIBRARY_FRAMES = 8
+# What torch's Python code does around a collective, and not the collective itself.
+_AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
+_CONDITIONS: dict[Condition, str] = {
+    "stopped": "is stopped (SIGSTOP or a debugger): it has no stack to show until it goes on (kill -CONT {pid})",
+    "mute": "has not answered in time",
+    "unarmed": "can't be asked: it is just starting, or handles the signal itself",
+    "ended": "has ended",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One call that has not returned.
+
+    Attributes:
+        file: Its source: a path, or a cell's label such as ``In[7]``.
+        line: Its line there.
+        function: Its function's name.
+        source: The line's text, empty if it can't be had.
+        is_user: Whether it is the user's code and not a library's, Python's or ours.
+    """
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+    is_user: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStack:
+    """Where one rank stands.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process, ``None`` if it has none.
+        condition: ``said`` if it has a stack; else why it has none.
+        frames: The calls of its main thread, the innermost first.
+        threads: The same for its other threads, without ours.
+    """
+
+    rank: int
+    pid: int | None
+    condition: Condition
+    frames: tuple[Frame, ...] = ()
+    threads: tuple[tuple[Frame, ...], ...] = ()
+
+    @property
+    def user_line(self) -> str:
+        """The innermost line of the user's, such as ``In[7], line 12 in train``; empty if there is none."""
+        return next((str(frame) for frame in self.frames if frame.is_user), "")
+
+    @property
+    def waits_in(self) -> str:
+        """The collective that it is in, such as ``all_reduce``; empty if none can be seen.
+
+        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients.
+        """
+        found = ""
+        for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
+            if "/torch/distributed/" in frame.file and frame.function not in _AROUND_COLLECTIVES:
+                found = frame.function  # the outermost is the one that people call
+            elif frame.function == "_engine_run_backward":
+                found = found or "backward"
+        return found
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" + ("" if self.pid is None else f" (pid {self.pid})")
+        if self.condition != "said":
+            return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
+        where = f" is in {self.waits_in}" if self.waits_in else ""
+        mine = [_user_text(frame) for frame in self.frames if frame.is_user]
+        if not mine and self.frames and self.frames[0].file.startswith(code_places.OURS):
+            return f"{who} runs none of your code just now"
+        below = self.frames[: next((n for n, frame in enumerate(self.frames) if frame.is_user), len(self.frames))]
+        lines = [f"{who}{where}, innermost call first:", *mine]
+        if below:
+            lines.append("  in libraries below:" if mine else "  in libraries:")
+            lines += [f"    {_short(frame)}" for frame in below[:_MOST_LIBRARY_FRAMES]]
+            more = len(below) - _MOST_LIBRARY_FRAMES
+            lines += [f"    … and {more} more"] if more > 0 else []
+        for thread in self.threads:
+            first = next((frame for frame in thread if frame.is_user), None)
+            if first is not None:
+                lines.append(f"  another thread: {first}")
+        return "\n".join(lines)
+
+
+class Stacks(Sequence[RankStack]):
+    """Where all ranks stand; ``stacks[0]`` is rank 0. Shown as text."""
+
+    def __init__(self, stacks: Sequence[RankStack]) -> None:
+        self._stacks = tuple(stacks)
+
+    @overload
+    def __getitem__(self, rank: int) -> RankStack: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[RankStack, ...]: ...
+    def __getitem__(self, rank: int | slice) -> RankStack | tuple[RankStack, ...]:
+        return self._stacks[rank]
+
+    def __len__(self) -> int:
+        return len(self._stacks)
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self._stacks))
+
+
+class StackRequest:
+    """Asks the ranks of a run for their stacks, and waits for the answer.
+
+    Answers come in the engine's thread, questions in any other.
+
+    Args:
+        world_size: Number of ranks.
+        sources: Sources of the notebook's functions, by the file name in their code.
+    """
+
+    def __init__(self, world_size: int, sources: Mapping[str, Source]) -> None:
+        self._world_size = world_size
+        self._sources = sources
+        self._asked = Latch()  # until the next answer, or the end
+        self._answer: Stacks | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will answer any more."""
+        return self._is_over
+
+    def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
+        """Send the question with ``ask`` and wait; return ``None`` if no answer comes in time or the run is over."""
+        asked = self._asked
+        if self._is_over:
+            return None
+        ask()
+        is_answered = asked.wait(timeout_s)
+        return self._answer if is_answered and not self._is_over else None
+
+    def answer(self, dumps: Sequence[RankDump]) -> Stacks:
+        """Take the ranks' answers, and return them as stacks of all ranks."""
+        answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
+        unasked = (RankStack(rank, None, "unarmed") for rank in range(self._world_size))
+        self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
+        asked, self._asked = self._asked, Latch()
+        asked.set()
+        return self._answer
+
+    def end(self) -> None:
+        """Release whoever waits. The run is over."""
+        self._is_over = True
+        self._asked.set()
+
+
+def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
+    """What a rank's fault handler has written.
+
+    Args:
+        dump: It.
+        sources: Sources of the notebook's functions, by the file name in their code.
+    """
+    threads: list[list[Frame]] = []
+    for line in dump.text.splitlines():
+        frame = _FRAME.match(line)
+        if frame and threads:
+            threads[-1].append(_frame(frame[1], int(frame[2]), frame[3], sources))
+        elif _THREAD.match(line):
+            threads.append([])
+    main = threads.pop() if threads else []  # the oldest thread comes last
+    others = tuple(tuple(thread) for thread in threads if thread and not _is_ours(thread))
+    return RankStack(dump.rank, dump.pid, dump.condition, tuple(_without_ours(main)), others)
+
+
+def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -> Frame:
+    source = sources.get(file)
+    if source is not None:
+        lines = source.text.splitlines()
+        text = lines[line - 1].strip() if line <= len(lines) else ""
+        return Frame(source.label, line, function, text, is_user=True)
+    is_user = not file.startswith((*_library_folders(), code_places.OURS, "<"))
+    return Frame(file, line, function, linecache.getline(file, line).strip() if is_user else "", is_user)
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted(folder + os.sep for folder in folders | {os.path.realpath(folder) for folder in folders}))
+
+
+def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
+    """Without the frames through which the user's code was called, from the template's start on."""
+    kept = list(frames)
+    while kept and not kept[-1].is_user:
+        kept.pop()
+    return kept or list(frames)
+
+
+def _is_ours(thread: Sequence[Frame]) -> bool:
+    return any(frame.file.startswith(code_places.OURS) for frame in thread) and not any(
+        frame.is_user for frame in thread
+    )
+
+
+def _user_text(frame: Frame) -> str:
+    return f"  {frame}" + (f":  {frame.source}" if frame.source else "")
+
+
+def _short(frame: Frame) -> str:
+    for folder in sorted(_library_folders(), key=len, reverse=True):
+        if frame.file.startswith(folder):
+            return f"{frame.file.removeprefix(folder)}, line {frame.line} in {frame.function}"
+    return str(frame)

@@ -1,1 +1,0 @@
-"""What runs in the agent: ranks are started from templates, heard, and ended, however that is."""

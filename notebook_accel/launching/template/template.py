@@ -1,0 +1,221 @@
+"""The template: a process that was started clean, has imported torch, and forks ranks on request.
+
+The elastic process of a run that may restart is forked here too.
+
+It has one thread and has touched no device, so a fork of it is as good as a fresh interpreter and a thousand times
+faster. It does nothing else: what can go wrong in a rank goes wrong in the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import importlib
+import os
+import selectors
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+
+from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group, pidfd_open
+from notebook_accel.launching.ranks import interruption, worker
+from notebook_accel.launching.template import huge_pages, preloading
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
+
+__all__ = ["come_under", "main", "serve"]
+
+_ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_process"
+
+
+class Template:
+    """Forks ranks for one agent and tells it when they end.
+
+    Args:
+        agent: The connection to the agent. When it closes, every rank is killed.
+        inherited: What the ranks run, if this is a fork of the kernel.
+        later: What to do while nobody waits for anything, a step at a time.
+    """
+
+    def __init__(
+        self, agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None
+    ) -> None:
+        self._agent = agent
+        self._inherited = inherited
+        self._later = later
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(agent.fileno(), selectors.EVENT_READ)
+        self._ranks: dict[int, tuple[str, int, int]] = {}  # pidfd -> job, rank, pid
+
+    def serve(self) -> None:
+        """Until the agent has gone."""
+        try:
+            self._say_ready()
+            while True:
+                is_free = self._later is not None and not self._ranks  # which have the processors to themselves
+                ready = self._selector.select(0 if is_free else None)
+                if is_free and not ready:
+                    self._do_next()
+                for key, _ in ready:
+                    if key.fd == self._agent.fileno():
+                        for message in self._agent.receive():
+                            self._fork(message)
+                    else:
+                        self._reap(key.fd)
+        except ClosedError:
+            pass
+        finally:
+            # The agent's end is seen twice: its line closes, and then comes SIGCONT, which must not cut this short.
+            try:
+                self._kill_ranks()
+            except SystemExit:
+                self._kill_ranks()
+                raise
+
+    def _kill_ranks(self) -> None:
+        """Kills them and all that they have started, undisturbed."""
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+        for _, _, pid in self._ranks.values():
+            kill_group(pid)
+
+    def _say_ready(self) -> None:
+        gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
+        # A fork of the kernel serves one run, and has no time to become too old.
+        files = preloading.files() if self._inherited is None else {}
+        self._agent.send(messages.encode(messages.Ready(files=files)))
+
+    def _do_next(self) -> None:
+        assert self._later is not None
+        if next(self._later, self._later) is self._later:  # there is nothing left
+            self._later = None
+            self._say_ready()
+        _leave_nothing_to_undo()
+        gc.freeze()
+
+    def _fork(self, message: Message) -> None:
+        order = messages.decode_for_template(message.body)
+        rank = order.rank if isinstance(order, messages.Fork) else messages.ELASTIC
+        try:
+            pid = self._forked(order, rank, message)
+        except OSError as error:  # no more processes or open files: this rank can't be, others still are
+            said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=rank, why=str(error))
+        else:
+            said = messages.Forked(job_id=order.job_id, rank=rank, pid=pid)
+        for descriptor in message.descriptors:
+            os.close(descriptor)
+        self._agent.send(messages.encode(said))
+
+    def _forked(self, order: messages.ToTemplate, rank: int, message: Message) -> int:
+        if not message.is_whole:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        template_pid = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until a rank takes it, instead of ignoring it
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(order, message.descriptors, template_pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        try:
+            watch = pidfd_open(pid)
+        except OSError:
+            kill_group(pid)
+            os.waitpid(pid, 0)
+            raise
+        self._ranks[watch] = (order.job_id, rank, pid)
+        self._selector.register(watch, selectors.EVENT_READ)
+        return pid
+
+    def _become(self, order: messages.ToTemplate, descriptors: list[int], template_pid: int) -> None:
+        """In the child. Never returns."""
+        status = 1
+        try:
+            os.setsid()
+            die_with_parent(template_pid, signal.SIGKILL)
+            self._selector.close()
+            self._agent.close()
+            for watch in self._ranks:
+                os.close(watch)
+            gc.enable()
+            if isinstance(order, messages.Fork):
+                status = worker.run(order, descriptors, self._inherited)
+            else:  # by its name: it imports torch, as nothing else does in here
+                status = importlib.import_module(_ELASTIC_PROCESS).run(order, descriptors)
+        except BaseException:  # noqa: BLE001 - the worker catches the user's, so this is ours: say it where it is seen
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self, watch: int) -> None:
+        job_id, rank, pid = self._ranks.pop(watch)
+        self._selector.unregister(watch)
+        os.close(watch)
+        # The rank is a zombie: its number is still its own, so this reaches its workers and nobody else's.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        kill_group(pid, has_tidied_up=ended is not None and ended.si_status == 0)
+        _, status, usage = os.wait4(pid, 0)
+        exited = messages.Exited(
+            job_id=job_id,
+            rank=rank,
+            status=os.waitstatus_to_exitcode(status),
+            peak_bytes=1024 * usage.ru_maxrss,
+        )
+        self._agent.send(messages.encode(exited))
+
+
+def _leave_nothing_to_undo() -> None:
+    """What libraries have set up here is not a rank's to take down at its exit: torch's operators alone take 40 ms."""
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
+
+
+def come_under(parent_pid: int) -> None:
+    """Makes this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
+    end_with_parent(parent_pid)  # through the `finally` that ends what ranks have started
+
+
+def serve(agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None) -> None:
+    """Says that ranks can be forked, and forks them until the agent has gone. See ``Template``."""
+    _leave_nothing_to_undo()
+    gc.disable()
+    Template(agent, inherited, later).serve()
+
+
+def _make_better() -> Iterator[object]:
+    """What makes ranks start faster and is not needed for them to start: one step for each time that this is asked."""
+    for name in preloading.LATER:
+        with contextlib.suppress(ImportError):  # another version of torch
+            importlib.import_module(name)
+        yield name
+    for address, length in huge_pages.stretches():
+        huge_pages.collapse(address, length)
+        yield address
+
+
+def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
+    """Runs the template. Called in a new interpreter by the agent, with the modules that the user wants preloaded."""
+    come_under(int(agent_pid))
+    # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What is preloaded may ask for GPUs when it is imported, and must not wake the driver: no fork could use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have the notebook's variables, and not this one
+    agent = Connection.from_descriptor(int(agent_descriptor))
+    preloading.import_needed()
+    preloading.import_welcome()
+    worker.openblas_counts()
+    try:
+        preloading.import_named(preload)
+    except preloading.RefusedError as error:
+        agent.send(messages.encode(messages.Unusable(why=str(error))))
+        os._exit(1)
+    gc.collect()
+    serve(agent, later=_make_better())
+    os._exit(0)  # nothing here needs an interpreter's end, and with torch loaded that takes a while

@@ -1,0 +1,387 @@
+"""Objects on their way between the notebook and the ranks.
+
+What the notebook defined travels by value, through cloudpickle. Large buffers, one for each tensor storage and array,
+travel beside the pickle in an anonymous memory file, which every receiver maps privately: nobody copies them, and
+whoever writes, writes to pages of its own.
+
+What came from the notebook goes back as a reference to the notebook's own object, never as a copy: cloudpickle
+unpickles a class that it has seen before *into* that class, and so would replace the notebook's methods by copies with
+globals of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import operator
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+from notebook_accel import host_memory
+from notebook_accel.payload import definitions, memory_files, unpicklable
+from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
+
+__all__ = [
+    "Beside",
+    "Opened",
+    "Origins",
+    "Pickled",
+    "loads",
+    "loads_linked",
+    "open_sealed",
+    "pickle_by_value",
+    "seal",
+]
+
+Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
+
+# Smaller buffers stay in the pickle: a page and a table entry each would cost more than the copy.
+_OUT_OF_BAND_BYTES = 4096
+# From this on, what is to be copied is first compared with the memory that there is.
+_LARGE_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Pickled:
+    """A pickle and what belongs to it.
+
+    Attributes:
+        data: The pickle.
+        buffers: Its out-of-band buffers, in order.
+        shipped: The functions and classes that are in it by value. Their place in here is how the receiver refers to
+            them when it sends something back.
+        sizes_bytes: How much of it each root takes, by its label. What two of them share counts for the first.
+        met: For a pickle beside others, if they are wanted: the objects in it, but for numbers, texts and tuples. They
+            are in the order in which pickle has met them, which cycles are best entered in.
+    """
+
+    data: memoryview
+    buffers: tuple[Block | Whole, ...]
+    shipped: tuple[Any, ...]
+    sizes_bytes: Mapping[str, int]
+    met: tuple[Any, ...] = ()
+
+
+class Beside:
+    """What several pickles that one process opens have in common, so that it is sent once.
+
+    Attributes:
+        blocks: The memory that their tensors and arrays look into.
+        namespaces: cloudpickle's stand-ins for the namespaces of their functions.
+        links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
+        wants_met: Whether to note which objects each of them has met.
+    """
+
+    def __init__(self, *, device_tensors_to_cpu: bool, wants_met: bool = False) -> None:
+        self.blocks = Blocks(device_tensors_to_cpu=device_tensors_to_cpu)
+        self.namespaces: dict[int, Any] = {}
+        self.links: Mapping[int, Any] = {}
+        self.wants_met = wants_met
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What ``open_sealed`` found.
+
+    Attributes:
+        value: The object.
+        shipped: The functions and classes that travelled by value, each with the name under which the sender's
+            namespace has it, or ``None``.
+    """
+
+    value: Any
+    shipped: Sequence[tuple[str | None, Any]]
+
+
+def pickle_by_value(
+    value: Any,
+    *,
+    roots: Mapping[str, Any],
+    namespace: Mapping[str, Any] | None = None,
+    origins: Origins = (),
+    device_tensors_to_cpu: bool = False,
+    beside: Beside | None = None,
+    advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
+) -> Pickled:
+    """Pickles an object.
+
+    Args:
+        value: The object.
+        roots: What the user knows in it, by the words that a message uses for it, such as ``global "model"``.
+        namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
+            instead of a dict of their own.
+        origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
+            came from it, their place in its ``Pickled.shipped``. They go as references.
+        device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
+        beside: What this pickle has in common with others.
+        advice: What an error says to do instead of sending the object.
+
+    Raises:
+        PayloadError: Something can't be pickled; the message leads to it.
+    """
+    options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
+    pickler = _LinkingPickler(options, beside) if beside and beside.links else _Pickler(options, beside)
+    try:
+        pickler.dump_with(value, roots)
+    except _TooLargeError:
+        raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
+        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
+    shipped = tuple(obj for _, obj in pickler.shipped)
+    written = pickler.written
+    met = pickler.met() if beside is not None and beside.wants_met else ()
+    return Pickled(written.data, tuple(written.buffers), shipped, written.sizes_bytes, met)
+
+
+def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
+    """Writes a head and a pickle into an empty memory file; returns the bytes written. Buffers start on pages.
+
+    Raises:
+        PayloadError: There isn't the memory for it.
+    """
+    needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
+    if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
+        raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes())
+    try:
+        return memory_files.write(descriptor, head, pickled.data, pickled.buffers)
+    except MemoryError:
+        raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
+
+
+def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
+    """The objects in a sealed file, their buffers mapped privately. The descriptor may be closed afterwards.
+
+    Args:
+        descriptor: The memory file.
+        namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
+        origins: What the sender may refer to: what this side had shipped before, or numbers by itself.
+    """
+    contents = memory_files.read(descriptor)
+    with _receiving({} if namespace is None else namespace, origins):
+        _, value, shipped = pickle.loads(contents.pickle, buffers=contents.buffers)
+    return Opened(value, shipped)
+
+
+def loads(data: bytes, *, origins: Origins = ()) -> Any:
+    """The object that a ``Pickled.data`` without buffers holds."""
+    with _receiving({}, origins):
+        _, value, _ = pickle.loads(data)
+    return value
+
+
+def loads_linked(
+    data: memoryview, buffers: Iterable[memoryview], resolve: Callable[[Any], Any], *, origins: Origins = ()
+) -> Any:
+    """The object that a pickle ``Beside`` others holds.
+
+    Args:
+        data: The pickle.
+        buffers: Its out-of-band buffers, in order.
+        resolve: Gives the object of another pickle for a link.
+        origins: As for ``open_sealed``.
+    """
+    with _receiving({}, origins):
+        _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    namespace: Mapping[str, Any] | None
+    origins: Mapping[int, int]
+    device_tensors_to_cpu: bool
+
+
+class _TooLargeError(pickle.PicklingError):
+    """The pickle itself outgrows the memory that there is."""
+
+
+class _Stream(io.BytesIO):
+    """Where a pickle is written. It stops while there is still room for the copy that is made of it."""
+
+    _checked_bytes = _LARGE_BYTES
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self.tell() > self._checked_bytes:
+            self._checked_bytes += _LARGE_BYTES
+            if self.tell() > host_memory.available_bytes():
+                raise _TooLargeError
+        return written
+
+
+class _Mark:
+    """In the stream before a root, so that its size is known."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+
+class _Written:
+    """The pickle so far, its out-of-band buffers, and what each root has taken of both.
+
+    It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
+    buffers is in a reference cycle, and with it the memory of everything that it has pickled.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.stream = _Stream()
+        self.buffers: list[Block | Whole] = []
+        self._blocks = blocks
+        self._root = ""
+        self._root_start = 0
+        self._in_band_bytes: dict[str, int] = {}
+        self._buffers_of: dict[str, list[Block | Whole]] = {}
+
+    @property
+    def data(self) -> memoryview:
+        # Not getbuffer(): some Pythons, 3.12.1 for one, crash when its view is collected as part of a cycle.
+        # getvalue() doesn't copy either.
+        return memoryview(self.stream.getvalue())
+
+    @property
+    def sizes_bytes(self) -> dict[str, int]:
+        """How much each root has taken so far."""
+        self.begin(self._root)
+        return {
+            label: size_bytes + sum(buffer.used_bytes for buffer in self._buffers_of.get(label, ()))
+            for label, size_bytes in self._in_band_bytes.items()
+            if label
+        }
+
+    def begin(self, root: str) -> None:
+        """Count what follows for the root with this label."""
+        taken = self.stream.tell() - self._root_start
+        self._in_band_bytes[self._root] = self._in_band_bytes.get(self._root, 0) + taken
+        self._root, self._root_start = root, self.stream.tell()
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Decide about a buffer, as pickle's ``buffer_callback``: return whether it goes into the pickle itself."""
+        if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
+            return True
+        taken = self._blocks.of(buffer)
+        self.buffers.append(taken)
+        self._buffers_of.setdefault(self._root, []).append(taken)
+        return False
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
+
+    def __init__(self, options: _Options, beside: Beside | None = None) -> None:
+        self._options = options
+        beside = beside or Beside(device_tensors_to_cpu=options.device_tensors_to_cpu)
+        self._blocks = beside.blocks
+        self.written = _Written(self._blocks)
+        self.shipped: list[tuple[str | None, Any]] = []
+        super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
+        self.globals_ref = beside.namespaces
+        if options.namespace is not None:
+            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
+            self.globals_ref[id(options.namespace)] = _Namespace()
+
+    def dump_with(self, value: Any, roots: Mapping[str, Any]) -> None:
+        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
+        # the end is filled while what stands before it is being pickled.
+        marked = [(_Mark(label), root) for label, root in roots.items()]
+        self.dump(([*marked, _Mark("")], value, self.shipped))
+
+    def met(self) -> tuple[Any, ...]:
+        """The objects that pickle remembers, in order. Without constants, of which there may be millions."""
+        found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
+        return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
+
+    def reducer_override(self, obj: Any) -> Any:
+        origin = self._options.origins.get(id(obj))
+        if origin is not None:
+            return _resolve_origin, (origin,)
+        if type(obj) is _Mark:
+            self.written.begin(obj.label)
+            return tuple, ()
+        reduced = self._blocks.reduce(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        reduced = definitions.reduce(obj)
+        is_definition = reduced is not NotImplemented
+        if not is_definition:
+            reduced = super().reducer_override(obj)
+            is_definition = reduced is not NotImplemented and isinstance(obj, (type, types.FunctionType))
+        if is_definition:
+            self.shipped.append((self._name_in_namespace(obj), obj))
+        return reduced
+
+    def _name_in_namespace(self, obj: Any) -> str | None:
+        name: str | None = getattr(obj, "__name__", None)
+        namespace = self._options.namespace or {}
+        return name if name is not None and namespace.get(name) is obj else None
+
+
+class _LinkingPickler(_Pickler):
+    """A pickler that refers to objects of other pickles. It asks about every object, which takes its time."""
+
+    def __init__(self, options: _Options, beside: Beside) -> None:
+        self._links = beside.links
+        super().__init__(options, beside)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._links.get(id(obj))
+
+
+class _LinkingUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, buffers: Iterable[memoryview], resolve: Callable[[Any], Any]) -> None:
+        super().__init__(stream, buffers=buffers)
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._resolve(pid)
+
+
+class _Namespace:
+    """Stands for the sender's namespace; unpickles as the receiver's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receiver_namespace, ()
+
+
+class _Receiving(threading.local):
+    namespace: dict[str, Any]
+    origins: Origins
+
+
+_now_receiving = _Receiving()
+
+
+@contextlib.contextmanager
+def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
+    _now_receiving.namespace, _now_receiving.origins = namespace, origins
+    try:
+        yield
+    finally:
+        del _now_receiving.namespace, _now_receiving.origins
+
+
+def _receiver_namespace() -> dict[str, Any]:
+    return _now_receiving.namespace
+
+
+def _numbered(origins: Origins) -> Iterable[tuple[int, Any]]:
+    return origins.items() if isinstance(origins, Mapping) else enumerate(origins)
+
+
+def _resolve_origin(index: int) -> Any:
+    return _now_receiving.origins[index]
+
+
+def _failure(obj: Any, options: _Options) -> Exception | None:
+    """What pickling the object alone raises."""
+    try:
+        _Pickler(options).dump_with(obj, {})
+    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
+        return error
+    return None

@@ -1,0 +1,109 @@
+"""What a cell's user is told when ranks have failed, died or were stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from notebook_accel.errors import RankEnd, RankFailedError, RunError
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.state import explanations
+from notebook_accel.launching.state.failures import cause_of, raised_in_words
+from notebook_accel.protocol.events import Failed
+from notebook_accel.protocol.session_messages import Reply
+from notebook_accel.sessions.showing import ranks_in_words
+
+__all__ = ["first_failure", "how_it_died", "interrupted"]
+
+_RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep what they have"
+_DEATH_DEADLINE_S = 30.0  # the agent says it, which on a busy machine comes to it late
+_LOOK_PERIOD_S = 0.02
+
+
+def first_failure(
+    replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
+) -> RankFailedError | None:
+    """The error of the rank that has failed first; one that was interrupted, or lost its peer, follows from another."""
+    failures = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
+    if not failures:
+        return None
+    rank = min(failures, key=lambda rank: _order(rank in interrupted, failures[rank]))
+    failed = failures[rank]
+    others = [
+        RankEnd(other, stopped=other in interrupted, error=raised_in_words(said))
+        for other, said in sorted(failures.items())
+        if other != rank
+    ]
+    where = f" at {failed.line}" if failed.line else ""
+    why, fix = explanations.of_exception(failed, None, {})
+    error = RankFailedError(
+        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
+        rank=rank,
+        world_size=world_size,
+        why=why,
+        fix=_of_missing_name(replies[rank].missing, replies) or fix,
+        remote_traceback=failed.traceback,
+        others=tuple(others),
+    )
+    error.__cause__ = cause_of(failed, origins)
+    return error
+
+
+def _order(was_interrupted: bool, failed: Failed) -> tuple[bool, bool, float]:
+    return was_interrupted, failed.lost_peer, failed.time_s
+
+
+def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
+    if not name or name not in vars(sys.modules["__main__"]):
+        return ""
+    lacking = [rank for rank, reply in replies.items() if reply.missing == name]
+    who = ranks_in_words(lacking)
+    return f"the notebook has a {name!r} that {who} doesn't have: %push {name}, or session.push({name}={name})"
+
+
+def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
+    """The kernel's interrupt, with where the ranks were in place of a traceback, which would be of our frames."""
+    if not isinstance(interrupt, KeyboardInterrupt):
+        return interrupt
+    lines = [
+        f"  rank {rank} was at {reply.failed.line}"
+        for rank, reply in replies.items()
+        if reply.failed and reply.failed.line
+    ]
+    text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their names.", *lines])
+    interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
+    return interrupt
+
+
+def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
+    """The error that says why a rank is gone, as soon as that is known, which takes a moment."""
+    deadline_s = time.monotonic() + _DEATH_DEADLINE_S
+    error: RunError | None = None
+    while error is None and not job.done and time.monotonic() < deadline_s:
+        error = job.death(rank)
+        if error is None:
+            time.sleep(_LOOK_PERIOD_S)
+    if job.done:
+        return _of_the_whole(job)
+    if error is None:
+        return RunError(f"Rank {rank} of {job.name!r} no longer answers, and nobody says why.", fix=_RESTART)
+    if was_killed:
+        error.what = (
+            f"rank {rank} of {job.world_size} went on although it was interrupted, and was killed. Its names are lost."
+        )
+        error.why = ""
+        error.args = (error.what,)
+    error.fix = "; ".join(filter(None, [error.fix, _RESTART]))
+    return error
+
+
+def _of_the_whole(job: Job) -> RunError:
+    error = job.error
+    if isinstance(error, RunError):
+        error.fix = error.fix or "%distributed start, or a new Session"
+        return error
+    return RunError(
+        f"The session {job.name!r} has ended.", why=str(error or ""), fix="%distributed start, or a new Session"
+    )

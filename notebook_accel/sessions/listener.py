@@ -1,0 +1,143 @@
+"""How ranks come to their session: a socket in a folder that only this user can look into, and a secret.
+
+The folder, and not a socket pair that the rank is forked with, because a rank that is started again has to come too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+from notebook_accel.errors import LaunchError
+from notebook_accel.latch import Latch
+from notebook_accel.launching import logs
+from notebook_accel.launching.agent import log_keeping
+from notebook_accel.launching.processes import pidfd_open
+from notebook_accel.protocol import session_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection
+
+__all__ = ["Arrival", "Meeting", "join_session"]
+
+_HELLO_DEADLINE_S = 5.0
+_LOOK_PERIOD_S = 0.1
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
+_NAME = "session"
+
+
+class Arrival:
+    """A rank that has come.
+
+    Attributes:
+        rank: Its number.
+        connection: The line to it.
+        pidfd: Leads to its process, whatever becomes of the process's number.
+        was_taken: Set when somebody looks after it.
+    """
+
+    def __init__(self, rank: int, connection: Connection, pidfd: int) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.pidfd = pidfd
+        self.was_taken = Latch()
+
+    def close(self) -> None:
+        """Closes both."""
+        self.connection.close()
+        os.close(self.pidfd)
+
+
+class Meeting:
+    """Where ranks come to.
+
+    Attributes:
+        folder: Its folder, which ranks are told.
+        secret: Which they prove to have been told.
+
+    Raises:
+        LaunchError: There is no room for it.
+    """
+
+    def __init__(self) -> None:
+        folder = logs.make_folder("", "session")
+        if folder is None:
+            raise LaunchError("No folder for the session's socket could be made among the temporary files.",
+                              fix="make room there, or set TMPDIR to another folder")  # fmt: skip
+        self.folder: pathlib.Path = folder
+        self.secret = secrets.token_bytes(32)
+        self._hold = log_keeping.hold(str(folder))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _short_path(folder) as path:
+            self._socket.bind(path)
+        self._socket.listen(1024)
+        self._socket.settimeout(_LOOK_PERIOD_S)
+
+    def close(self) -> None:
+        """Nobody can come any more."""
+        self._socket.close()
+        if self._hold is not None:
+            os.close(self._hold)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def arrivals(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[Arrival]:
+        """The next so many ranks, as they come.
+
+        Args:
+            count: How many are waited for.
+            timeout_s: How long for all of them.
+            check: Called now and then; raises if it is no use to wait.
+
+        Raises:
+            LaunchError: They didn't come in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while count:
+            check()
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"{count} of the session's ranks have not come within {timeout_s:g} s.")
+            with contextlib.suppress(TimeoutError):
+                arrival = self._received(self._socket.accept()[0])
+                if arrival is not None:
+                    count -= 1
+                    yield arrival
+
+    def _received(self, sock: socket.socket) -> Arrival | None:
+        """Who has come; ``None`` if it is nobody of ours."""
+        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        connection = Connection(sock)
+        connection.set_receive_deadline(_HELLO_DEADLINE_S)
+        with contextlib.suppress(ClosedError, ProcessLookupError, ValueError):  # msgspec's errors are ValueErrors
+            frames = connection.receive()
+            hello = messages.decode_hello(frames[0].body) if frames else None
+            if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
+                connection.set_receive_deadline(0)
+                return Arrival(hello.rank, connection, pidfd_open(pid))
+        connection.close()
+        return None
+
+
+def join_session(folder: str, hello: messages.Hello) -> Connection:
+    """A rank's line to its session."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short_path(pathlib.Path(folder)) as path:
+        sock.connect(path)
+    connection = Connection(sock)
+    connection.send(messages.encode(hello))
+    return connection
+
+
+@contextlib.contextmanager
+def _short_path(folder: pathlib.Path) -> Iterator[str]:
+    """A path to the socket in the folder that is short enough for the system, however long the folder's own is."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_NAME}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,273 @@
+"""The function that a session launches: each rank waits in it for what the notebook wants next, and does it.
+
+Runs in a rank, in its main thread. Between cells an interrupt means nothing; in one it is raised in the user's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from notebook_accel import reporting
+from notebook_accel.launching import result_files
+from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
+from notebook_accel.launching.spec import JobSpec, Source
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import events
+from notebook_accel.protocol import session_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
+from notebook_accel.sessions import showing
+from notebook_accel.sessions.listener import join_session
+from notebook_accel.sessions.ranks import looking
+from notebook_accel.sessions.ranks.modes import Modes
+from notebook_accel.sessions.ranks.names import Names
+
+__all__ = ["serve"]
+
+_ABORT_PATIENCE_S = 2.0
+_BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
+
+
+def serve(folder: str, secret: bytes) -> None:
+    """Joins the session and does what it says, until it is over or its kernel has gone.
+
+    Args:
+        folder: Where the session's kernel listens.
+        secret: Only the session's ranks have it.
+    """
+    interruption.note_only()
+    nccl.let_ranks_survive()
+    rank = int(os.environ["RANK"])
+    with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
+        os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
+        with contextlib.suppress(ClosedError):
+            _Rank(rank, connection).serve()
+
+
+class _Rank:
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._namespace = sys.modules["__main__"].__dict__
+        self._names = Names(self._namespace)
+        self._pid = os.getpid()
+        self._lacks_delivery = False
+        self._traceback: types.TracebackType | None = None  # of the last error in the user's code
+        world_size = int(os.environ["WORLD_SIZE"])
+        self._spec = JobSpec(
+            name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
+        )
+
+    def serve(self) -> None:
+        while True:
+            for message in self._connection.receive():
+                try:
+                    order = messages.decode_for_rank(message.body)
+                    if isinstance(order, messages.Welcome):
+                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
+                    elif not isinstance(order, messages.Typed):  # for a debugger that has just ended
+                        self._answer(order, message)
+                finally:
+                    for descriptor in message.descriptors:
+                        os.close(descriptor)
+
+    def _answer(self, order: Any, message: Message) -> None:
+        do = _DOINGS[type(order)]
+        with contextlib.ExitStack() as opened:
+            descriptors: list[int] = []
+            # An interrupt may come before it is looked at.
+            self._lacks_delivery = getattr(order, "delivery", None) is not None
+            facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
+            if facts.get("breaks_group"):  # what is on a GPU may wait in it for ever
+                nccl.abort_soon(_ABORT_PATIENCE_S)
+                reporting.reporter().forget_unread()
+            if "values" in facts:
+                facts, descriptors = self._sealed(facts, opened)
+            bound, unbound = self._names.changes()
+            streams.flush()
+            reply = messages.Reply(
+                number=order.number,
+                lacks_delivery=self._lacks_delivery,
+                bound=bound,
+                unbound=unbound,
+                has_value=bool(descriptors),
+                log_bytes=streams.log_bytes(),
+                steps=reporting.reporter().catch_up(),
+                **facts,
+            )
+            self._connection.send(messages.encode(reply), descriptors)
+
+    def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
+        """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
+        modes = Modes()
+        try:
+            interruption.forget(sent_s)
+            if is_interruptible:
+                interruption.allow()
+            facts = act()
+            interruption.note_only()
+        except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+            if os.getpid() != self._pid:
+                failure.end_fork(raised, self._spec)
+            error = interruption.settle(raised)
+            if isinstance(error, KeyboardInterrupt):
+                modes.restore()
+            facts = self._failed(error)
+        if os.getpid() != self._pid:
+            failure.end_fork(None, self._spec)
+        return facts
+
+    def _failed(self, error: BaseException) -> dict[str, Any]:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return {}
+        self._keep(error)
+        said = failure.describe(error, self._spec, self._names.definitions)
+        frames = traceback.walk_tb(error.__traceback__)
+        breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
+        return {
+            "failed": said,
+            "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
+            "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
+        }
+
+    def _keep(self, error: BaseException) -> None:
+        """For a debugger, until the next error: also what the frames hold, as IPython does in the notebook."""
+        tb = failure.without_our_frames(error.__traceback__)
+        if tb is not None:
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
+            self._traceback = tb
+
+    def _sealed(self, facts: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
+        values = facts.pop("values")
+        try:
+            descriptor = memory_files.memory_file("notebook-accel-value")
+            opened.callback(os.close, descriptor)
+            result_files.write(
+                descriptor,
+                values,
+                rank=self._rank,
+                origins=self._names.definitions,
+                advice="take something else of it, such as numbers, tensors or a state_dict()",
+            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
+            return {**facts, **self._failed(error)}, []
+        return facts, [descriptor]
+
+    # What can be asked ----------------------------------------------------------------------------------------------
+
+    def _take(self, order: messages.Take | messages.Execute | messages.Call, message: Message) -> Any:
+        if order.delivery is None:
+            return None
+        if not message.is_whole:
+            raise OSError("this rank has no room for another open file")
+        with interruption.only_noted():  # it has all of it or nothing
+            self._show_sources(order.delivery.sources)
+            call = self._names.take(order.delivery, message.descriptors[0])
+            self._lacks_delivery = False
+        return call
+
+    def _show_sources(self, sources: dict[str, tuple[str, str]]) -> None:
+        new = {filename: Source(label, text) for filename, (label, text) in sources.items()}
+        self._spec.sources.update(new)
+        worker.show_sources(new)
+
+    def _just_take(self, order: messages.Take, message: Message) -> dict[str, Any]:
+        self._take(order, message)
+        return {}
+
+    def _execute(self, order: messages.Execute, message: Message) -> dict[str, Any]:
+        self._take(order, message)
+        self._show_sources({order.label: (order.label, order.source)})
+        with self._displaying(order.number):
+            value = worker.run_cell(order.source, order.label, self._namespace)
+        facts: dict[str, Any] = {"shown": {} if value is None else showing.bundle(value)}
+        if value is not None:
+            self._namespace["_"] = value
+        if order.wants_value:
+            facts["values"] = {"": value}
+        return facts
+
+    def _call(self, order: messages.Call, message: Message) -> dict[str, Any]:
+        function, args, kwargs = self._take(order, message)
+        with self._displaying(order.number):
+            value = function(*args, **kwargs)
+        return {"values": {"": value}}
+
+    @contextlib.contextmanager
+    def _displaying(self, number: int) -> Iterator[None]:
+        """What is displayed in the body, and figures that it leaves open, appear under its cell."""
+
+        def show(event: events.Display) -> None:
+            self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
+
+        displays.lead_to(show)
+        try:
+            yield
+            displays.end()
+        finally:
+            displays.lead_to(None)
+
+    def _fetch(self, order: messages.Fetch, _: Message) -> dict[str, Any]:
+        for name in order.names:
+            if name not in self._namespace:
+                raise NameError(f"name {name!r} is not defined", name=name)
+        return {"values": {name: self._namespace[name] for name in order.names}}
+
+    def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
+        look = looking.description if order.describes else looking.completions
+        return {"lines": look(self._namespace, order.text)}
+
+    def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
+        if self._traceback is None:
+            return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to look at."]}
+        debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
+        debugging.post_mortem(self._traceback, self._rank, lambda text: self._typed(order.number, text))
+        return {}
+
+    def _typed(self, number: int, text: str) -> str:
+        """What the user types after this text."""
+        streams.flush()
+        prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
+        self._connection.send(messages.encode(prompt))
+        while True:
+            for message in self._connection.receive():
+                order = messages.decode_for_rank(message.body)
+                if isinstance(order, messages.Typed) and order.number == number:
+                    return order.line
+
+    def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
+        regrouping = _regrouping()
+        regrouping.abandon_passes()
+        return {"standing": regrouping.standing()}
+
+    def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
+        return {}
+
+    def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
+        return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
+
+
+_DOINGS: dict[type, Any] = {
+    messages.Execute: _Rank._execute,
+    messages.Call: _Rank._call,
+    messages.Take: _Rank._just_take,
+    messages.Fetch: _Rank._fetch,
+    messages.Look: _Rank._look,
+    messages.Debug: _Rank._debug,
+    messages.Standing: _Rank._stand,
+    messages.Settle: _Rank._settle,
+    messages.Renew: _Rank._renew,
+}
+
+_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debug, messages.Renew}
+
+
+def _regrouping() -> Any:
+    """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
+    return importlib.import_module("notebook_accel.training.regrouping")
