@@ -24,7 +24,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
-from notebook_accel.training.runtimes.single_process import SingleProcess
+from notebook_accel.training.backends.single_process import SingleProcess
 from tests import processes
 
 

@@ -1,4 +1,4 @@
-"""``Accelerator``: what training code holds. It owns the parts of the runtime and hands each call to one of them."""
+"""``Accelerator``: what training code holds. It owns the parts of the backend and hands each call to one of them."""
 
 from __future__ import annotations
 
@@ -108,17 +108,17 @@ class Accelerator(GroupCalls, Project, Settings):
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
         config = dataloader_config or DataLoaderConfiguration()
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
-        runtime = process_group.join(cpu=cpu, options=self._handlers.group)
-        super().__init__(runtime, project_dir=project_dir, configuration=project_config, log_with=log_with)
+        backend = process_group.join(cpu=cpu, options=self._handlers.group)
+        super().__init__(backend, project_dir=project_dir, configuration=project_config, log_with=log_with)
         self._precision = Precision(
             mixed_precision,
-            self._runtime.device,
+            self._backend.device,
             autocast=self._handlers.autocast,
             scaler=self._handlers.scaler,
             downcast_bf16=downcast_bf16,
-            computes_in=self._runtime.computes_in,
+            computes_in=self._backend.computes_in,
         )
-        self.state = AcceleratorState.of(self._runtime, self._precision)
+        self.state = AcceleratorState.of(self._backend, self._precision)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -164,16 +164,16 @@ class Accelerator(GroupCalls, Project, Settings):
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
         )
-        return self._once(model, lambda: prepare(model, self._runtime, self._precision))
+        return self._once(model, lambda: prepare(model, self._backend, self._precision))
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
-        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._runtime, device_placement=device_placement))
+        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._backend, device_placement=device_placement))
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """``prepare`` for one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
-        moves, end_step = self._is_placed(device_placement), self._runtime.end_step
+        moves, end_step = self._is_placed(device_placement), self._backend.end_step
         prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, end_step=end_step)
         return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
 
@@ -184,7 +184,7 @@ class Accelerator(GroupCalls, Project, Settings):
         data.refuse_slicing(slice_fn_for_dispatch)
         prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
         device = self.device if self._is_placed(device_placement) else None
-        return self._once(data_loader, lambda: prepare(data_loader, runtime=self._runtime, device=device))
+        return self._once(data_loader, lambda: prepare(data_loader, backend=self._backend, device=device))
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """``prepare`` for one scheduler. Its optimizer has to be prepared before."""
@@ -241,7 +241,7 @@ class Accelerator(GroupCalls, Project, Settings):
         self._prepared.clear()
         self.gradient_state.reset()
         gc.collect()
-        self._runtime.release_memory()
+        self._backend.release_memory()
         return [None] * len(objects)
 
     clear = free_memory
@@ -253,7 +253,7 @@ class Accelerator(GroupCalls, Project, Settings):
         """
         self._finish_trackers()
         self.free_memory()
-        self._runtime.leave()
+        self._backend.leave()
 
     # One step
 
@@ -271,7 +271,7 @@ class Accelerator(GroupCalls, Project, Settings):
         try:
             scaled.backward(**kwargs)
         except RuntimeError as error:
-            self._runtime.explain(error)
+            self._backend.explain(error)
             raise
 
     def _begin(self) -> None:

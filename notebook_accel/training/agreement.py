@@ -10,37 +10,37 @@ import torch
 
 from notebook_accel import code_places
 from notebook_accel.errors import CollectiveError
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["agree", "agree_on_model", "disagreement"]
 
 _SHOWN_DIFFERENCES = 3
 
 
-def agree(runtime: Runtime, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-    """Compares an operation and its tensors, where the runtime asks for that.
+def agree(backend: Backend, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+    """Compares an operation and its tensors, where the backend asks for that.
 
     Raises:
         CollectiveError: The ranks don't agree. All get it, and the group can still be used.
     """
-    if runtime.compares_calls:
-        _compare(runtime, operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
+    if backend.compares_calls:
+        _compare(backend, operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
 
 
-def agree_on_model(runtime: Runtime, model: torch.nn.Module) -> None:
+def agree_on_model(backend: Backend, model: torch.nn.Module) -> None:
     """Compares the parameters of a model that every rank prepares, before their gradients are averaged.
 
     Raises:
         CollectiveError: A rank prepares another model, or does something else.
     """
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return
     parameters = [f"{name} {_kind_of(parameter)}" for name, parameter in model.named_parameters()]
     operation = f"prepare a {type(model).__name__} of {len(parameters)} parameters"
-    if runtime.compares_calls:
-        _compare(runtime, operation, parameters)
+    if backend.compares_calls:
+        _compare(backend, operation, parameters)
     else:
-        _refuse_differences(runtime, operation, parameters)
+        _refuse_differences(backend, operation, parameters)
 
 
 def disagreement(calls: Sequence[str]) -> CollectiveError:
@@ -53,16 +53,16 @@ def disagreement(calls: Sequence[str]) -> CollectiveError:
     )
 
 
-def _compare(runtime: Runtime, call: str, details: Sequence[str] = ()) -> None:
+def _compare(backend: Backend, call: str, details: Sequence[str] = ()) -> None:
     digest = zlib.crc32("\n".join([call, *details]).encode())
-    digests = runtime.all_gather(torch.tensor([digest]))
+    digests = backend.all_gather(torch.tensor([digest]))
     if bool((digests != digests[0]).any()):
-        _refuse_differences(runtime, call, details)
+        _refuse_differences(backend, call, details)
 
 
-def _refuse_differences(runtime: Runtime, call: str, details: Sequence[str]) -> None:
+def _refuse_differences(backend: Backend, call: str, details: Sequence[str]) -> None:
     where = code_places.describe(sys._getframe(1)).rpartition(" at ")[2]
-    by_rank: list[tuple[str, Sequence[str], str]] = runtime.all_gather_object((call, details, where))
+    by_rank: list[tuple[str, Sequence[str], str]] = backend.all_gather_object((call, details, where))
     common = set.intersection(*(set(details) for _, details, _ in by_rank))
     calls = [f"{call}{_only(details, common)}" for call, details, _ in by_rank]
     if len(set(calls)) > 1:

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import process_group, regrouping
-from notebook_accel.training.runtimes import torch_group
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends import torch_group
+from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["find_executable_batch_size"]
 
@@ -134,7 +134,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _member() -> Runtime | None:
+def _member() -> Backend | None:
     """A use of the group that there is already, so that it is made anew if it breaks, although nobody else uses it."""
     if torch_group.made_here() is None:
         return None
@@ -267,8 +267,8 @@ def _is_about_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()
-    runtime = process_group.joined()  # joins no group: with which options is for the function to say
-    if runtime is not None:
-        runtime.release_memory()
+    backend = process_group.joined()  # joins no group: with which options is for the function to say
+    if backend is not None:
+        backend.release_memory()
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -22,8 +22,8 @@ from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import collectives, model_files, random_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.agreement import agree
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.models import unwrap_model
-from notebook_accel.training.runtimes.runtime import Runtime
 
 __all__ = ["CUSTOM", "Contents", "Hooks", "load", "save", "state_of"]
 
@@ -71,12 +71,12 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def save(
-    runtime: Runtime, contents: Contents, hooks: Hooks, choose: Callable[[], pathlib.Path], *, safe: bool = True
+    backend: Backend, contents: Contents, hooks: Hooks, choose: Callable[[], pathlib.Path], *, safe: bool = True
 ) -> pathlib.Path:
     """Writes a checkpoint and returns its folder. The folder appears when it is complete, and then on all ranks.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         contents: What to save.
         hooks: What to call before.
         choose: Gives the folder; only rank 0's is used.
@@ -85,7 +85,7 @@ def save(
     Raises:
         CheckpointError: A rank couldn't write its part. What was there before is still there.
     """
-    is_main = runtime.place.rank == 0
+    is_main = backend.place.rank == 0
 
     def begin() -> pathlib.Path | None:
         if not is_main:
@@ -94,14 +94,14 @@ def save(
         folders.start_draft(folder)
         return folder
 
-    folder: pathlib.Path = _together(runtime, "begin a checkpoint", begin)[0]
+    folder: pathlib.Path = _together(backend, "begin a checkpoint", begin)[0]
     draft = folders.draft_of(folder)
     try:
         fingerprints = _together(
-            runtime, "write its part of a checkpoint", lambda: _write(runtime, contents, hooks, draft, safe)
+            backend, "write its part of a checkpoint", lambda: _write(backend, contents, hooks, draft, safe)
         )
-        publish = functools.partial(_publish, runtime, contents, folder, fingerprints[0])
-        _together(runtime, "complete a checkpoint", publish if is_main else lambda: None)
+        publish = functools.partial(_publish, backend, contents, folder, fingerprints[0])
+        _together(backend, "complete a checkpoint", publish if is_main else lambda: None)
     except BaseException:
         if is_main:
             folders.abandon(folder)
@@ -109,14 +109,14 @@ def save(
     return folder
 
 
-def _write(runtime: Runtime, contents: Contents, hooks: Hooks, draft: pathlib.Path, safe: bool) -> list[str]:
+def _write(backend: Backend, contents: Contents, hooks: Hooks, draft: pathlib.Path, safe: bool) -> list[str]:
     """Writes a rank's part, and returns a fingerprint of each model that is saved."""
-    weights = [runtime.to_host(state_of(model)) for model in contents.models]
+    weights = [backend.to_host(state_of(model)) for model in contents.models]
     for hook in hooks.before_save:
         hook(contents.models[:], weights, str(draft))
-    rank = runtime.place.rank
-    states = {name: [runtime.to_host(item.state_dict()) for item in items] for name, items in contents.states.items()}
-    model_files.write_object(_own_state(runtime, contents), draft / f"rank_{rank}.bin")
+    rank = backend.place.rank
+    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in contents.states.items()}
+    model_files.write_object(_own_state(backend, contents), draft / f"rank_{rank}.bin")
     if rank == 0:
         for number, state in enumerate(weights):
             model_files.write_weights(state, draft / _model_file(number, safe), safe=safe)
@@ -126,22 +126,22 @@ def _write(runtime: Runtime, contents: Contents, hooks: Hooks, draft: pathlib.Pa
     return [_fingerprint(state) for state in weights]
 
 
-def _publish(runtime: Runtime, contents: Contents, folder: pathlib.Path, fingerprints: list[str]) -> None:
+def _publish(backend: Backend, contents: Contents, folder: pathlib.Path, fingerprints: list[str]) -> None:
     manifest = {
-        "world_size": runtime.place.world_size,
+        "world_size": backend.place.world_size,
         "models": fingerprints,
         "counts": {name: len(items) for name, items in contents.states.items()},
     }
     folders.publish(folder, manifest)
 
 
-def _own_state(runtime: Runtime, contents: Contents) -> dict[str, Any]:
+def _own_state(backend: Backend, contents: Contents) -> dict[str, Any]:
     models = [] if contents.gradients.sync_gradients else contents.models
     return {
         "loaders": [loader.state_dict() for loader in contents.loaders],
         "window": contents.gradients.state_dict(),
-        "gradients": [runtime.to_host(_gradients_of(model)) for model in models],
-        "random": random_state.capture(runtime),
+        "gradients": [backend.to_host(_gradients_of(model)) for model in models],
+        "random": random_state.capture(backend),
     }
 
 
@@ -151,7 +151,7 @@ def _gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load(
-    runtime: Runtime,
+    backend: Backend,
     contents: Contents,
     hooks: Hooks,
     choose: Callable[[], pathlib.Path],
@@ -164,7 +164,7 @@ def load(
     Everything is read and checked on every rank before anything changes.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         contents: What to load into.
         hooks: What to call before.
         choose: Gives the folder; only rank 0's is used.
@@ -176,17 +176,17 @@ def load(
     """
 
     def begin() -> pathlib.Path | None:
-        if runtime.place.rank != 0:
+        if backend.place.rank != 0:
             return None
         folder = choose()
         folders.settle(folder)
         return folder
 
-    folder: pathlib.Path = _together(runtime, "find a checkpoint", begin)[0]
+    folder: pathlib.Path = _together(backend, "find a checkpoint", begin)[0]
     own: list[_Read] = []
-    read = functools.partial(_read, runtime, contents, hooks, folder, strict=strict, weights_only=weights_only)
-    _together(runtime, "read a checkpoint", lambda: own.append(read()))
-    _together(runtime, "load a checkpoint", lambda: _apply(runtime, contents, own[0], strict=strict))
+    read = functools.partial(_read, backend, contents, hooks, folder, strict=strict, weights_only=weights_only)
+    _together(backend, "read a checkpoint", lambda: own.append(read()))
+    _together(backend, "load a checkpoint", lambda: _apply(backend, contents, own[0], strict=strict))
     return folder
 
 
@@ -200,10 +200,10 @@ class _Read:
 
 
 def _read(
-    runtime: Runtime, contents: Contents, hooks: Hooks, folder: pathlib.Path, *, strict: bool, weights_only: bool
+    backend: Backend, contents: Contents, hooks: Hooks, folder: pathlib.Path, *, strict: bool, weights_only: bool
 ) -> _Read:
     manifest = folders.read_manifest(folder)
-    _check_world_size(manifest, runtime, folder)
+    _check_world_size(manifest, backend, folder)
     if not (contents.models or contents.loaders or any(contents.states.values())):
         raise CheckpointError(
             f"There is nothing to load the checkpoint {folder} into: nothing has been prepared.",
@@ -226,10 +226,10 @@ def _read(
         for name, items in contents.states.items()
         for number, item in enumerate(items)
     ]
-    return _Read(weights, states, _read_object(folder / f"rank_{runtime.place.rank}.bin"))
+    return _Read(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
 
 
-def _apply(runtime: Runtime, contents: Contents, read: _Read, *, strict: bool) -> None:
+def _apply(backend: Backend, contents: Contents, read: _Read, *, strict: bool) -> None:
     for model, state in read.models:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(state, strict=strict)
     for item, state in read.states:
@@ -241,23 +241,23 @@ def _apply(runtime: Runtime, contents: Contents, read: _Read, *, strict: bool) -
         for name, parameter in unwrap_model(model, keep_torch_compile=False).named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    random_state.restore(read.own["random"], runtime)
+    random_state.restore(read.own["random"], backend)
 
 
-def _together(runtime: Runtime, what: str, action: Callable[[], Any]) -> list[Any]:
+def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
     """Runs a part of the work on every rank, and returns what it gave, by rank.
 
     Raises:
         CheckpointError: It failed on a rank. The others get the first such rank's message.
     """
     value, error = None, None
-    agree(runtime, what)  # no rank saves what another one loads
+    agree(backend, what)  # no rank saves what another one loads
     try:
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
         error = raised
     text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _in_words(error)
-    ends = collectives.gather_object(runtime, [(value if error is None else None, text)])
+    ends = collectives.gather_object(backend, [(value if error is None else None, text)])
     if isinstance(error, NotebookAccelError):
         raise error
     for rank, (_, reported) in enumerate(ends):
@@ -270,8 +270,8 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _check_world_size(manifest: Mapping[str, Any], runtime: Runtime, folder: pathlib.Path) -> None:
-    saved, now = manifest["world_size"], runtime.place.world_size
+def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pathlib.Path) -> None:
+    saved, now = manifest["world_size"], backend.place.world_size
     if saved != now:
         raise CheckpointError(
             f"The checkpoint {folder} was saved by {saved} ranks, and now there are {now}.",

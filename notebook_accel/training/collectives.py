@@ -1,7 +1,7 @@
 """What all ranks do together: gather, reduce, broadcast, pad, over nested lists, tuples, named tuples and mappings.
 
 In one process tensors come back as they are. In a group, ranks that disagree about what they are doing get a
-``CollectiveError`` wherever the runtime compares calls; all of them get it, and the group can still be used.
+``CollectiveError`` wherever the backend compares calls; all of them get it, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.agreement import agree, disagreement
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
 
@@ -41,11 +41,11 @@ _has_warned = False  # of repeated rows, once in a process
 _SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
 
 
-def gather(runtime: Runtime, tree: Any, tail: Tail | None = None) -> Any:
+def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
     """The ranks' tensors one after the other: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         tree: Nested tensors.
         tail: The round that is being worked on if it is a last one; warns, once, if some of its rows are repeated.
 
@@ -53,18 +53,18 @@ def gather(runtime: Runtime, tree: Any, tail: Tail | None = None) -> Any:
         CollectiveError: Shapes or types differ between ranks.
         TrainingError: Something in ``tree`` isn't a tensor.
     """
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return tree
     tensors = _tensors_of(tree, "gather")
-    agree(runtime, "gather", tensors)
-    if tail is not None and runtime.place.rank == 0:
-        _warn_of_repeats(runtime, tensors, tail)
-    return map_leaves(lambda tensor: runtime.all_gather(_at_least_1d(tensor)), tree)
+    agree(backend, "gather", tensors)
+    if tail is not None and backend.place.rank == 0:
+        _warn_of_repeats(backend, tensors, tail)
+    return map_leaves(lambda tensor: backend.all_gather(_at_least_1d(tensor)), tree)
 
 
-def _warn_of_repeats(runtime: Runtime, tensors: list[torch.Tensor], tail: Tail) -> None:
+def _warn_of_repeats(backend: Backend, tensors: list[torch.Tensor], tail: Tail) -> None:
     global _has_warned
-    rows = max((len(tensor) for tensor in tensors if tensor.ndim), default=0) * runtime.place.world_size
+    rows = max((len(tensor) for tensor in tensors if tensor.ndim), default=0) * backend.place.world_size
     if rows and tail.kept(rows) < rows and not _has_warned:
         _has_warned = True
         warnings.warn(
@@ -74,11 +74,11 @@ def _warn_of_repeats(runtime: Runtime, tensors: list[torch.Tensor], tail: Tail) 
         )
 
 
-def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
     """Like ``gather``, without what the ranks got twice to fill the last round of an epoch.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         tree: Nested tensors; or a list of anything, of which every rank's items are put into one list.
         tail: The round that is being worked on if it is a last one unlike the others.
         use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
@@ -87,7 +87,7 @@ def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_ga
         CollectiveError: Shapes or types differ between ranks.
         TrainingError: Some ranks have no batch in this round.
     """
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return tree
     if tail is not None and tail.missing:
         raise TrainingError(
@@ -99,22 +99,22 @@ def gather_for_metrics(runtime: Runtime, tree: Any, tail: Tail | None, *, use_ga
     are_tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree))
     # An empty list is one of objects: other ranks may have some.
     if use_gather_object or not are_tensors or (isinstance(tree, list) and not tree):
-        gathered = gather_object(runtime, tree)
+        gathered = gather_object(backend, tree)
         return gathered[: tail.kept(len(gathered))] if tail else gathered
     if tail is None:
-        return gather(runtime, tree)
+        return gather(backend, tree)
     if tail.ragged:
-        return map_leaves(lambda tensor: _gather_ragged(runtime, tensor), tree)
-    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], gather(runtime, tree))
+        return map_leaves(lambda tensor: _gather_ragged(backend, tensor), tree)
+    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], gather(backend, tree))
 
 
-def _gather_ragged(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
+def _gather_ragged(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
     """Gathers tensors of different lengths, once an epoch, so as objects: those carry their shapes."""
-    parts = runtime.all_gather_object(_at_least_1d(tensor).detach().cpu())
+    parts = backend.all_gather_object(_at_least_1d(tensor).detach().cpu())
     return torch.cat(parts).to(tensor.device)
 
 
-def reduce(runtime: Runtime, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """The sum, mean, maximum or minimum of the ranks' tensors, element by element, times ``scale``, in new tensors.
 
     The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64. ``"none"`` is
@@ -127,18 +127,18 @@ def reduce(runtime: Runtime, tree: Any, reduction: str = "mean", scale: float = 
     """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise ConfigError(f"reduction is {reduction!r}.", fix='one of "sum", "mean", "max", "min" and "none"')
-    world_size = runtime.place.world_size
+    world_size = backend.place.world_size
     if world_size == 1:
         return map_leaves(functools.partial(_copied, scale=scale), tree)
-    agree(runtime, f"reduce {reduction}", _tensors_of(tree, "reduce"))
+    agree(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         if reduction in ("max", "min"):
-            by_rank = runtime.all_gather(tensor.detach().unsqueeze(0))
+            by_rank = backend.all_gather(tensor.detach().unsqueeze(0))
             return scaled(by_rank.amax(0) if reduction == "max" else by_rank.amin(0))
         dtype = torch.int64 if tensor.dtype in _SUMMED_AS_INT64 else tensor.dtype
         total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        runtime.all_reduce(total)
+        backend.all_reduce(total)
         return scaled(total / world_size if reduction == "mean" else total)
 
     def scaled(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,34 +154,34 @@ def _copied(leaf: Any, scale: float) -> Any:
 
 
 @torch.no_grad()
-def broadcast(runtime: Runtime, tree: Any, from_process: int = 0) -> Any:
+def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
     """Fills the ranks' tensors with those of one rank, in place, and returns them.
 
     Raises:
         CollectiveError: Shapes or types differ between ranks.
         TrainingError: Something in ``tree`` isn't a tensor.
     """
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return tree
-    agree(runtime, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
+    agree(backend, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         contiguous = tensor.contiguous()
-        runtime.broadcast(contiguous, from_process)
+        backend.broadcast(contiguous, from_process)
         return tensor if contiguous is tensor else tensor.copy_(contiguous)
 
     return map_leaves(filled, tree)
 
 
 def pad_across_processes(
-    runtime: Runtime, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    backend: Backend, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
     """Pads the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
 
     Tensors without that dimension are left as they are.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         tree: Nested tensors.
         dim: The dimension.
         pad_index: The value to pad with.
@@ -191,10 +191,10 @@ def pad_across_processes(
         CollectiveError: Ranks have different numbers of tensors, or tensors that differ in something else.
         TrainingError: Something in ``tree`` isn't a tensor.
     """
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return tree
     shapes = [tuple(tensor.shape) for tensor in _tensors_of(tree, "pad_across_processes")]
-    lengths = iter(_longest(runtime, shapes, dim))
+    lengths = iter(_longest(backend, shapes, dim))
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         length = next(lengths)
@@ -208,7 +208,7 @@ def pad_across_processes(
     return map_leaves(padded, tree)
 
 
-def gather_object(runtime: Runtime, values: Any) -> list[Any]:
+def gather_object(backend: Backend, values: Any) -> list[Any]:
     """The ranks' lists put into one, in order of rank. Items can be anything that pickles.
 
     Raises:
@@ -219,47 +219,47 @@ def gather_object(runtime: Runtime, values: Any) -> list[Any]:
             f"Objects are gathered from a list on each rank; this is {type(values).__name__}.",
             fix="put it into a list: [value]",
         )
-    agree(runtime, "gather objects")
-    return [value for part in runtime.all_gather_object(values) for value in part]
+    agree(backend, "gather objects")
+    return [value for part in backend.all_gather_object(values) for value in part]
 
 
-def broadcast_object(runtime: Runtime, value: _T, from_process: int = 0) -> _T:
+def broadcast_object(backend: Backend, value: _T, from_process: int = 0) -> _T:
     """One rank's object, on all ranks."""
-    agree(runtime, f"broadcast an object from rank {from_process}")
-    received: _T = runtime.broadcast_object(value, from_process)
+    agree(backend, f"broadcast an object from rank {from_process}")
+    received: _T = backend.broadcast_object(value, from_process)
     return received
 
 
-def scatter_object(runtime: Runtime, values: Sequence[Any] | None) -> Any:
+def scatter_object(backend: Backend, values: Sequence[Any] | None) -> Any:
     """What rank 0 has for this rank: of ``values``, which only rank 0 gives, one for each rank."""
-    agree(runtime, "take a batch that rank 0 has read")
-    return runtime.scatter_object(values)
+    agree(backend, "take a batch that rank 0 has read")
+    return backend.scatter_object(values)
 
 
-def broadcast_object_list(runtime: Runtime, values: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(backend: Backend, values: list[Any], from_process: int = 0) -> list[Any]:
     """Replaces the items of ``values`` by those of one rank, in place, and returns it."""
-    values[:] = broadcast_object(runtime, values, from_process)
+    values[:] = broadcast_object(backend, values, from_process)
     return values
 
 
-def wait_for_everyone(runtime: Runtime) -> None:
+def wait_for_everyone(backend: Backend) -> None:
     """Returns when every rank has called it."""
-    if runtime.compares_calls:
-        agree(runtime, "wait for everyone")  # which is a barrier itself
+    if backend.compares_calls:
+        agree(backend, "wait for everyone")  # which is a barrier itself
     else:
-        runtime.barrier()
+        backend.barrier()
 
 
 @contextlib.contextmanager
-def first(runtime: Runtime, *, is_first: bool) -> Iterator[None]:
+def first(backend: Backend, *, is_first: bool) -> Iterator[None]:
     """Lets some ranks run the body before the others do. If it raises in one of the first, the others still go on."""
     if not is_first:
-        wait_for_everyone(runtime)
+        wait_for_everyone(backend)
     try:
         yield
     finally:
         if is_first:
-            wait_for_everyone(runtime)
+            wait_for_everyone(backend)
 
 
 def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
@@ -277,10 +277,10 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
-def _longest(runtime: Runtime, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
+def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
     """The greatest length of each tensor along ``dim`` over the ranks, ``None`` for those without that dimension."""
-    agree(runtime, f"pad_across_processes along dimension {dim}")
-    by_rank = runtime.all_gather_object(shapes)
+    agree(backend, f"pad_across_processes along dimension {dim}")
+    by_rank = backend.all_gather_object(shapes)
     if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
         raise disagreement([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
     return [

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state, same_state
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.epochs import EpochClock
 from notebook_accel.training.feeds import Copying, Feed, Uploading
 from notebook_accel.training.loaders import DataLoaderShard
-from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
@@ -103,10 +103,10 @@ def prepare_data_loader(
     """
     refuse_slicing(slice_fn_for_dispatch)
     types = random_state.check_rng_types(rng_types or ())
-    runtime = process_group.join(cpu=device is not None and torch.device(device).type == "cpu")
+    backend = process_group.join(cpu=device is not None and torch.device(device).type == "cpu")
     asked = {"world_size": num_processes, "rank": process_index}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    place = dataclasses.replace(runtime.place, **given)
+    place = dataclasses.replace(backend.place, **given)
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -116,14 +116,14 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    target = None if not put_on_device else torch.device(device) if device is not None else runtime.device
-    return share_out(dataloader, runtime=runtime, config=config, device=target, place=place, rng_types=types)
+    target = None if not put_on_device else torch.device(device) if device is not None else backend.device
+    return share_out(dataloader, backend=backend, config=config, device=target, place=place, rng_types=types)
 
 
 def share_out(
     loader: DataLoader[Any],
     *,
-    runtime: Runtime,
+    backend: Backend,
     config: DataLoaderConfiguration,
     device: torch.device | None = None,
     place: RankPlace | None = None,
@@ -133,7 +133,7 @@ def share_out(
 
     Args:
         loader: The loader.
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         config: How to share it out.
         device: Where batches are moved to; ``None`` leaves them where they are.
         place: The rank that gets this share, if it isn't this process's.
@@ -144,37 +144,37 @@ def share_out(
     """
     if isinstance(loader, DataLoaderShard):  # prepared by another Accelerator
         loader = loader.source
-    _refuse(loader, place or runtime.place)
-    sharing = _Sharing(loader, runtime, config, place or runtime.place)
+    _refuse(loader, place or backend.place)
+    sharing = _Sharing(loader, backend, config, place or backend.place)
     feed = None
     if device is not None and device.type != "cpu":
-        feed = functools.partial(_feed, runtime, device, non_blocking=config.non_blocking or loader.pin_memory)
+        feed = functools.partial(_feed, backend, device, non_blocking=config.non_blocking or loader.pin_memory)
     if _iterates_itself(loader):
         options = _as_it_is(loader)
     else:
         options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
     if rng_types:
-        options["before_epoch"] = _synchronizing(runtime, rng_types, loader, options.get("before_epoch"))
+        options["before_epoch"] = _synchronizing(backend, rng_types, loader, options.get("before_epoch"))
     clock = options.setdefault("clock", EpochClock())
-    if place in (None, runtime.place):
+    if place in (None, backend.place):
         same_state.remember(clock)
     if sharing.dispatches:
-        return DataLoaderDispatcher(loader, feed=feed, runtime=runtime, **options)
+        return DataLoaderDispatcher(loader, feed=feed, backend=backend, **options)
     return DataLoaderShard(loader, feed=feed, **options)
 
 
-def _feed(runtime: Runtime, device: torch.device, *, non_blocking: bool) -> Feed:
-    uploader = runtime.uploader(non_blocking=non_blocking) if device == runtime.device else None
+def _feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
+    uploader = backend.uploader(non_blocking=non_blocking) if device == backend.device else None
     if uploader is not None:
         return Uploading(uploader, device)
     return Copying(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
 
 
 def _synchronizing(
-    runtime: Runtime, rng_types: Sequence[str], loader: DataLoader[Any], before: Callable[[], None] | None
+    backend: Backend, rng_types: Sequence[str], loader: DataLoader[Any], before: Callable[[], None] | None
 ) -> Callable[[], None]:
     def synchronize() -> None:
-        random_state.synchronize(runtime, rng_types, loader.generator)
+        random_state.synchronize(backend, rng_types, loader.generator)
         if before is not None:
             before()
 
@@ -264,17 +264,17 @@ class _Sharing:
     """How one loader is shared out: what a ``DataLoaderShard`` or ``DataLoaderDispatcher`` is made with."""
 
     def __init__(
-        self, loader: DataLoader[Any], runtime: Runtime, config: DataLoaderConfiguration, place: RankPlace
+        self, loader: DataLoader[Any], backend: Backend, config: DataLoaderConfiguration, place: RankPlace
     ) -> None:
         self._loader = loader
-        self._runtime = runtime
+        self._backend = backend
         self._config = config
         self._place = place
         dispatches = isinstance(loader.dataset, IterableDataset)
         if config.dispatch_batches is not None:
             dispatches = config.dispatch_batches
         # A share of another rank can only be looked at, not taken part in.
-        self.dispatches = dispatches and place.world_size > 1 and place == runtime.place
+        self.dispatches = dispatches and place.world_size > 1 and place == backend.place
 
     def of_dataset(self) -> dict[str, Any]:
         """For a dataset that has an item for each index."""
@@ -372,4 +372,4 @@ class _Sharing:
         return synchronize
 
     def _from_rank_0(self, value: Any) -> Any:
-        return collectives.broadcast_object(self._runtime, value) if self._place == self._runtime.place else value
+        return collectives.broadcast_object(self._backend, value) if self._place == self._backend.place else value

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.dataset_views import MarkedBatch, ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loaders import DataLoaderShard, kept_options
-from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -33,7 +33,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     Args:
         source: The loader that it was made from.
         dataset: What is read, as in a ``DataLoaderShard``.
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         shard: What deals out the batches.
         options: As for ``DataLoaderShard``.
     """
@@ -43,19 +43,19 @@ class DataLoaderDispatcher(DataLoaderShard):
         source: DataLoader[Any],
         dataset: Any,
         *,
-        runtime: Runtime,
+        backend: Backend,
         shard: BatchSamplerShard | IterableDatasetShard,
         **options: Any,
     ) -> None:
         super().__init__(source, dataset, shard=shard, **{**options, "is_marked": True})
-        self._arguments["runtime"] = runtime
-        self._runtime = runtime
-        self._reader = _reader(source, shard, self.skipped) if runtime.place.rank == 0 else None
+        self._arguments["backend"] = backend
+        self._backend = backend
+        self._reader = _reader(source, shard, self.skipped) if backend.place.rank == 0 else None
 
     def _read(self) -> Iterator[MarkedBatch]:
         messages = None if self._reader is None else self._messages(self._reader)
         while True:
-            message = collectives.scatter_object(self._runtime, None if messages is None else next(messages))
+            message = collectives.scatter_object(self._backend, None if messages is None else next(messages))
             if isinstance(message, _Failure):
                 if messages is not None:
                     next(messages)  # raises it
@@ -68,7 +68,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
         """What rank 0 sends, one message a rank: round by round, and at the end."""
-        world_size = self._runtime.place.world_size
+        world_size = self._backend.place.world_size
         try:
             rounds = _incomplete_last(reader, world_size)
             if isinstance(self.shard, IterableDatasetShard):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from notebook_accel.training.runtimes.runtime import Uploader
+from notebook_accel.training.backends.backend import Uploader
 from notebook_accel.training.trees import leaves_of, map_leaves
 
 __all__ = ["Copying", "Feed", "Uploading"]
@@ -57,7 +57,7 @@ class Uploading:
     """Hands the tensors of each batch to an uploader, and puts them back into their places when they are there.
 
     Args:
-        uploader: A runtime's.
+        uploader: A backend's.
         device: Where it takes them.
     """
 

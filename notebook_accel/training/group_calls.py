@@ -28,7 +28,7 @@ class GroupCalls(ProcessControl):
         Raises:
             CollectiveError: Shapes or types differ between ranks; noticed before it happens where ranks are CPUs.
         """
-        return collectives.gather(self._runtime, tensor, self.gradient_state.tail)
+        return collectives.gather(self._backend, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like ``gather``, with each sample of an epoch once: what was repeated to fill the last batches is left out.
@@ -39,7 +39,7 @@ class GroupCalls(ProcessControl):
             use_gather_object: Gather a list as objects although its items are tensors.
         """
         return collectives.gather_for_metrics(
-            self._runtime, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+            self._backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -50,12 +50,12 @@ class GroupCalls(ProcessControl):
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
             scale: What the result is multiplied by.
         """
-        return collectives.reduce(self._runtime, tensor, reduction, scale)
+        return collectives.reduce(self._backend, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Fills the ranks' tensors with those of one rank, in place, and returns them."""
-        return collectives.broadcast(self._runtime, tensor, from_process)
+        return collectives.broadcast(self._backend, tensor, from_process)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pads the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
-        return collectives.pad_across_processes(self._runtime, tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(self._backend, tensor, dim, pad_index, pad_first)

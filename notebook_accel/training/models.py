@@ -20,9 +20,9 @@ from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.agreement import agree_on_model
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
-from notebook_accel.training.runtimes.runtime import Runtime
 from notebook_accel.training.trees import to_float32
 
 __all__ = ["is_compiled", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
@@ -37,27 +37,27 @@ def is_leaf(item: object) -> bool:
     return isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
 
 
-def prepare_leaf(leaf: torch.Tensor, runtime: Runtime, *, device_placement: bool = True) -> torch.Tensor:
+def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool = True) -> torch.Tensor:
     """The same tensor on the device, with rank 0's values, and a gradient that is averaged over the ranks."""
     if device_placement:
-        runtime.place_leaf(leaf)  # in place, so that an optimizer that was made for it follows
-    if runtime.place.world_size > 1:
-        collectives.broadcast(runtime, leaf.data)
+        backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it follows
+    if backend.place.world_size > 1:
+        collectives.broadcast(backend, leaf.data)
         register: Any = leaf.register_post_accumulate_grad_hook
-        register(functools.partial(_average_gradient, runtime=runtime))
+        register(functools.partial(_average_gradient, backend=backend))
     return leaf
 
 
-def _average_gradient(leaf: torch.Tensor, runtime: Runtime) -> None:
+def _average_gradient(leaf: torch.Tensor, backend: Backend) -> None:
     if leaf.grad is not None and not is_left_local(leaf):
         mean = leaf.grad.contiguous()
-        runtime.all_reduce(mean)
-        leaf.grad.copy_(mean / runtime.place.world_size)
+        backend.all_reduce(mean)
+        leaf.grad.copy_(mean / backend.place.world_size)
 
 
 def prepare_model(
     model: torch.nn.Module,
-    runtime: Runtime,
+    backend: Backend,
     precision: Precision,
     *,
     device_placement: bool = True,
@@ -72,7 +72,7 @@ def prepare_model(
 
     Args:
         model: What to prepare.
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         precision: What it computes in.
         device_placement: Move it to the rank's device.
         learns: Whether gradients are averaged, if any of its parameters requires one.
@@ -88,15 +88,15 @@ def prepare_model(
         model = cast(torch.nn.Module, model.module)
     _end_autocasting(model)
     if device_placement and not _has_its_place(model):
-        runtime.place_model(model)
+        backend.place_model(model)
     if precision.dtype is not None:
         _begin_autocasting(model, precision.autocast)
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
-    if runtime.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
+    if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
     _refuse_sharded(model)
-    agree_on_model(runtime, model)
-    distributed = runtime.data_parallel(model, parallel or DistributedDataParallelKwargs())
+    agree_on_model(backend, model)
+    distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
     if before_training_pass is not None:
         # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
@@ -134,7 +134,7 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
 
 
 def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
-    """Whether it is what averages the gradients of the model in it: torch's class, or what a runtime has instead."""
+    """Whether it is what averages the gradients of the model in it: torch's class, or what a backend has instead."""
     return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 

@@ -44,7 +44,7 @@ class Precision:
         autocast: How to autocast.
         scaler: How to scale losses.
         downcast_bf16: On a TPU, have bf16 replace float32 and float32 replace float64; elsewhere it has no meaning.
-        computes_in: Has the device itself compute in a type, if it can: a ``Runtime``'s.
+        computes_in: Has the device itself compute in a type, if it can: a ``Backend``'s.
 
     Attributes:
         name: One of the three.

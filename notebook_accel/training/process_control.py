@@ -15,7 +15,7 @@ import torch
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.unpicklable import StaysError
 from notebook_accel.training import collectives, process_group, splitting
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,16 +58,16 @@ class ProcessControl:
     """One rank among all.
 
     Args:
-        runtime: The way to the others.
+        backend: The way to the others.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._joined = runtime
+    def __init__(self, backend: Backend) -> None:
+        self._joined = backend
         self._pid = os.getpid()
         self._is_triggered = False
 
     @property
-    def _runtime(self) -> Runtime:
+    def _backend(self) -> Backend:
         """The way to the others.
 
         Raises:
@@ -107,22 +107,22 @@ class ProcessControl:
     @property
     def device(self) -> torch.device:
         """What this rank computes on."""
-        return self._runtime.device
+        return self._backend.device
 
     @property
     def process_index(self) -> int:
         """This rank, from 0."""
-        return self._runtime.place.rank
+        return self._backend.place.rank
 
     @property
     def local_process_index(self) -> int:
         """This rank among those of its machine, from 0."""
-        return self._runtime.place.local_rank
+        return self._backend.place.local_rank
 
     @property
     def num_processes(self) -> int:
         """The number of ranks."""
-        return self._runtime.place.world_size
+        return self._backend.place.world_size
 
     @property
     def is_main_process(self) -> bool:
@@ -153,15 +153,15 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Returns when every rank has called it."""
-        collectives.wait_for_everyone(self._runtime)
+        collectives.wait_for_everyone(self._backend)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Lets rank 0 run the body before the others, such as to download something once."""
-        return collectives.first(self._runtime, is_first=self.is_main_process)
+        return collectives.first(self._backend, is_first=self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Lets the first rank of each machine run the body before the others."""
-        return collectives.first(self._runtime, is_first=self.is_local_main_process)
+        return collectives.first(self._backend, is_first=self.is_local_main_process)
 
     def set_trigger(self) -> None:
         """Lets ``check_trigger`` say true on every rank, for a decision that one rank takes, such as to stop early."""
@@ -171,7 +171,7 @@ class ProcessControl:
         """Whether any rank has called ``set_trigger`` since the last time. All ranks have to ask."""
         is_triggered = torch.tensor([int(self._is_triggered)], device=self.device)
         self._is_triggered = False
-        return bool(collectives.reduce(self._runtime, is_triggered, "sum").item())
+        return bool(collectives.reduce(self._backend, is_triggered, "sum").item())
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

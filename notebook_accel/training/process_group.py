@@ -11,21 +11,21 @@ from torch.utils.data import get_worker_info
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends import torch_group, xla
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.devices import local_device, utilisation_of
+from notebook_accel.training.backends.single_process import SingleProcess
+from notebook_accel.training.backends.torch_distributed import TorchDistributed
+from notebook_accel.training.backends.worker_process import WorkerProcess
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes import torch_group, xla
-from notebook_accel.training.runtimes.devices import local_device, utilisation_of
-from notebook_accel.training.runtimes.runtime import Runtime
-from notebook_accel.training.runtimes.single_process import SingleProcess
-from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
-from notebook_accel.training.runtimes.worker_process import WorkerProcess
 
 __all__ = ["current", "is_at", "join", "joined", "rank_place", "seed_device"]
 
-# The latest that this process has joined by. Weak: who holds a runtime is who is still a member of the group.
-_latest: weakref.ref[Runtime] | None = None
+# The latest that this process has joined by. Weak: who holds a backend is who is still a member of the group.
+_latest: weakref.ref[Backend] | None = None
 
 
-def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Runtime:
+def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
     """Makes this process one of the ranks that its environment says, and returns the way to the others.
 
     A group that this process is in already, made here or by the user's code, is used as it is. A worker process of a
@@ -50,42 +50,42 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
     if not cpu and xla.is_asked_for():
         return _joined(xla.XlaDevice(place, options))
     device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
-    runtime: Runtime
+    backend: Backend
     if place.world_size == 1 and joined is None:
-        runtime = SingleProcess(place, device)
+        backend = SingleProcess(place, device)
     else:
-        runtime = TorchDistributed(place, device, options)
-    return _joined(runtime)
+        backend = TorchDistributed(place, device, options)
+    return _joined(backend)
 
 
-def _joined(runtime: Runtime) -> Runtime:
+def _joined(backend: Backend) -> Backend:
     global _latest
-    reporter().set_device(str(runtime.device), runtime.memory(), utilisation_of(runtime.device))
-    _latest = weakref.ref(runtime)
-    return runtime
+    reporter().set_device(str(backend.device), backend.memory(), utilisation_of(backend.device))
+    _latest = weakref.ref(backend)
+    return backend
 
 
 def seed_device(seed: int) -> None:
     """Seeds the device's generator, if this process has joined by one that torch doesn't seed itself."""
-    runtime = None if _latest is None else _latest()
-    if runtime is not None and get_worker_info() is None:  # a loader's worker has no device
-        runtime.seed(seed)
+    backend = None if _latest is None else _latest()
+    if backend is not None and get_worker_info() is None:  # a loader's worker has no device
+        backend.seed(seed)
 
 
-def joined() -> Runtime | None:
+def joined() -> Backend | None:
     """The way to the other ranks if this process has one already."""
-    runtime = None if _latest is None else _latest()
-    return None if runtime is None or runtime.has_left or not is_at(rank_place(), runtime) else runtime
+    backend = None if _latest is None else _latest()
+    return None if backend is None or backend.has_left or not is_at(rank_place(), backend) else backend
 
 
-def current(*, cpu: bool = False) -> Runtime:
+def current(*, cpu: bool = False) -> Backend:
     """The way to the other ranks that this process has already; joins if it has none."""
     return joined() or join(cpu=cpu)
 
 
-def is_at(place: RankPlace, runtime: Runtime) -> bool:
-    """Whether a runtime is that of a place. A forked rank has the notebook's too, if there is one."""
-    return (runtime.place.rank, runtime.place.world_size) == (place.rank, place.world_size)
+def is_at(place: RankPlace, backend: Backend) -> bool:
+    """Whether a backend is that of a place. A forked rank has the notebook's too, if there is one."""
+    return (backend.place.rank, backend.place.world_size) == (place.rank, place.world_size)
 
 
 def rank_place() -> RankPlace:

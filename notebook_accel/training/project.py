@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import checkpoint, checkpoint_folders, model_files, tracking
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.process_control import ProcessControl
-from notebook_accel.training.runtimes.runtime import Runtime
 
 __all__ = ["Project"]
 
@@ -26,7 +26,7 @@ class Project(ProcessControl):
     """A rank with the files of its run.
 
     Args:
-        runtime: The way to the other ranks.
+        backend: The way to the other ranks.
         project_dir: The run's folder, unless ``configuration`` has one.
         configuration: More about it.
         log_with: The trackers that ``init_trackers`` starts.
@@ -41,13 +41,13 @@ class Project(ProcessControl):
 
     def __init__(
         self,
-        runtime: Runtime,
+        backend: Backend,
         *,
         project_dir: _Path | None = None,
         configuration: ProjectConfiguration | None = None,
         log_with: Any = None,
     ) -> None:
-        super().__init__(runtime)
+        super().__init__(backend)
         self.project_configuration = configuration or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -100,7 +100,7 @@ class Project(ProcessControl):
             return checkpoint_folders.next_in(configuration) if is_numbered else _folder(output_dir)
 
         hooks = checkpoint.Hooks([*self._before_save.values()], [])
-        folder = checkpoint.save(self._runtime, self._contents(), hooks, choose, safe=safe_serialization)
+        folder = checkpoint.save(self._backend, self._contents(), hooks, choose, safe=safe_serialization)
         if is_numbered:
             configuration.iteration += 1
             if self.is_main_process:
@@ -139,7 +139,7 @@ class Project(ProcessControl):
         hooks = checkpoint.Hooks([], [*self._before_load.values()])
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
-        folder = checkpoint.load(self._runtime, self._contents(), hooks, choose, **options)
+        folder = checkpoint.load(self._backend, self._contents(), hooks, choose, **options)
         number = checkpoint_folders.number_of(folder)
         if configuration.automatic_checkpoint_naming and number is not None:
             configuration.iteration = number + 1
@@ -184,7 +184,7 @@ class Project(ProcessControl):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now."""
-        state: dict[str, Any] = self._runtime.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
+        state: dict[str, Any] = self._backend.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
         return state
 
     def save_model(

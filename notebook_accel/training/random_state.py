@@ -13,7 +13,7 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
 
 __all__ = [
     "RNGType",
@@ -81,13 +81,13 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def capture(runtime: Runtime) -> dict[str, Any]:
+def capture(backend: Backend) -> dict[str, Any]:
     """The state of this rank's generators, its device's too, made of what ``torch.load(weights_only=True)`` reads."""
-    return {**plain(snapshot()), **runtime.generator_state()}
+    return {**plain(snapshot()), **backend.generator_state()}
 
 
-def restore(state: dict[str, Any], runtime: Runtime | None = None) -> None:
-    """Puts the generators back to where ``capture`` or ``plain`` has them; its device's if ``runtime`` is given."""
+def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
+    """Puts the generators back to where ``capture`` or ``plain`` has them; its device's if ``backend`` is given."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -96,8 +96,8 @@ def restore(state: dict[str, Any], runtime: Runtime | None = None) -> None:
 
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-    if runtime is not None:
-        runtime.set_generator_state(state)
+    if backend is not None:
+        backend.set_generator_state(state)
 
 
 def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
@@ -114,17 +114,17 @@ def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
     return names
 
 
-def synchronize(runtime: Runtime, types: Iterable[str], generator: torch.Generator | None = None) -> None:
+def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generator | None = None) -> None:
     """Gives every rank rank 0's state of the named generators."""
-    if runtime.place.world_size == 1:
+    if backend.place.world_size == 1:
         return
-    own = capture(runtime)
+    own = capture(backend)
     if generator is not None:
         own["generator"] = generator.get_state()
-    from_rank_0 = collectives.broadcast_object(runtime, {name: own[name] for name in types if name in own})
+    from_rank_0 = collectives.broadcast_object(backend, {name: own[name] for name in types if name in own})
     if generator is not None and "generator" in from_rank_0:
         generator.set_state(from_rank_0.pop("generator"))
-    restore({**own, **from_rank_0}, runtime)
+    restore({**own, **from_rank_0}, backend)
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:

@@ -39,11 +39,11 @@ class RankLogger(_Adapter):
         if main_process_only or not in_order:
             self.logger.log(level, msg, *args, **kwargs)
             return
-        runtime = process_group.current()
-        for turn in range(runtime.place.world_size):
+        backend = process_group.current()
+        for turn in range(backend.place.world_size):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
-            collectives.wait_for_everyone(runtime)
+            collectives.wait_for_everyone(backend)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """A warning that is logged the first time only."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training import same_state
+from notebook_accel.training.backends import reconnecting, torch_group
+from notebook_accel.training.backends.torch_distributed import TorchDistributed
 from notebook_accel.training.passes import PASSES
-from notebook_accel.training.runtimes import reconnecting, torch_group
-from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
 
 __all__ = ["abandon_passes", "renew", "standing"]
 
@@ -94,8 +94,8 @@ def _rejoin(members: Sequence[TorchDistributed], backend: str) -> list[str]:
     if not members:
         dist.init_process_group(backend)
         return []
-    for runtime in members:
-        runtime.rejoin()
+    for member in members:
+        member.rejoin()
     left = reconnecting.reconnect_all(members[0].all_gather_object)
     lost = [f"a prepared {name}, which not all ranks have: prepare it again" for name in left]
     if same_state.follow_first_rank(members[0]):

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from notebook_accel.training.runtimes.roster import Roster
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.roster import Roster
 from notebook_accel.training.trees import map_leaves
 
 __all__ = ["Stepping", "follow_first_rank", "forget", "remember"]
@@ -41,7 +41,7 @@ def forget() -> None:
     _stepping.clear()
 
 
-def follow_first_rank(runtime: Runtime) -> bool:
+def follow_first_rank(backend: Backend) -> bool:
     """Where ranks have come apart, all get the state that rank 0 has. All ranks call it.
 
     The step that was interrupted begins anew: where ranks are apart, or in a window, gradients are cleared.
@@ -49,16 +49,16 @@ def follow_first_rank(runtime: Runtime) -> bool:
     Returns:
         Whether a window had begun.
     """
-    entries, _ = _stepping.match(runtime.all_gather_object)
+    entries, _ = _stepping.match(backend.all_gather_object)
     common = [stepping for stepping, _ in entries]
     digests = [_digest(stepping.state_dict()) for stepping in common]
     is_in_window = any(getattr(stepping, "is_in_window", False) for stepping in common)
-    by_rank: list[tuple[bool, list[int]]] = runtime.all_gather_object((is_in_window, digests))
+    by_rank: list[tuple[bool, list[int]]] = backend.all_gather_object((is_in_window, digests))
     are_apart = [len(set(of_ranks)) > 1 for of_ranks in zip(*(found for _, found in by_rank), strict=True)]
     for stepping, is_apart in zip(common, are_apart, strict=True):
         if is_apart:
-            own = map_leaves(_on_cpu, stepping.state_dict()) if runtime.place.rank == 0 else None
-            stepping.load_state_dict(runtime.broadcast_object(own, 0))
+            own = map_leaves(_on_cpu, stepping.state_dict()) if backend.place.rank == 0 else None
+            stepping.load_state_dict(backend.broadcast_object(own, 0))
     is_in_window = any(found for found, _ in by_rank)
     for stepping in common:
         if hasattr(stepping, "abandon_step"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 
 from notebook_accel.training import process_group
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.process_control import ProcessControl
-from notebook_accel.training.runtimes.runtime import Runtime
 
 __all__ = ["AcceleratorState"]
 
@@ -35,15 +35,15 @@ class AcceleratorState(ProcessControl):
         self._precision = (
             latest
             if latest is not None and mixed_precision in (None, latest.name)
-            else Precision(mixed_precision, self.device, computes_in=self._runtime.computes_in)
+            else Precision(mixed_precision, self.device, computes_in=self._backend.computes_in)
         )
 
     @classmethod
-    def of(cls, runtime: Runtime, precision: Precision) -> AcceleratorState:
+    def of(cls, backend: Backend, precision: Precision) -> AcceleratorState:
         """The state of an ``Accelerator``, which is the latest one now."""
         global _latest
         state = cls.__new__(cls)
-        ProcessControl.__init__(state, runtime)
+        ProcessControl.__init__(state, backend)
         state._precision = precision
         _latest = weakref.ref(precision)
         return state

@@ -347,7 +347,7 @@ def test_ranks_do_not_wait_for_an_abort_that_hangs(monkeypatch: pytest.MonkeyPat
 _WATCHED_AS_WITH_NCCL = """
 import io
 from notebook_accel import Accelerator
-from notebook_accel.training.runtimes import torch_group, watch
+from notebook_accel.training.backends import torch_group, watch
 torch_group.Watch = lambda *arguments, **_: watch.Watch(*arguments, warns_before_s=1.0)
 sys.stderr = heard = io.StringIO()
 accelerator = Accelerator()

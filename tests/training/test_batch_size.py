@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from notebook_accel import Accelerator, find_executable_batch_size
 from notebook_accel.errors import ConfigError
+from notebook_accel.training.backends import torch_group
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes import torch_group
 from tests.training import ranks
 from tests.training.ranks import Ranks
 

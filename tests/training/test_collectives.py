@@ -9,8 +9,8 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
 from notebook_accel.training import collectives, process_group
-from notebook_accel.training.runtimes.runtime import Runtime
-from notebook_accel.training.runtimes.single_process import SingleProcess
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.sharding import Tail
 from tests.training.ranks import Ranks
 
@@ -20,15 +20,15 @@ class Pair(NamedTuple):
     right: Any
 
 
-def alone() -> Runtime:
+def alone() -> Backend:
     return SingleProcess(RankPlace(), torch.device("cpu"))
 
 
 def gather_nested() -> Any:
-    runtime = process_group.join()
-    own = torch.tensor([[runtime.place.rank, 7]])
-    tree = {"pair": Pair(own, [own.float().requires_grad_() * 2]), "scalar": torch.tensor(runtime.place.rank)}
-    return collectives.gather(runtime, tree)
+    backend = process_group.join()
+    own = torch.tensor([[backend.place.rank, 7]])
+    tree = {"pair": Pair(own, [own.float().requires_grad_() * 2]), "scalar": torch.tensor(backend.place.rank)}
+    return collectives.gather(backend, tree)
 
 
 def test_gather_keeps_the_structure(two_ranks: Ranks) -> None:
@@ -40,9 +40,9 @@ def test_gather_keeps_the_structure(two_ranks: Ranks) -> None:
 
 
 def gather_types(dtypes: list[torch.dtype]) -> list[Any]:
-    runtime = process_group.join()
-    own = torch.arange(6).reshape(2, 3).t() + runtime.place.rank  # not contiguous
-    return [collectives.gather(runtime, own.to(dtype)) for dtype in dtypes]
+    backend = process_group.join()
+    own = torch.arange(6).reshape(2, 3).t() + backend.place.rank  # not contiguous
+    return [collectives.gather(backend, own.to(dtype)) for dtype in dtypes]
 
 
 def test_gather_takes_every_type(three_ranks: Ranks) -> None:
@@ -55,10 +55,10 @@ def test_gather_takes_every_type(three_ranks: Ranks) -> None:
 
 
 def reduce_types(reduction: str) -> list[Any]:
-    runtime = process_group.join()
-    own = [torch.tensor([200, runtime.place.rank]).to(dtype) for dtype in (torch.int64, torch.uint8, torch.float32)]
+    backend = process_group.join()
+    own = [torch.tensor([200, backend.place.rank]).to(dtype) for dtype in (torch.int64, torch.uint8, torch.float32)]
     kept = [tensor.clone() for tensor in own]
-    reduced = collectives.reduce(runtime, own, reduction)
+    reduced = collectives.reduce(backend, own, reduction)
     assert all(map(torch.equal, own, kept))
     return [(tensor.dtype, tensor.tolist()) for tensor in reduced]
 
@@ -80,10 +80,10 @@ def test_unknown_reduction() -> None:
 
 
 def broadcast_from_1() -> Any:
-    runtime = process_group.join()
-    own = torch.full((2, 3), float(runtime.place.rank)).t().requires_grad_()
-    flag = torch.tensor(runtime.place.rank == 1)
-    received = collectives.broadcast(runtime, (own, flag), from_process=1)
+    backend = process_group.join()
+    own = torch.full((2, 3), float(backend.place.rank)).t().requires_grad_()
+    flag = torch.tensor(backend.place.rank == 1)
+    received = collectives.broadcast(backend, (own, flag), from_process=1)
     assert received[0] is own
     return own.tolist(), flag.item()
 
@@ -93,13 +93,13 @@ def test_broadcast_is_in_place(two_ranks: Ranks) -> None:
 
 
 def pad(dim: int, pad_first: bool) -> Any:
-    runtime = process_group.join()
-    length = 1 + runtime.place.rank
+    backend = process_group.join()
+    length = 1 + backend.place.rank
     own = torch.ones((length, 2) if dim in (0, -2) else (2, length), dtype=torch.int64)
     padded = collectives.pad_across_processes(
-        runtime, [own, torch.tensor(1)], dim=dim, pad_index=-1, pad_first=pad_first
+        backend, [own, torch.tensor(1)], dim=dim, pad_index=-1, pad_first=pad_first
     )
-    return padded[0].tolist(), padded[1].item(), collectives.gather(runtime, padded[0]).shape
+    return padded[0].tolist(), padded[1].item(), collectives.gather(backend, padded[0]).shape
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
@@ -115,12 +115,12 @@ def test_pad_to_the_longest(two_ranks: Ranks, dim: int, pad_first: bool) -> None
 
 
 def objects() -> Any:
-    runtime = process_group.join()
-    rank = runtime.place.rank
+    backend = process_group.join()
+    rank = backend.place.rank
     values = [rank, {"rank": rank}]
-    received = collectives.broadcast_object_list(runtime, values, from_process=1)
+    received = collectives.broadcast_object_list(backend, values, from_process=1)
     assert received is values
-    return collectives.gather_object(runtime, [f"rank {rank}"] * rank), values
+    return collectives.gather_object(backend, [f"rank {rank}"] * rank), values
 
 
 def test_objects(three_ranks: Ranks) -> None:
@@ -129,21 +129,21 @@ def test_objects(three_ranks: Ranks) -> None:
 
 
 def disagree(kind: str) -> Any:
-    runtime = process_group.join()
-    is_first = runtime.place.rank == 0
+    backend = process_group.join()
+    is_first = backend.place.rank == 0
     try:
         if kind == "shapes":
-            collectives.gather(runtime, torch.ones(2 if is_first else 5, 3))
+            collectives.gather(backend, torch.ones(2 if is_first else 5, 3))
         elif kind == "types":
-            collectives.reduce(runtime, torch.ones(2) if is_first else torch.ones(2).long())
+            collectives.reduce(backend, torch.ones(2) if is_first else torch.ones(2).long())
         elif kind == "paddings":
-            collectives.pad_across_processes(runtime, torch.ones(1, 3) if is_first else torch.ones(2, 4))
+            collectives.pad_across_processes(backend, torch.ones(1, 3) if is_first else torch.ones(2, 4))
         elif is_first:
-            collectives.wait_for_everyone(runtime)
+            collectives.wait_for_everyone(backend)
         else:
-            collectives.gather_object(runtime, [1])
+            collectives.gather_object(backend, [1])
     except CollectiveError as error:
-        return str(error), collectives.gather(runtime, torch.ones(1)).tolist()
+        return str(error), collectives.gather(backend, torch.ones(1)).tolist()
 
 
 @pytest.mark.parametrize(("kind", "told"), [
@@ -161,10 +161,10 @@ def test_disagreement_is_an_error_on_every_rank_and_the_group_lives_on(
 
 
 def misuse(what: str) -> None:
-    runtime = process_group.join()
+    backend = process_group.join()
     if what == "gather text":
-        collectives.gather(runtime, ["text"])
-    collectives.gather_object(runtime, "text")
+        collectives.gather(backend, ["text"])
+    collectives.gather_object(backend, "text")
 
 
 def test_what_cannot_be_gathered(two_ranks: Ranks) -> None:
@@ -178,23 +178,23 @@ def test_what_cannot_be_gathered(two_ranks: Ranks) -> None:
 
 def test_one_process_gets_back_what_it_gave() -> None:
     tree = {"scalar": torch.tensor(1), "text": "a"}
-    runtime = alone()
-    assert collectives.gather(runtime, tree) is tree
-    assert collectives.gather_for_metrics(runtime, tree, None) is tree
-    reduced = collectives.reduce(runtime, tree)
+    backend = alone()
+    assert collectives.gather(backend, tree) is tree
+    assert collectives.gather_for_metrics(backend, tree, None) is tree
+    reduced = collectives.reduce(backend, tree)
     assert reduced == tree
     assert reduced["scalar"] is not tree["scalar"]  # in new tensors, however many ranks there are
-    assert collectives.broadcast(runtime, tree) is tree
-    assert collectives.pad_across_processes(runtime, tree) is tree
-    assert collectives.gather_object(runtime, [1]) == [1]
-    assert collectives.broadcast_object_list(runtime, [1]) == [1]
-    collectives.wait_for_everyone(runtime)
+    assert collectives.broadcast(backend, tree) is tree
+    assert collectives.pad_across_processes(backend, tree) is tree
+    assert collectives.gather_object(backend, [1]) == [1]
+    assert collectives.broadcast_object_list(backend, [1]) == [1]
+    collectives.wait_for_everyone(backend)
 
 
 def fail_first() -> str:
-    runtime = process_group.join()
-    is_first = runtime.place.rank == 1
-    with collectives.first(runtime, is_first=is_first):
+    backend = process_group.join()
+    is_first = backend.place.rank == 1
+    with collectives.first(backend, is_first=is_first):
         if is_first:
             raise ValueError("boom")
     return "went on"
@@ -207,11 +207,11 @@ def test_first_ranks_release_the_others_when_they_fail(two_ranks: Ranks) -> None
 
 
 def write_in_turn(path: str) -> None:
-    runtime = process_group.join()
-    for is_first in (runtime.place.rank == 2, runtime.place.rank == 0):
-        with collectives.first(runtime, is_first=is_first), open(path, "a") as file:
-            file.write(str(runtime.place.rank))
-        collectives.wait_for_everyone(runtime)
+    backend = process_group.join()
+    for is_first in (backend.place.rank == 2, backend.place.rank == 0):
+        with collectives.first(backend, is_first=is_first), open(path, "a") as file:
+            file.write(str(backend.place.rank))
+        collectives.wait_for_everyone(backend)
 
 
 def test_first_ranks_come_first(three_ranks: Ranks, tmp_path: Any) -> None:
@@ -223,13 +223,13 @@ def test_first_ranks_come_first(three_ranks: Ranks, tmp_path: Any) -> None:
 
 def gather_rows_of_a_tail(rows: int) -> list[str]:
     collectives._has_warned = False
-    runtime = process_group.join()
+    backend = process_group.join()
     tail = Tail(real=5, total=8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            collectives.gather(runtime, {"loss": torch.tensor(1.0), "rows": torch.ones(rows)}, tail)
-            collectives.gather_for_metrics(runtime, torch.ones(rows), tail)
+            collectives.gather(backend, {"loss": torch.tensor(1.0), "rows": torch.ones(rows)}, tail)
+            collectives.gather_for_metrics(backend, torch.ones(rows), tail)
     return [str(warning.message) for warning in caught]
 
 

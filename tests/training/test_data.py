@@ -22,20 +22,20 @@ from notebook_accel.reporting import Counter, Reporter
 from notebook_accel.training import process_group
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, share_out
 from notebook_accel.training.loaders import DataLoaderShard
-from notebook_accel.training.runtimes.runtime import Runtime
-from notebook_accel.training.runtimes.single_process import SingleProcess
 from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
 
 
 def prepare(
-    loader: DataLoader[Any], runtime: Runtime | None = None, **options: Any
+    loader: DataLoader[Any], backend: Backend | None = None, **options: Any
 ) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
-    runtime = runtime or SingleProcess(RankPlace(), torch.device("cpu"))
-    shard = share_out(loader, runtime=runtime, config=DataLoaderConfiguration(**options))
+    backend = backend or SingleProcess(RankPlace(), torch.device("cpu"))
+    shard = share_out(loader, backend=backend, config=DataLoaderConfiguration(**options))
     return shard, state
 
 
@@ -104,7 +104,7 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     training, _ = prepare(DataLoader(Numbers(2)))
     evaluation = share_out(
         DataLoader(Numbers(1)),
-        runtime=SingleProcess(RankPlace(), torch.device("cpu")),
+        backend=SingleProcess(RankPlace(), torch.device("cpu")),
         config=DataLoaderConfiguration(),
     )
 
@@ -192,9 +192,9 @@ def test_loader_that_iterates_in_its_own_way() -> None:
 
 def own_samplers(kind: str) -> Any:
     """Three epochs of what this rank reads."""
-    runtime = process_group.join(cpu=True)
-    torch.manual_seed(runtime.place.rank)
-    data, generator = Numbers(24), torch.Generator().manual_seed(runtime.place.rank)
+    backend = process_group.join(cpu=True)
+    torch.manual_seed(backend.place.rank)
+    data, generator = Numbers(24), torch.Generator().manual_seed(backend.place.rank)
     loaders: dict[str, Any] = {
         "shuffle": lambda: DataLoader(data, batch_size=2, shuffle=True),
         "generator": lambda: DataLoader(data, batch_size=2, shuffle=True, generator=generator),
@@ -207,7 +207,7 @@ def own_samplers(kind: str) -> Any:
         "stream": lambda: DataLoader(Stream(24, generator), batch_size=2),
         "seedable": lambda: DataLoader(data, batch_size=2, shuffle=True),
     }
-    shard, _ = prepare(loaders[kind](), runtime, use_seedable_sampler=kind == "seedable", dispatch_batches=False)
+    shard, _ = prepare(loaders[kind](), backend, use_seedable_sampler=kind == "seedable", dispatch_batches=False)
     return [[batch.tolist() for batch in shard] for _ in range(3)]
 
 
@@ -233,9 +233,9 @@ def test_ranks_shuffle_as_one_process_does(two_ranks: Ranks) -> None:
 
 
 def read(kind: str, n: int, batch_size: int | None, options: dict[str, Any]) -> Any:
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     dataset: Any = Stream(n) if kind == "stream" else Numbers(n)
-    shard, _ = prepare(DataLoader(dataset, batch_size=batch_size), runtime, dispatch_batches=False, **options)
+    shard, _ = prepare(DataLoader(dataset, batch_size=batch_size), backend, dispatch_batches=False, **options)
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in shard]
 
 
@@ -254,8 +254,8 @@ def test_split_batches_that_do_not_divide(two_ranks: Ranks) -> None:
 
 
 def share_twice() -> None:
-    runtime = process_group.join(cpu=True)
-    prepare(DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8))), runtime)
+    backend = process_group.join(cpu=True)
+    prepare(DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8))), backend)
 
 
 def test_loader_that_is_shared_out_already(two_ranks: Ranks) -> None:

@@ -53,8 +53,8 @@ class OfRank(Stream):
 
 def share(loader: DataLoader[Any], **options: Any) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
-    runtime = process_group.join(cpu=True)
-    return share_out(loader, runtime=runtime, config=DataLoaderConfiguration(**options)), state
+    backend = process_group.join(cpu=True)
+    return share_out(loader, backend=backend, config=DataLoaderConfiguration(**options)), state
 
 
 def read(shard: DataLoaderShard, state: GradientState) -> list[Any]:
@@ -121,13 +121,13 @@ WORKERS: dict[str, Any] = {
 
 def gather_epochs(kind: str, options: dict[str, Any]) -> list[list[int]]:
     """What the ranks gathered in each of two epochs."""
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     shard, state = share(WORKERS[kind](), **options)
     epochs = []
     for _ in range(2):
         gathered: list[int] = []
         for batch in shard:
-            gathered += collectives.gather_for_metrics(runtime, batch, state.tail).tolist()
+            gathered += collectives.gather_for_metrics(backend, batch, state.tail).tolist()
         epochs.append(gathered)
     return epochs
 

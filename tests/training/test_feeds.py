@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.training.backends.devices import SideStream
+from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, share_out
 from notebook_accel.training.feeds import Uploading
 from notebook_accel.training.passes import PASSES
-from notebook_accel.training.runtimes.devices import SideStream
-from notebook_accel.training.runtimes.single_process import SingleProcess
 
 
 class Doubler:
@@ -62,18 +62,18 @@ def test_tensors_come_back_to_their_places() -> None:
 
 
 def test_a_pass_has_one_batch_on_its_way_and_ends_with_a_break_too() -> None:
-    runtime = OnMeta()
+    backend = OnMeta()
     loader = share_out(
         DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2),
-        runtime=runtime,
+        backend=backend,
         config=DataLoaderConfiguration(),
-        device=runtime.device,
+        device=backend.device,
     )
     assert [batch.tolist() for [batch] in loader] == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
-    assert runtime.uploaders[0].done == ["send", *["take", "send"] * 2, "take", "close"]
+    assert backend.uploaders[0].done == ["send", *["take", "send"] * 2, "take", "close"]
     for _ in loader:
         break
-    assert runtime.uploaders[1].done == ["send", "take", "send", "close"]
+    assert backend.uploaders[1].done == ["send", "take", "send", "close"]
 
 
 class Cuda:
@@ -118,12 +118,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
     """No GPU: streams are replaced, and the copies, which are real, are to memory that there isn't."""
-    runtime = OnSideStream()
+    backend = OnSideStream()
     loader = share_out(
         DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),
-        runtime=runtime,
+        backend=backend,
         config=DataLoaderConfiguration(),
-        device=runtime.device,
+        device=backend.device,
     )
     alive: list[StorageWeakRef] = []
     for step, [x] in enumerate(loader):

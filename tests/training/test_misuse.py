@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accel import Accelerator
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends import torch_group, watch
+from notebook_accel.training.backends.watch import Watch
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes import torch_group, watch
-from notebook_accel.training.runtimes.watch import Watch
 from notebook_accel.utils import gather_object
 from tests import kernels
 from tests.training import ranks

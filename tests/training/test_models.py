@@ -17,9 +17,9 @@ from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import process_group
+from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.models import prepare_model, unwrap_model
 from notebook_accel.training.precision import Precision
-from notebook_accel.training.runtimes.single_process import SingleProcess
 from tests.training.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -204,17 +204,17 @@ def test_compiled_models_unwrap_to_what_was_prepared() -> None:
 
 
 def in_a_group(precision: str) -> Any:
-    runtime = process_group.join(cpu=True)
-    torch.manual_seed(runtime.place.rank)
+    backend = process_group.join(cpu=True)
+    torch.manual_seed(backend.place.rank)
     model, frozen = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).requires_grad_(False)
     compiled = torch.compile(torch.nn.Linear(3, 2), backend="eager")
-    chosen = Precision(precision, runtime.device, {})
-    net, still, fast = (prepare_model(part, runtime, chosen) for part in (model, frozen, compiled))
-    net(torch.full((1, 3), float(runtime.place.rank + 1))).sum().backward()
+    chosen = Precision(precision, backend.device, {})
+    net, still, fast = (prepare_model(part, backend, chosen) for part in (model, frozen, compiled))
+    net(torch.full((1, 3), float(backend.place.rank + 1))).sum().backward()
     assert unwrap_model(net) is model
     assert unwrap_model(still) is frozen
     assert unwrap_model(fast) is compiled
-    assert prepare_model(net, runtime, Precision("no", runtime.device, {})) is not model
+    assert prepare_model(net, backend, Precision("no", backend.device, {})) is not model
     kinds = [isinstance(part, DistributedDataParallel) for part in (net, still, fast)]
     assert model.weight.grad is not None
     return kinds, model.weight.tolist(), model.weight.grad.tolist()
@@ -229,10 +229,10 @@ def test_ranks_share_weights_and_average_gradients(two_ranks: Ranks, precision: 
 
 
 def with_a_group_of_ones_own() -> Any:
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     own = DistributedDataParallel(torch.nn.Linear(3, 2), find_unused_parameters=True)
-    plain = prepare_model(own, runtime, Precision("no", runtime.device, {}))
-    rounding: Any = prepare_model(own, runtime, Precision("bf16", runtime.device, {}))
+    plain = prepare_model(own, backend, Precision("no", backend.device, {}))
+    rounding: Any = prepare_model(own, backend, Precision("bf16", backend.device, {}))
     with rounding.no_sync():
         assert not own.require_backward_grad_sync
     return plain is own, rounding.find_unused_parameters, rounding(torch.ones(1, 3)).dtype

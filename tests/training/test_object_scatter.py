@@ -14,11 +14,11 @@ SIZES_BYTES = [0, 1, 4000, 5000, 10, 100_000, 99_999, 3_000_000, 2]
 
 def scatter_sizes() -> list[Any]:
     """What this rank gets, when rank 0 has longer and longer things for rank 1."""
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     found = []
     for size_bytes in SIZES_BYTES:
-        values = [f"{size_bytes}", bytes(size_bytes)] if runtime.place.rank == 0 else None
-        found.append(collectives.scatter_object(runtime, values))
+        values = [f"{size_bytes}", bytes(size_bytes)] if backend.place.rank == 0 else None
+        found.append(collectives.scatter_object(backend, values))
     return found
 
 
@@ -30,8 +30,8 @@ def test_each_rank_gets_its_own_however_long_it_is(two_ranks: Ranks) -> None:
 
 
 def scatter(by_rank: list[Any]) -> Any:
-    runtime = process_group.join(cpu=True)
-    return collectives.scatter_object(runtime, by_rank if runtime.place.rank == 0 else None)
+    backend = process_group.join(cpu=True)
+    return collectives.scatter_object(backend, by_rank if backend.place.rank == 0 else None)
 
 
 things = st.none() | st.integers() | st.text() | st.lists(st.binary())

@@ -71,11 +71,11 @@ def one_group() -> Any:
     with contextlib.redirect_stdout(output), state.main_process_first():
         state.print("once")
     state.wait_for_everyone()
-    same = state._runtime is accelerator._runtime
+    same = state._backend is accelerator._backend
     accelerator.end_training()
     again = PartialState(cpu=True)
     again.wait_for_everyone()
-    return output.getvalue(), same, state.is_last_process, again.num_processes, again._runtime is state._runtime
+    return output.getvalue(), same, state.is_last_process, again.num_processes, again._backend is state._backend
 
 
 def test_it_is_the_accelerators_rank(two_ranks: Ranks) -> None:
@@ -83,7 +83,7 @@ def test_it_is_the_accelerators_rank(two_ranks: Ranks) -> None:
 
 
 def test_who_has_left_is_not_the_current_one() -> None:
-    runtime = process_group.join()
-    assert process_group.current() is runtime
-    runtime.leave()
-    assert process_group.current() is not runtime
+    backend = process_group.join()
+    assert process_group.current() is backend
+    backend.leave()
+    assert process_group.current() is not backend

@@ -19,9 +19,9 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
 from notebook_accel.training import process_group
+from notebook_accel.training.backends import torch_group
+from notebook_accel.training.backends.devices import local_device
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes import torch_group
-from notebook_accel.training.runtimes.devices import local_device
 from tests.training import ranks
 
 
@@ -45,11 +45,11 @@ def launched(numbers: list[int], world_size: int) -> Iterator[ranks.Ranks]:
 
 
 def test_without_ranks_in_the_environment_there_is_no_group() -> None:
-    runtime = process_group.join()
-    assert (runtime.place.rank, runtime.place.world_size) == (0, 1)
+    backend = process_group.join()
+    assert (backend.place.rank, backend.place.world_size) == (0, 1)
     assert not dist.is_initialized()
-    assert reporter()._device == str(runtime.device)
-    runtime.leave()
+    assert reporter()._device == str(backend.device)
+    backend.leave()
 
 
 class Asking(Dataset[tuple[int, int, str]]):
@@ -125,15 +125,15 @@ def test_nobody_at_the_store() -> None:
 
 def use_a_group_of_the_users() -> Any:
     dist.init_process_group("gloo")
-    runtime = process_group.join(cpu=True)
-    runtime.barrier()
-    runtime.leave()
+    backend = process_group.join(cpu=True)
+    backend.barrier()
+    backend.leave()
     kept = dist.is_initialized()
     dist.destroy_process_group()
     again = process_group.join(cpu=True)
     gathered = again.all_gather_object(again.place.rank)
     again.leave()
-    return runtime.place.world_size, kept, gathered
+    return backend.place.world_size, kept, gathered
 
 
 def test_the_users_own_group_is_used_and_left_alone() -> None:
@@ -164,14 +164,14 @@ def test_rank_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) ->
 
 def wait_for_a_rank_that_comes_late(late_s: float) -> Any:
     timeout = datetime.timedelta(seconds=3)
-    runtime: Any = process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=timeout))
-    runtime.device = torch.device("meta")  # in a GPU's place: what is on it can't be sent by gloo
-    runtime.barrier()
+    backend: Any = process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=timeout))
+    backend.device = torch.device("meta")  # in a GPU's place: what is on it can't be sent by gloo
+    backend.barrier()
     deadline = torch_group._lengthen_gloo()
-    if runtime.place.rank == 1:
+    if backend.place.rank == 1:
         time.sleep(late_s)  # rank 0 has to wait for longer than the group was made for
-    runtime.barrier()
-    runtime.leave()
+    backend.barrier()
+    backend.leave()
     return deadline
 
 

@@ -16,10 +16,10 @@ from tests.training.test_data import prepare
 
 
 def metrics_of_workers() -> Any:
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     loader = DataLoader(Stream(7), batch_size=2, num_workers=1)
-    shard, state = prepare(loader, runtime, dispatch_batches=False)
-    return [collectives.gather_for_metrics(runtime, batch, state.tail).tolist() for batch in shard]
+    shard, state = prepare(loader, backend, dispatch_batches=False)
+    return [collectives.gather_for_metrics(backend, batch, state.tail).tolist() for batch in shard]
 
 
 def test_each_sample_once_when_a_worker_reads_the_stream(two_ranks: Ranks) -> None:
@@ -55,15 +55,15 @@ class Drawing(IterableDataset[int]):
 
 def persistent_streams() -> list[Any]:
     """Three epochs, the second of them left early."""
-    runtime = process_group.join(cpu=True)
-    generator = torch.Generator().manual_seed(runtime.place.rank)
+    backend = process_group.join(cpu=True)
+    generator = torch.Generator().manual_seed(backend.place.rank)
     loader = DataLoader(Drawing(generator), batch_size=2, num_workers=1, persistent_workers=True)
-    shard, state = prepare(loader, runtime, dispatch_batches=False)
+    shard, state = prepare(loader, backend, dispatch_batches=False)
     epochs: list[list[int]] = []
     for epoch in range(3):
         epochs.append([])
         for batch in shard:
-            everybodys = collectives.gather_for_metrics(runtime, batch, state.tail).tolist()
+            everybodys = collectives.gather_for_metrics(backend, batch, state.tail).tolist()
             epochs[-1] += everybodys
             if epoch == 1:
                 break
@@ -93,10 +93,10 @@ def tell(worker: int) -> None:
 
 
 def told_workers(dispatch: bool) -> list[int]:
-    runtime = process_group.join(cpu=True)
+    backend = process_group.join(cpu=True)
     loader = DataLoader(Told(), batch_size=2, num_workers=2, worker_init_fn=tell)
-    shard, state = prepare(loader, runtime, dispatch_batches=dispatch)
-    return [sample for batch in shard for sample in collectives.gather_for_metrics(runtime, batch, state.tail).tolist()]
+    shard, state = prepare(loader, backend, dispatch_batches=dispatch)
+    return [sample for batch in shard for sample in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
 
 
 @pytest.mark.parametrize("dispatch", [True, False])

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from notebook_accel import host_memory
-from notebook_accel.training.runtimes import turns
+from notebook_accel.training.backends import turns
 from tests import processes
 from tests.training import ranks
 

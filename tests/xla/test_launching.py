@@ -34,7 +34,7 @@ for epoch in range(5):
 """
 _TRAINING = f"""%%distributed --pull model,optimizer
 from notebook_accel import Accelerator, report
-from notebook_accel.training.runtimes import xla_compiling
+from notebook_accel.training.backends import xla_compiling
 accelerator = Accelerator()
 net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 counts = []

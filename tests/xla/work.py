@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from notebook_accel import Accelerator, host_memory
 from notebook_accel.reporting import reporter
-from notebook_accel.training.runtimes import xla_collectives, xla_compiling
+from notebook_accel.training.backends import xla_collectives, xla_compiling
 from notebook_accel.utils import broadcast, set_seed
 from tests import processes
 from tests.training import test_turns

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
-from notebook_accel.training.runtimes import xla_compiling, xla_devices
+from notebook_accel.training.backends import xla_compiling, xla_devices
 from notebook_accel.utils import broadcast
 from tests.xla import work
 

@@ -61,14 +61,14 @@ def _options(config: LaunchConfig) -> LaunchConfig:
 def use_device() -> str:
     """Runs in each rank; the device that it has used."""
     torch = importlib.import_module("torch")
-    runtime = importlib.import_module("notebook_accel.training.process_group").join()
+    backend = importlib.import_module("notebook_accel.training.process_group").join()
     try:
-        ones = torch.ones(64, 64, device=runtime.device)
-        runtime.all_reduce(ones)
+        ones = torch.ones(64, 64, device=backend.device)
+        backend.all_reduce(ones)
         total = float((ones @ ones).mean())
-        expected = 64 * runtime.place.world_size**2
+        expected = 64 * backend.place.world_size**2
         if total != expected:
-            raise RuntimeError(f"{runtime.device} computes {total} where {expected} is right")
+            raise RuntimeError(f"{backend.device} computes {total} where {expected} is right")
     finally:
-        runtime.leave()
-    return str(runtime.device)
+        backend.leave()
+    return str(backend.device)

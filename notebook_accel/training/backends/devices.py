@@ -17,7 +17,7 @@ __all__ = ["SideStream", "TorchDevice", "local_device", "utilisation_of"]
 
 
 class TorchDevice:
-    """What of a ``Runtime`` is a matter of the device alone.
+    """What of a ``Backend`` is a matter of the device alone.
 
     Attributes:
         device: A CPU or a GPU.

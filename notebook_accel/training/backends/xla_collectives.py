@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from notebook_accel.errors import CollectiveError
-from notebook_accel.training.runtimes.runtime import Runtime
+from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["BetweenDevices", "Collectives", "DataParallel", "ThroughHost"]
 
@@ -91,7 +91,7 @@ class ThroughHost:
         compute: Has the device compute all that was asked of it so far.
     """
 
-    def __init__(self, host: Runtime, compute: Callable[[], None]) -> None:
+    def __init__(self, host: Backend, compute: Callable[[], None]) -> None:
         self._host = host
         self._compute = compute
 

@@ -21,11 +21,11 @@ from torch.utils import _pytree
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends import turns, xla_collectives, xla_devices
+from notebook_accel.training.backends.single_process import SingleProcess
+from notebook_accel.training.backends.torch_distributed import TorchDistributed
+from notebook_accel.training.backends.xla_compiling import Compilations
 from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from notebook_accel.training.runtimes import turns, xla_collectives, xla_devices
-from notebook_accel.training.runtimes.single_process import SingleProcess
-from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
-from notebook_accel.training.runtimes.xla_compiling import Compilations
 
 __all__ = ["XlaDevice", "is_asked_for"]
 
@@ -43,7 +43,7 @@ def is_asked_for() -> bool:
 
 
 class XlaDevice:
-    """A ``Runtime`` on one XLA device.
+    """A ``Backend`` on one XLA device.
 
     What is on the host travels between ranks by gloo; what is on devices, between them where PJRT has joined them.
 

@@ -26,12 +26,12 @@ from torch.distributed.rendezvous import rendezvous
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends.gloo_sockets import GlooSockets
+from notebook_accel.training.backends.watch import Watch
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-from notebook_accel.training.runtimes.gloo_sockets import GlooSockets
-from notebook_accel.training.runtimes.watch import Watch
 
 if TYPE_CHECKING:
-    from notebook_accel.training.runtimes.torch_distributed import TorchDistributed
+    from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 __all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours", "made_here"]
 

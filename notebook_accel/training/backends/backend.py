@@ -10,7 +10,7 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = ["Runtime", "Uploader"]
+__all__ = ["Backend", "Uploader"]
 
 
 class Uploader(Protocol):
@@ -29,7 +29,7 @@ class Uploader(Protocol):
         """Ends the pass."""
 
 
-class Runtime(Protocol):
+class Backend(Protocol):
     """How this rank computes and talks to the others. Every rank calls the same methods in the same order."""
 
     @property

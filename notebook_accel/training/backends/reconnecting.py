@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from notebook_accel.training.runtimes.roster import Gather, Roster
+from notebook_accel.training.backends.roster import Gather, Roster
 
 __all__ = ["forget", "is_remembered", "reconnect_all", "remember"]
 

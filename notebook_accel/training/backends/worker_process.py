@@ -8,13 +8,13 @@ import torch
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
-from notebook_accel.training.runtimes.devices import TorchDevice
+from notebook_accel.training.backends.devices import TorchDevice
 
 __all__ = ["WorkerProcess"]
 
 
 class WorkerProcess(TorchDevice):
-    """A ``Runtime`` whose collectives are refused: the rank itself takes part in them, and nobody waits for a worker.
+    """A ``Backend`` whose collectives are refused: the rank itself takes part in them, and nobody waits for a worker.
 
     Args:
         place: That of the rank whose worker this is.

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training.backends import reconnecting, torch_group
+from notebook_accel.training.backends.devices import TorchDevice
+from notebook_accel.training.backends.object_scatter import ObjectScatter
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
-from notebook_accel.training.runtimes import reconnecting, torch_group
-from notebook_accel.training.runtimes.devices import TorchDevice
-from notebook_accel.training.runtimes.object_scatter import ObjectScatter
 
 __all__ = ["TorchDistributed"]
 
@@ -31,7 +31,7 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 
 
 class TorchDistributed(TorchDevice):
-    """A ``Runtime`` over torch's default process group.
+    """A ``Backend`` over torch's default process group.
 
     Args:
         place: This rank's place in the group.

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
-from notebook_accel.training.runtimes.devices import TorchDevice
 
 __all__ = ["SingleProcess"]
 
 
 class SingleProcess(TorchDevice):
-    """A ``Runtime`` of one rank.
+    """A ``Backend`` of one rank.
 
     Args:
         place: Rank 0 of 1.

@@ -1,0 +1,1 @@
+"""Backends, one file each, behind one seam: ``backend.Backend``."""

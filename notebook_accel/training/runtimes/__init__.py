@@ -1,1 +1,0 @@
-"""Backends, one file each, behind one seam: ``runtime.Runtime``."""
