@@ -18,7 +18,7 @@ def kernel() -> Any:
 
 
 def is_watched(running: Any) -> bool:
-    """Whether somebody looks at a kernel.
+    """Return whether somebody looks at a kernel.
 
     Front ends with a person before them allow a cell to ask for input; nbclient, nbconvert and papermill don't, and
     that is the one difference that a kernel can see.

@@ -43,7 +43,7 @@ class LiveClicks:
 
     @property
     def are_delivered(self) -> bool:
-        """Whether a click arrives while a cell is running. It may become true some time after a widget was shown."""
+        """True if a click arrives while a cell is running. It may become true some time after a widget was shown."""
         there = self._subshells() or []
         if self._is_routed:
             made = _own_subshell(self._kernel)

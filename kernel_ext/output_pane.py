@@ -39,7 +39,7 @@ class Choice:
     search: str = ""
 
     def finds(self, text: str) -> bool:
-        """Whether a line has what is searched for."""
+        """Return whether a line has what is searched for."""
         return self.search.lower() in text.lower()
 
 

@@ -130,7 +130,7 @@ class PanelView:
             )
 
     def _is_body_due(self, now_s: float) -> bool:
-        """Whether what is below the table has changed by itself. A file isn't read five times a second."""
+        """Return whether what is below the table has changed by itself. A file isn't read five times a second."""
         period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
         return self._drawn.output and now_s - self._drawn.body_s >= period_s
 

@@ -113,7 +113,7 @@ class PanelWidgets:
 
     @property
     def is_folded(self) -> bool:
-        """Whether ranks may share rows."""
+        """True if ranks may share rows."""
         return not self._fold.value
 
     @property
@@ -123,12 +123,12 @@ class PanelWidgets:
 
     @property
     def has_each_rank(self) -> bool:
-        """Whether the chart has a curve for each rank."""
+        """True if the chart has a curve for each rank."""
         return bool(self._curves.value == _EACH)
 
     @property
     def names_chart(self) -> bool:
-        """Whether what people choose from says already what the chart shows."""
+        """True if what people choose from says already what the chart shows."""
         return bool(self._chart_tools.layout.display == "")
 
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:

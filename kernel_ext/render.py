@@ -52,7 +52,7 @@ class RunFacts:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will change any more."""
+        """True if nothing will change any more."""
         return self.status not in ("starting", "running")
 
     @property

@@ -68,7 +68,7 @@ class SessionMagics:
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
 
     def handles(self, line: str) -> bool:
-        """Whether a line after ``%distributed`` is for here: ``stop`` is only if it means the session."""
+        """Return whether a line after ``%distributed`` is for here: ``stop`` is only if it means the session."""
         command, *arguments = line.split() or [""]
         if command != "stop":
             return command in COMMANDS

@@ -17,7 +17,7 @@ _HEADING = re.compile(r"^(Fix|Next|Its whole output|The others|(?:Traceback|Last
 
 
 def are_wanted() -> bool:
-    """Whether this is an IPython that shows colours."""
+    """Return whether this is an IPython that shows colours."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and str(shell.colors).lower() != "nocolor" and "NO_COLOR" not in os.environ
 

@@ -138,7 +138,7 @@ def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:
 
 
 def _is_of_base_60(value: yaml.ScalarNode) -> bool:
-    """Whether YAML 1.1 takes ``1:2`` for 62, which nobody means by it."""
+    """Return whether YAML 1.1 takes ``1:2`` for 62, which nobody means by it."""
     return ":" in value.value and value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -176,7 +176,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 
 def is_harmless(key: Any, value: Any) -> bool:
-    """Whether a key that is no option here is one of Accelerate's, with a value that asks for nothing more."""
+    """Return whether a key that is no option here is one of Accelerate's, with a value that asks for nothing more."""
     if key in _SAY_NOTHING:
         return True
     is_empty = not value or (isinstance(value, str) and value.lower() in {"no", "none", "false"})

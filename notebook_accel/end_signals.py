@@ -55,7 +55,7 @@ def silence_closed() -> bool:
 
 
 def _has_closed(descriptor: int) -> bool:
-    """Whether nobody can read what is written there."""
+    """Return whether nobody can read what is written there."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -149,22 +149,22 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def is_true(text: str) -> bool:
-    """Whether an environment variable's text means yes: 1, true, t, yes, y or on, in any case."""
+    """Return whether an environment variable's text means yes: 1, true, t, yes, y or on, in any case."""
     return text.strip().lower() in {"1", "true", "t", "yes", "y", "on"}
 
 
 def is_false(text: str) -> bool:
-    """Whether an environment variable's text means no: 0, false, f, no, n or off, in any case."""
+    """Return whether an environment variable's text means no: 0, false, f, no, n or off, in any case."""
     return text.strip().lower() in {"0", "false", "f", "no", "n", "off"}
 
 
 def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether debug mode is on."""
+    """Return whether debug mode is on."""
     return any(is_true(environ.get(name, "")) for name in DEBUG)
 
 
 def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether training does what Accelerate does also where that is worse."""
+    """Return whether training does what Accelerate does also where that is worse."""
     return environ.get(COMPAT) == "accelerate"
 
 

@@ -23,7 +23,7 @@ class Latch:
 
     @property
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """True if it has happened."""
         return self._is_set
 
     def set(self) -> None:

@@ -155,7 +155,7 @@ class Reporter:
 
     @property
     def is_connected(self) -> bool:
-        """Whether somebody is told: true in a launched rank, false elsewhere and in processes that the rank forks."""
+        """True if somebody is told: true in a launched rank, false elsewhere and in processes that the rank forks."""
         return self._connection is not None and self._pid == os.getpid()
 
     @property

@@ -68,7 +68,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
 
 
 def is_only_weights(path: pathlib.Path) -> bool:
-    """Whether such a file can be read without running what it says."""
+    """Return whether such a file can be read without running what it says."""
     torch: Any = importlib.import_module("torch")
     with contextlib.suppress(Exception):
         torch.load(path, map_location="meta", weights_only=True)

@@ -79,7 +79,7 @@ class Contents:
             self.data[name] = value
 
     def _is_shared(self, name: str, value: Any) -> bool:
-        """Whether a list or such has another name too, so that both have to stay one object."""
+        """Return whether a list or such has another name too, so that both have to stay one object."""
         others = (other for key, other in self._namespace.items() if key != name and not key.startswith("_"))
         return isinstance(value, (list, dict, set)) and any(other is value for other in others)
 
@@ -232,7 +232,7 @@ def collect(
 
 
 def _is_code(value: Any) -> bool:
-    """Whether it is something of the notebook's that has to be defined by source."""
+    """Return whether it is something of the notebook's that has to be defined by source."""
     if isinstance(value, (type, types.FunctionType)) or type(value).__module__ == "typing":
         return True
     return callable(value) and isinstance(getattr(value, "__wrapped__", None), types.FunctionType)

@@ -226,7 +226,7 @@ def _is_same(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
 
 
 def _imports(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
-    """Whether this is what one name of an import statement stands for."""
+    """Return whether this is what one name of an import statement stands for."""
     if isinstance(node, ast.Import):
         return sys.modules.get(alias.name if alias.asname else alias.name.partition(".")[0]) is value
     module = sys.modules.get(node.module or "")
@@ -263,7 +263,7 @@ def _belongs(function: types.FunctionType, kind: type) -> bool:
 
 
 def _says_the_same(node: ast.ClassDef, kind: type) -> bool:
-    """Whether a class statement binds no name that the class doesn't have."""
+    """Return whether a class statement binds no name that the class doesn't have."""
     bound = {child.name for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))}
     bound |= {
         child.target.id

@@ -134,7 +134,7 @@ def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[
 
 
 def _is_of_shell(call: ast.Call) -> bool:
-    """Whether it is ``get_ipython().something(...)``."""
+    """Return whether it is ``get_ipython().something(...)``."""
     shell = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 

@@ -75,7 +75,7 @@ class Body:
 
 
 def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
-    """Whether it is a definition that needs nothing of the statements before it, nor they what it replaces."""
+    """Return whether it is a definition that needs nothing of the statements before it, nor they what it replaces."""
     if (
         not isinstance(node, _DEFINITIONS)
         or node.name in read

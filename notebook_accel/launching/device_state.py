@@ -44,7 +44,7 @@ def note_cuda_origin(where: str) -> None:
 
 
 def is_cuda_initialized() -> bool:
-    """Whether torch has, in this process."""
+    """Return whether torch has, in this process."""
     torch: Any = sys.modules.get("torch")
     return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
 
@@ -95,7 +95,7 @@ def note_xla_origin(where: str) -> None:
 
 
 def is_xla_initialized() -> bool:
-    """Whether this process has made XLA's runtime: torch_xla's, which says so itself, or jax's."""
+    """Return whether this process has made XLA's runtime: torch_xla's, which says so itself, or jax's."""
     torch_xla = sys.modules.get("_XLAC") or sys.modules.get("torch_xla._XLAC")
     if torch_xla is not None and getattr(torch_xla, "_xla_runtime_is_initialized", lambda: False)():
         return True

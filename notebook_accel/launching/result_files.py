@@ -196,7 +196,7 @@ def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
 
 
 def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
-    """Whether it matters if one object becomes two: it is no constant, and doesn't travel as a name."""
+    """Return whether it matters if one object becomes two: it is no constant, and doesn't travel as a name."""
     if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
         return id(obj) in by_value
     if isinstance(obj, pickle.PickleBuffer) or Blocks.is_storage(obj):
@@ -261,7 +261,7 @@ class Opening:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether any of that is open."""
+        """True if any of that is open."""
         return "" in self.values or ("" not in self.problems and bool(self.values))
 
     def _resolve(self, link: tuple[_Keys, int]) -> Any:
@@ -334,7 +334,7 @@ class ResultFiles:
 
     @property
     def are_open(self) -> bool:
-        """Whether they can still be read."""
+        """True if they can still be read."""
         return self._close.alive
 
     def read(self, first_rank: int, world_size: int) -> Results:

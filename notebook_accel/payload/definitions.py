@@ -21,7 +21,7 @@ def reduce(obj: Any) -> Any:
 
 
 def can_be_imported(obj: Any) -> bool:
-    """Whether a module has it under the name that it calls itself, so that its name is enough."""
+    """Return whether a module has it under the name that it calls itself, so that its name is enough."""
     module = getattr(obj, "__module__", None)
     if module in (None, "__main__"):
         return False

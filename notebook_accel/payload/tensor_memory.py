@@ -198,7 +198,7 @@ def _storage_types() -> tuple[type, ...]:
 
 
 def _has_address(tensor: Any) -> bool:
-    """Whether its storage is memory: what a compiler manages, such as XLA's, isn't."""
+    """Return whether its storage is memory: what a compiler manages, such as XLA's, isn't."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -242,7 +242,7 @@ class _MappedFile:
 
 
 def _can_be_opened(root: Any) -> bool:
-    """Whether this is such an array, its file is still there, and the file has all that the array shows."""
+    """Return whether this is such an array, its file is still there, and the file has all that the array shows."""
     if not isinstance(root.base, mmap.mmap) or getattr(root, "filename", None) is None or root.mode == "c":
         return False
     try:

@@ -339,7 +339,7 @@ class Accelerator(GroupCalls, Project, Settings):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends an accumulation window."""
+        """True if this micro-batch ends an accumulation window."""
         return self.gradient_state.sync_gradients
 
     @property
@@ -353,7 +353,7 @@ class Accelerator(GroupCalls, Project, Settings):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left out its last step because a gradient overflowed in fp16."""
+        """True if an optimizer left out its last step because a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def _contents(self) -> Contents:

@@ -152,7 +152,7 @@ class GradientState:
 
     @property
     def is_in_window(self) -> bool:
-        """Whether gradients have been summed that have not synced yet."""
+        """True if gradients have been summed that have not synced yet."""
         return not self.sync_gradients
 
     def change_steps(self, steps: int) -> None:
@@ -187,7 +187,7 @@ class GradientState:
 
     @property
     def is_counting(self) -> bool:
-        """Whether ``accumulate`` is used."""
+        """True if ``accumulate`` is used."""
         return self._micro_batches > 0
 
     @property
@@ -202,12 +202,12 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """True if a prepared loader is being iterated."""
         return any(self._seen(running) is not None for running in PASSES.running)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch that came out last is the last of its loader."""
+        """True if the batch that came out last is the last of its loader."""
         current = self._seen(PASSES.current)
         return current is not None and current.is_last
 
@@ -345,5 +345,5 @@ def _left_local(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def is_left_local(tensor: torch.Tensor) -> bool:
-    """Whether ``no_sync`` holds for this tensor."""
+    """Return whether ``no_sync`` holds for this tensor."""
     return id(tensor) in _local_tensors

@@ -47,12 +47,12 @@ _COMPARISONS: dict[str, Callable[[TorchVersion, TorchVersion], bool]] = {
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees an NVIDIA GPU."""
+    """Return whether torch sees an NVIDIA GPU."""
     return torch.cuda.is_available()
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether ``mixed_precision="bf16"`` works here: on CPUs always, on a GPU if it has bf16.
+    """Return whether ``mixed_precision="bf16"`` works here: on CPUs always, on a GPU if it has bf16.
 
     Args:
         ignore_tpu: Say no for TPUs.
@@ -63,17 +63,17 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether ``mixed_precision="fp16"`` works here: on a GPU only."""
+    """Return whether ``mixed_precision="fp16"`` works here: on a GPU only."""
     return torch.cuda.is_available()
 
 
 def is_fp8_available() -> bool:
-    """Whether ``mixed_precision="fp8"`` works here: it isn't there."""
+    """Return whether ``mixed_precision="fp8"`` works here: it isn't there."""
     return False
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed.
+    """Return whether torch_xla is installed.
 
     Args:
         check_is_tpu: And there is the library that drives TPUs.
@@ -83,77 +83,77 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
-    """Whether ranks compute on Apple's GPUs: they don't."""
+    """Return whether ranks compute on Apple's GPUs: they don't."""
     return False
 
 
 def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Whether ranks compute on Ascend's NPUs: they don't."""
+    """Return whether ranks compute on Ascend's NPUs: they don't."""
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Whether ranks compute on Intel's GPUs: they don't."""
+    """Return whether ranks compute on Intel's GPUs: they don't."""
     return False
 
 
 def is_deepspeed_available() -> bool:
-    """Whether models are trained by DeepSpeed: they aren't, whether it is installed or not."""
+    """Return whether models are trained by DeepSpeed: they aren't, whether it is installed or not."""
     return False
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether models are trained by Megatron-LM: they aren't."""
+    """Return whether models are trained by Megatron-LM: they aren't."""
     return False
 
 
 def is_comet_ml_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("comet_ml")
 
 
 def is_datasets_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("datasets")
 
 
 def is_matplotlib_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("matplotlib")
 
 
 def is_mlflow_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("mlflow")
 
 
 def is_pandas_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("pandas")
 
 
 def is_rich_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("rich")
 
 
 def is_tensorboard_available() -> bool:
-    """Whether ``log_with="tensorboard"`` works here."""
+    """Return whether ``log_with="tensorboard"`` works here."""
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
 def is_transformers_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("transformers")
 
 
 def is_wandb_available() -> bool:
-    """Whether it is installed."""
+    """Return whether it is installed."""
     return _is_installed("wandb")
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version is so: ``is_torch_version(">=", "2.9")``.
+    """Return whether torch's version is so: ``is_torch_version(">=", "2.9")``.
 
     Raises:
         ConfigError: There is no such comparison.
@@ -162,7 +162,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Whether the version of a package, or a version, is so: ``compare_versions("numpy", ">=", "2.0")``.
+    """Return whether the version of a package, or a version, is so: ``compare_versions("numpy", ">=", "2.0")``.
 
     Raises:
         ConfigError: There is no such comparison.

@@ -160,7 +160,7 @@ class _Outcome:
 
 
 def _runs_out_anywhere(outcome: _Outcome) -> bool:
-    """Whether memory ran out on a rank. If so, all ranks are in a new group.
+    """Return whether memory ran out on a rank. If so, all ranks are in a new group.
 
     Raises:
         Exception: The outcome's own, if it is about something else.
@@ -216,7 +216,7 @@ class _Round:
         self._store.set("memory", "")
 
     def has_memory_run_out(self) -> bool:
-        """Whether a rank has said so."""
+        """Return whether a rank has said so."""
         return bool(self._store.check(["memory"]))
 
     def say(self, text: str, *, rejoins: bool) -> None:

@@ -236,7 +236,7 @@ def _refuse(loader: Any, place: RankPlace) -> None:
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's class has an ``__iter__`` of its own."""
+    """Return whether the loader's class has an ``__iter__`` of its own."""
     return type(loader).__iter__ is not DataLoader.__iter__
 
 

@@ -57,7 +57,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether a variable says yes; ``default`` if it isn't set."""
+    """Return whether a variable says yes; ``default`` if it isn't set."""
     return bool(str_to_bool(os.environ[key])) if key in os.environ else default
 
 

@@ -201,7 +201,7 @@ class DataLoaderShard(DataLoader[Any]):
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
 
     def _is_last_of_all(self, following: Any) -> bool:
-        """Whether some ranks have no batch when this rank has ``following``."""
+        """Return whether some ranks have no batch when this rank has ``following``."""
         if self._is_marked:
             return following.tail is not None and following.tail.missing > 0
         return getattr(self.shard, "rounds_of_all", None) == self.counter.step

@@ -33,7 +33,7 @@ _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def is_leaf(item: object) -> bool:
-    """Whether it is a bare tensor that learns, in the place of a model."""
+    """Return whether it is a bare tensor that learns, in the place of a model."""
     return isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
 
 
@@ -166,7 +166,7 @@ def unwrap_model(
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` has made it."""
+    """Return whether ``torch.compile`` has made it."""
     return _compiled_from(model) is not None
 
 

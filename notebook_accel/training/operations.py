@@ -109,7 +109,7 @@ def extract_model_from_parallel(
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` has made it."""
+    """Return whether ``torch.compile`` has made it."""
     return models.is_compiled(module)
 
 

@@ -171,7 +171,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _is_finished(self) -> bool:
-        """Whether a schedule of fixed length has ended, after which ``OneCycleLR`` raises."""
+        """Return whether a schedule of fixed length has ended, after which ``OneCycleLR`` raises."""
         scheduler: Any = self.scheduler
         return bool(scheduler.last_epoch >= scheduler.total_steps)
 

@@ -169,7 +169,7 @@ class Position:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` reads it, once it is ``_plain``."""
+    """Return whether ``torch.load(weights_only=True)`` reads it, once it is ``_plain``."""
     if type(tree) in (list, tuple, MarkedBatch, Tail):
         return all(map(_is_plain, tree))
     if type(tree) is dict:

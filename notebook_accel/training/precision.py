@@ -188,7 +188,7 @@ class LossScaler:
                     parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients have their real size."""
+        """Return whether the optimizer's gradients have their real size."""
         states = self._scaler._per_optimizer_states
         return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
 

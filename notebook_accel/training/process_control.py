@@ -126,22 +126,22 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """True if this is the first rank of its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """True if this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are other ranks."""
+        """True if there are other ranks."""
         return self.num_processes > 1
 
     @property
@@ -168,7 +168,7 @@ class ProcessControl:
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called ``set_trigger`` since the last time. All ranks have to ask."""
+        """Return whether any rank has called ``set_trigger`` since the last time. All ranks have to ask."""
         is_triggered = torch.tensor([int(self._is_triggered)], device=self.device)
         self._is_triggered = False
         return bool(collectives.reduce(self._backend, is_triggered, "sum").item())

@@ -84,7 +84,7 @@ def current(*, cpu: bool = False) -> Backend:
 
 
 def is_at(place: RankPlace, backend: Backend) -> bool:
-    """Whether a backend is that of a place. A forked rank has the notebook's too, if there is one."""
+    """Return whether a backend is that of a place. A forked rank has the notebook's too, if there is one."""
     return (backend.place.rank, backend.place.world_size) == (place.rank, place.world_size)
 
 

@@ -30,7 +30,7 @@ def abandon_passes() -> None:
 
 
 def standing() -> list[int] | None:
-    """Whether this package has made the group, and how many calls were made in each; ``None`` without a group.
+    """Return whether this package has made the group, and how many calls were made in each; ``None`` without a group.
 
     Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
     backends has a number for each of the two.

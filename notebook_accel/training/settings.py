@@ -76,10 +76,10 @@ class Settings(ProcessControl):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are other ranks, and they have GPUs."""
+        """True if there are other ranks, and they have GPUs."""
         return self.use_distributed and self.device.type == "cuda"
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank is the one that writes weights."""
+        """True if this rank is the one that writes weights."""
         return self.is_main_process

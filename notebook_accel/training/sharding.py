@@ -115,7 +115,7 @@ class BatchSamplerShard(Sampler[Any]):
         return rounds + (self.even_batches or self.process_index < left_over)
 
     def _misses_last_batch(self) -> bool:
-        """Whether the last batch is cut into fewer parts than there are ranks, and this rank gets none."""
+        """Return whether the last batch is cut into fewer parts than there are ranks, and this rank gets none."""
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not isinstance(sampler, Sized):
             return False

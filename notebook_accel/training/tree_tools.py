@@ -26,7 +26,7 @@ __all__ = [
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether it is a tensor."""
+    """Return whether it is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 

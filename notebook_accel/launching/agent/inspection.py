@@ -88,7 +88,7 @@ def _dump(rank: Rank, condition: messages.Condition, text: str = "") -> messages
 
 
 def _is_armed(pid: int) -> bool:
-    """Whether the process catches the signal. One that doesn't yet, or no longer, would be killed by it."""
+    """Return whether the process catches the signal. One that doesn't yet, or no longer, would be killed by it."""
     return _has_signal(f"/proc/{pid}/status", b"SigCgt:")
 
 
@@ -101,7 +101,7 @@ def _deaf(pid: int) -> frozenset[int]:
 
 
 def _has_signal(status: str, field: bytes) -> bool:
-    """Whether a set of signals in what Linux says of a process or a thread has this one."""
+    """Return whether a set of signals in what Linux says of a process or a thread has this one."""
     with contextlib.suppress(OSError, StopIteration), open(status, "rb") as file:
         signals = next(line for line in file if line.startswith(field))
         return bool(int(signals.split()[1], 16) & 1 << (SIGNAL - 1))

@@ -26,7 +26,7 @@ class Loop:
             self._selector.unregister(descriptor)
 
     def watch_writing(self, descriptor: int, wanted: bool) -> None:
-        """Whether the handler of a watched descriptor is also called when it can be written."""
+        """Return whether the handler of a watched descriptor is also called when it can be written."""
         key = self._selector.get_key(descriptor)
         events = selectors.EVENT_READ | selectors.EVENT_WRITE if wanted else selectors.EVENT_READ
         if key.events != events:

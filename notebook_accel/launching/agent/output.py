@@ -75,7 +75,7 @@ class Allowance:
 
     @property
     def is_worth_a_gap(self) -> bool:
-        """Whether so much may be said that it is worth passing over something: at most once a second."""
+        """True if so much may be said that it is worth passing over something: at most once a second."""
         return self._left >= min(_LAST_BYTES, self._bytes_per_s)
 
     def fill(self, now_s: float) -> None:

@@ -72,7 +72,7 @@ class Rank:
 
     @property
     def has_ended_by_itself(self) -> bool:
-        """Whether it is gone already, and its template has not said so yet."""
+        """True if it is gone already, and its template has not said so yet."""
         return self.pid is not None and state(self.pid) in ("Z", "X", "")
 
     def forked(self, pid: int) -> None:
@@ -148,12 +148,12 @@ class Run:
 
     @property
     def keeps(self) -> bool:
-        """Whether it goes on when a rank has died, also without any."""
+        """True if it goes on when a rank has died, also without any."""
         return self.launch.on_death == "keep"
 
     @property
     def needs_descriptors(self) -> bool:
-        """Whether ranks may be started later."""
+        """True if ranks may be started later."""
         return self.keeps or self.is_held or any(not rank.said_started for rank in self.ranks)
 
     def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
@@ -166,14 +166,14 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank has exited, and none will come in its place."""
+        """True if every rank has exited, and none will come in its place."""
         if self.alive or self.is_held:
             return False
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     @property
     def may_start_again(self) -> bool:
-        """Whether it can be, once, without anybody's notice: no rank has come to the user's code."""
+        """True if it can be, once, without anybody's notice: no rank has come to the user's code."""
         if self.reason or self.is_held or self.launch.places or self._was_taken_back:
             return False
         return not any(rank.said_started for rank in self.ranks)

@@ -53,7 +53,7 @@ class TemplateProcess:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a package that it has imported was installed again, changed or taken away since."""
+        """True if a package that it has imported was installed again, changed or taken away since."""
         return any(_identity(path) != identity for path, identity in self.files.items())
 
     def kill(self) -> None:
@@ -123,7 +123,7 @@ class Templates:
 
     @property
     def is_one_coming(self) -> bool:
-        """Whether there is a template for new runs, be it ready or not."""
+        """True if there is a template for new runs, be it ready or not."""
         return self._current is not None
 
     def start(self, prepare: messages.Prepare) -> None:

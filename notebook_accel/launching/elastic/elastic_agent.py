@@ -68,7 +68,7 @@ class Line:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``hear`` would not have to wait."""
+        """True if ``hear`` would not have to wait."""
         return bool(select.select([self._connection.fileno()], [], [], 0)[0])
 
     def say_that_it_waits(self, line: str) -> None:
@@ -211,7 +211,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             raise rendezvous.not_there(late.args[0], meeting) from None
 
     def _serves(self, rank: int) -> bool:
-        """Whether the store at which the nodes have met may go with this process."""
+        """Return whether the store at which the nodes have met may go with this process."""
         return rank == 0 or (self._meeting is not None and self._meeting.backend != "static")
 
     # Ranks ---------------------------------------------------------------------------------------------------------

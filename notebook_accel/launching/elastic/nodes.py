@@ -59,7 +59,7 @@ class Store(Protocol):
         """A key's value; waits until it has one."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
 
 
 class GoneError(Exception):

@@ -114,7 +114,7 @@ class AgentProcess:
 
     @property
     def is_expecting(self) -> bool:
-        """Whether a run is on its way or runs."""
+        """True if a run is on its way or runs."""
         return bool(self._jobs)
 
     def expect(self, job: Fed) -> None:

@@ -114,7 +114,7 @@ class Draft:
 
     @property
     def file_exists(self) -> bool:
-        """Whether there is something at the path already."""
+        """True if there is something at the path already."""
         return os.path.lexists(self.path)
 
     def error(self, name: str) -> ConfigError | None:
@@ -228,7 +228,7 @@ def _allowed(values: Mapping[str, Any]) -> LaunchConfig:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two values mean the same in a file: 7 and 7.0 do, 1 and true don't."""
+    """Return whether two values mean the same in a file: 7 and 7.0 do, 1 and true don't."""
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 

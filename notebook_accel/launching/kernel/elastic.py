@@ -30,7 +30,7 @@ _C10D = (
 
 
 def is_wanted(config: LaunchConfig) -> bool:
-    """Whether a launch needs it."""
+    """Return whether a launch needs it."""
     return config.max_restarts > 0 or config.num_nodes != "1" or config.rdzv_backend != "static"
 
 

@@ -142,7 +142,7 @@ def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _was_raised_by_a_signal(error: Exception) -> bool:
-    """Whether a signal handler of the user's has raised it, which Python may call in the middle of anything."""
+    """Return whether a signal handler of the user's has raised it, which Python may call in the middle of anything."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

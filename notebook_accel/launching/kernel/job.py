@@ -148,7 +148,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended, in whatever way."""
+        """True if the run has ended, in whatever way."""
         return self._ended.is_set
 
     @property

@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         job = self.job
         return job is not None and not job.done
 

@@ -72,7 +72,7 @@ class BarCounter(reporting.Counter):
 
     @property
     def counts_epochs(self) -> bool:
-        """Whether its steps are the bars inside it: at least one for each.
+        """True if its steps are the bars inside it: at least one for each.
 
         A bar over all steps, in which one for an evaluation is opened every now and then, counts its own.
         """

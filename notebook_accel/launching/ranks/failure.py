@@ -118,7 +118,7 @@ def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | 
 
 
 def _is_raised_by_us(text: traceback.TracebackException) -> bool:
-    """Whether a statement of this package has raised it on purpose, and not what that has called."""
+    """Return whether a statement of this package has raised it on purpose, and not what that has called."""
     return bool(text.stack) and _is_ours(text.stack[-1].filename) and (text.stack[-1].line or "").startswith("raise ")
 
 

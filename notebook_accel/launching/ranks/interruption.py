@@ -187,7 +187,7 @@ class _Wait:
         return False
 
     def stays(self, patience_s: float) -> bool:
-        """Whether the main thread is in the call that it was in for so long."""
+        """Return whether the main thread is in the call that it was in for so long."""
         deadline_s = time.monotonic() + patience_s
         while self.is_in_the_same_call():
             if time.monotonic() > deadline_s:
@@ -196,7 +196,7 @@ class _Wait:
         return False
 
     def is_in_the_same_call(self) -> bool:
-        """Whether the main thread is where it was."""
+        """Return whether the main thread is where it was."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return False  # the user's own handler means something else by it, and is asked when the call has ended
         frame = self._current()

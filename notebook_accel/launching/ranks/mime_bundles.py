@@ -37,7 +37,7 @@ _MOST_BYTES = 100 << 20  # no browser opens a notebook with a larger output
 
 
 def is_figure(obj: object) -> bool:
-    """Whether it is a figure of matplotlib's, which doesn't know by itself how Jupyter shows it."""
+    """Return whether it is a figure of matplotlib's, which doesn't know by itself how Jupyter shows it."""
     module = sys.modules.get("matplotlib.figure")
     return module is not None and isinstance(obj, module.Figure)
 

@@ -34,7 +34,7 @@ def let_ranks_survive() -> None:
 
 
 def can_abort() -> bool:
-    """Whether there are communicators, and it is of use to abort them."""
+    """Return whether there are communicators, and it is of use to abort them."""
     return os.environ.get(_WATCHDOG) == "0" and bool(_backends())
 
 

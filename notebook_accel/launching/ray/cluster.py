@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def has_environment(self) -> bool:
-        """Whether nodes first set up a runtime environment."""
+        """True if nodes first set up a runtime environment."""
         return bool(self._options.runtime_env)
 
     def _has(self) -> Mapping[str, float]:
@@ -246,7 +246,7 @@ class Cluster:
         ]
 
     def is_alive(self, node: Node) -> bool:
-        """Whether the cluster still has a node."""
+        """Return whether the cluster still has a node."""
         return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
 
     def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:

@@ -67,7 +67,7 @@ class Connection:
 
     @property
     def is_there(self) -> bool:
-        """Whether the notebook is still connected, and has been since then."""
+        """True if the notebook is still connected, and has been since then."""
         if not self._has_ended.is_set and not self._link.is_there():
             self._end("ray.shutdown() was called, or Ray has lost the cluster.")
         return not self._has_ended.is_set

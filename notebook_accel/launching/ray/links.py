@@ -33,7 +33,7 @@ class Link(Protocol):
     lost_errors: tuple[type[Exception], ...]
 
     def is_there(self) -> bool:
-        """Whether it is still this connection."""
+        """Return whether it is still this connection."""
 
 
 def current(ray: Any) -> Link:

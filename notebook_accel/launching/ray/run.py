@@ -145,7 +145,7 @@ class ClusterRun:
             restarts += 1
 
     def _is_the_last(self, restarts: int) -> bool:
-        """Whether nothing is started again after a failure."""
+        """Return whether nothing is started again after a failure."""
         is_used_up = restarts >= self._job.config.max_restarts
         would_fail_again = isinstance(self._error, LaunchError) or not self._connection.is_there
         return self._wanted is not None or is_used_up or would_fail_again

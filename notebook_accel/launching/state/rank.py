@@ -193,12 +193,12 @@ class RankState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come from it."""
+        """True if nothing more will come from it."""
         return self.state not in ("starting", "running")
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process is gone without a result."""
+        """True if its process is gone without a result."""
         return self.ended is not None and not self.has_result
 
     @property

@@ -157,12 +157,12 @@ class RunState:
 
     @property
     def have_all_results(self) -> bool:
-        """Whether every rank has returned."""
+        """True if every rank has returned."""
         return all(rank.has_result for rank in self.ranks)
 
     @property
     def has_saved(self) -> bool:
-        """Whether the variables to be pulled are there: rank 0 has returned, or has saved them when it failed."""
+        """True if the variables to be pulled are there: rank 0 has returned, or has saved them when it failed."""
         first = self.ranks[0]
         return first.has_result or (first.failed is not None and first.failed.saved)
 

@@ -156,7 +156,7 @@ class StackRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody will answer any more."""
+        """True if nobody will answer any more."""
         return self._is_over
 
     def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:

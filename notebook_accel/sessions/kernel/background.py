@@ -59,7 +59,7 @@ class BackgroundCell:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """True if it has ended, in whatever way."""
         return self._ended.is_set
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -69,7 +69,7 @@ class Interrupts:
 
     @property
     def have_come(self) -> bool:
-        """Whether there is one that nobody has taken."""
+        """True if there is one that nobody has taken."""
         return bool(self._noted)
 
     def hold(self) -> None:

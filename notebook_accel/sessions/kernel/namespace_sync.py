@@ -59,7 +59,7 @@ class Stamp:
         self._versions = _versions(value)
 
     def fits(self, value: Any) -> bool:
-        """Whether the value is as it was."""
+        """Return whether the value is as it was."""
         if self._refer() is not value or self._versions != _versions(value):
             return False
         return self._digest is None or self._digest == _digest(value)

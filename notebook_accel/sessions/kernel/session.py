@@ -234,7 +234,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether its ranks are gone for good."""
+        """True if its ranks are gone for good."""
         return self.job.done
 
     def __enter__(self) -> Self:

@@ -76,7 +76,7 @@ class Names:
         return call
 
     def is_own(self, name: str) -> bool:
-        """Whether the rank has something under this name that isn't as it came from the notebook."""
+        """Return whether the rank has something under this name that isn't as it came from the notebook."""
         value = self._namespace.get(name, _NOTHING)
         return value is not _NOTHING and name not in self._given and self._taken.get(name, _NOTHING) is not value
 

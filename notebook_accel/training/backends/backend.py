@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     @property
     def compares_calls(self) -> bool:
-        """Whether ranks should compare what they are about to do before each collective.
+        """True if ranks should compare what they are about to do before each collective.
 
         True where ranks that disagree would take the whole process down instead of raising an error, and where a
         further small message costs little.
@@ -50,7 +50,7 @@ class Backend(Protocol):
 
     @property
     def has_left(self) -> bool:
-        """Whether ``leave`` was called."""
+        """True if ``leave`` was called."""
 
     def explain(self, error: RuntimeError) -> None:
         """Raises a ``CollectiveError`` that says what every rank was doing if ``error`` comes from waiting for them."""

@@ -36,7 +36,7 @@ def forget() -> None:
 
 
 def is_remembered(parallel: torch.nn.Module) -> bool:
-    """Whether it is one of these modules."""
+    """Return whether it is one of these modules."""
     return parallel in _connected
 
 

@@ -93,12 +93,12 @@ class Group:
             atexit.register(self._watch.close)
 
     def has_gloo_for(self, device: torch.device) -> bool:
-        """Whether what lies on ``device`` travels by gloo."""
+        """Return whether what lies on ``device`` travels by gloo."""
         return f"{device.type}:gloo" in dist.get_backend_config()
 
     @property
     def is_current(self) -> bool:
-        """Whether it is still torch's default group."""
+        """True if it is still torch's default group."""
         return dist.group.WORLD is self.process_group
 
     def add(self, member: TorchDistributed) -> None:
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def was_made_here(self) -> bool:
-        """Whether it was made by this package and not by the user's code."""
+        """True if it was made by this package and not by the user's code."""
         return self._deadline is not None
 
     def stop_watching(self) -> None:
@@ -214,7 +214,7 @@ def made_here() -> Group | None:
 
 
 def is_ours() -> bool:
-    """Whether the default group that there is was made here, and is in use."""
+    """Return whether the default group that there is was made here, and is in use."""
     return _current is not None and _current.is_current and bool(_current.members)
 
 

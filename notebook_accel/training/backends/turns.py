@@ -22,7 +22,7 @@ _COMMON = pathlib.Path(__file__).parent
 
 
 def is_memory_short(size_bytes: int, ranks: int) -> bool:
-    """Whether so many ranks of this machine had better not take so much each at the same time."""
+    """Return whether so many ranks of this machine had better not take so much each at the same time."""
     return ranks > 1 and ranks * size_bytes > _SHARE * host_memory.available_bytes()
 
 

@@ -38,7 +38,7 @@ _precision: dict[str, str] | None = None  # what this process computes in, once 
 
 
 def is_asked_for() -> bool:
-    """Whether this process shall compute on an XLA device: by the variable that PJRT itself reads."""
+    """Return whether this process shall compute on an XLA device: by the variable that PJRT itself reads."""
     return bool(os.environ.get(_ASKED_FOR)) and importlib.util.find_spec("torch_xla") is not None
 
 

@@ -264,7 +264,7 @@ def build_of_torch() -> Build:
 
 
 def _is_there(name: str) -> bool:
-    """Whether there is a device file whose name matches."""
+    """Return whether there is a device file whose name matches."""
     return any(re.fullmatch(name, file) for file in _device_files(_ROOT))
 
 
