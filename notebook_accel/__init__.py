@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
+    from notebook_accel.training.loaders import skip_first_batches
     from notebook_accel.training.process_control import DistributedType, PartialState
     from notebook_accel.training.profiling import ProfileKwargs
     from notebook_accel.training.random_state import synchronize_rng_states
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
         prepare_pippy,
     )
-    from notebook_accel.training.skipping import skip_first_batches
     from notebook_accel.training.states import AcceleratorState
 
 __version__ = "0.1.0"
@@ -118,7 +118,7 @@ _HOME = {
     "prepare_data_loader": "training.data",
     "prepare_pippy": "training.refusals",
     "report": "reporting",
-    "skip_first_batches": "training.skipping",
+    "skip_first_batches": "training.loaders",
     "synchronize_rng_states": "training.random_state",
     "write_basic_config": "launching.configuring",
 }

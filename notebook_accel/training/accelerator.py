@@ -19,6 +19,7 @@ from notebook_accel.training import (
     data,
     forgotten,
     handlers,
+    loaders,
     models,
     optimizers,
     process_group,
@@ -26,7 +27,6 @@ from notebook_accel.training import (
     random_state,
     refusals,
     schedule_hint,
-    skipping,
     uneven,
 )
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
@@ -35,9 +35,9 @@ from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.group_calls import GroupCalls
 from notebook_accel.training.handlers import AutocastKwargs
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.profiling import ProfileKwargs
 from notebook_accel.training.project import Project
@@ -173,8 +173,8 @@ class Accelerator(GroupCalls, Project, Settings):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """``prepare`` for one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
-        moves, end_step = self._is_placed(device_placement), self._backend.end_step
-        prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, end_step=end_step)
+        moves, mark_step = self._is_placed(device_placement), self._backend.mark_step
+        prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, mark_step=mark_step)
         return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
 
     def prepare_data_loader(
@@ -182,7 +182,7 @@ class Accelerator(GroupCalls, Project, Settings):
     ) -> DataLoaderShard:
         """``prepare`` for one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
         data.refuse_slicing(slice_fn_for_dispatch)
-        prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
+        prepare = functools.partial(data.shard_dataloader, config=self._loading, rng_types=self._rng_types)
         device = self.device if self._is_placed(device_placement) else None
         return self._once(data_loader, lambda: prepare(data_loader, backend=self._backend, device=device))
 
@@ -202,7 +202,7 @@ class Accelerator(GroupCalls, Project, Settings):
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
-        return skipping.skip_first_batches(dataloader, num_batches)
+        return loaders.skip_first_batches(dataloader, num_batches)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
@@ -267,7 +267,7 @@ class Accelerator(GroupCalls, Project, Settings):
             self._begin()
         loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
-        PASSES.upload_next()
+        ACTIVE_ITERATIONS.upload_next()
         try:
             scaled.backward(**kwargs)
         except RuntimeError as error:

@@ -17,8 +17,8 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training import same_state
-from notebook_accel.training.passes import PASSES, LoaderPass
+from notebook_accel.training.backends import group_recovery
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, LoaderIteration
 from notebook_accel.training.sharding import Tail
 
 if TYPE_CHECKING:
@@ -136,11 +136,11 @@ class GradientState:
         self.plugin = plugin or GradientAccumulationPlugin()
         self.num_steps = self.plugin.num_steps or 1
         self.joins_uneven = False
-        self._since = PASSES.moment
+        self._since = ACTIVE_ITERATIONS.moment
         self.reset()
         GradientState._latest = self
         if plugin is not None:  # of an Accelerator, which all ranks make
-            same_state.remember(self)
+            group_recovery.track_state(self)
 
     def reset(self) -> None:
         """Forgets a window that has begun."""
@@ -203,18 +203,18 @@ class GradientState:
     @property
     def in_dataloader(self) -> bool:
         """True if a prepared loader is being iterated."""
-        return any(self._seen(running) is not None for running in PASSES.running)
+        return any(self._seen(running) is not None for running in ACTIVE_ITERATIONS.running)
 
     @property
     def end_of_dataloader(self) -> bool:
         """True if the batch that came out last is the last of its loader."""
-        current = self._seen(PASSES.current)
+        current = self._seen(ACTIVE_ITERATIONS.current)
         return current is not None and current.is_last
 
     @property
     def tail(self) -> Tail | None:
         """The round of the batch that came out last, if it is a last one unlike the others."""
-        current = self._seen(PASSES.current)
+        current = self._seen(ACTIVE_ITERATIONS.current)
         return None if current is None else current.tail
 
     @property
@@ -223,7 +223,7 @@ class GradientState:
         tail = self.tail
         return -1 if tail is None else tail.real
 
-    def _seen(self, current: LoaderPass | None) -> LoaderPass | None:
+    def _seen(self, current: LoaderIteration | None) -> LoaderIteration | None:
         return current if current is not None and current.moment > self._since else None
 
     def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
@@ -232,14 +232,14 @@ class GradientState:
 
     def begin_micro_batch(self) -> None:
         """Counts a micro-batch, and decides whether gradients sync in it."""
-        current = self._seen(PASSES.training) if self.plugin.sync_with_dataloader else None
+        current = self._seen(ACTIVE_ITERATIONS.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
             self._divisor = self._expected_length(current)
         self._micro_batches += 1
         self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
 
-    def _expected_length(self, current: LoaderPass | None) -> int:
+    def _expected_length(self, current: LoaderIteration | None) -> int:
         """Length of the window that begins, as far as the loader's length tells."""
         if current is None or current.total is None or not self.plugin.scale_last_window:
             return self.num_steps
@@ -274,7 +274,7 @@ class GradientState:
         Raises:
             TrainingError: They would.
         """
-        current = self._seen(PASSES.training)
+        current = self._seen(ACTIVE_ITERATIONS.training)
         if current is None or current.tail is None or not current.tail.missing:
             return
         if self.sync_gradients and not self.joins_uneven:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training import process_group, regrouping
-from notebook_accel.training.backends import torch_group
+from notebook_accel.training import process_group
+from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["find_executable_batch_size"]
@@ -191,7 +191,7 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
     round_.part()
     del round_
     if ran_out and group is not None:
-        regrouping.renew(None, rejoins=rejoins, namespace={})
+        group_recovery.renew_group(None, rejoins=rejoins, namespace={})
     return ran_out
 
 

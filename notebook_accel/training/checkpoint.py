@@ -21,8 +21,8 @@ from notebook_accel.errors import CheckpointError, NotebookAccelError
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import collectives, model_files, random_state
 from notebook_accel.training.accumulation import GradientState
-from notebook_accel.training.agreement import agree
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.collectives import verify_collective
 from notebook_accel.training.models import unwrap_model
 
 __all__ = ["CUSTOM", "Contents", "Hooks", "load", "save", "state_of"]
@@ -251,7 +251,7 @@ def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[An
         CheckpointError: It failed on a rank. The others get the first such rank's message.
     """
     value, error = None, None
-    agree(backend, what)  # no rank saves what another one loads
+    verify_collective(backend, what)  # no rank saves what another one loads
     try:
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training.agreement import agree, disagreement
+from notebook_accel import code_places
+from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
@@ -28,9 +30,13 @@ __all__ = [
     "gather",
     "gather_for_metrics",
     "gather_object",
+    "mismatch_error",
     "pad_across_processes",
+    "part_of",
     "reduce",
     "scatter_object",
+    "verify_collective",
+    "verify_model",
     "wait_for_everyone",
 ]
 
@@ -56,7 +62,7 @@ def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
     if backend.place.world_size == 1:
         return tree
     tensors = _tensors_of(tree, "gather")
-    agree(backend, "gather", tensors)
+    verify_collective(backend, "gather", tensors)
     if tail is not None and backend.place.rank == 0:
         _warn_of_repeats(backend, tensors, tail)
     return map_leaves(lambda tensor: backend.all_gather(_at_least_1d(tensor)), tree)
@@ -130,7 +136,7 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
     world_size = backend.place.world_size
     if world_size == 1:
         return map_leaves(functools.partial(_copied, scale=scale), tree)
-    agree(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
+    verify_collective(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         if reduction in ("max", "min"):
@@ -163,7 +169,7 @@ def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
     """
     if backend.place.world_size == 1:
         return tree
-    agree(backend, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
+    verify_collective(backend, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
         contiguous = tensor.contiguous()
@@ -219,20 +225,20 @@ def gather_object(backend: Backend, values: Any) -> list[Any]:
             f"Objects are gathered from a list on each rank; this is {type(values).__name__}.",
             fix="put it into a list: [value]",
         )
-    agree(backend, "gather objects")
+    verify_collective(backend, "gather objects")
     return [value for part in backend.all_gather_object(values) for value in part]
 
 
 def broadcast_object(backend: Backend, value: _T, from_process: int = 0) -> _T:
     """One rank's object, on all ranks."""
-    agree(backend, f"broadcast an object from rank {from_process}")
+    verify_collective(backend, f"broadcast an object from rank {from_process}")
     received: _T = backend.broadcast_object(value, from_process)
     return received
 
 
 def scatter_object(backend: Backend, values: Sequence[Any] | None) -> Any:
     """What rank 0 has for this rank: of ``values``, which only rank 0 gives, one for each rank."""
-    agree(backend, "take a batch that rank 0 has read")
+    verify_collective(backend, "take a batch that rank 0 has read")
     return backend.scatter_object(values)
 
 
@@ -245,7 +251,7 @@ def broadcast_object_list(backend: Backend, values: list[Any], from_process: int
 def wait_for_everyone(backend: Backend) -> None:
     """Returns when every rank has called it."""
     if backend.compares_calls:
-        agree(backend, "wait for everyone")  # which is a barrier itself
+        verify_collective(backend, "wait for everyone")  # which is a barrier itself
     else:
         backend.barrier()
 
@@ -279,10 +285,10 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
 
 def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
     """The greatest length of each tensor along ``dim`` over the ranks, ``None`` for those without that dimension."""
-    agree(backend, f"pad_across_processes along dimension {dim}")
+    verify_collective(backend, f"pad_across_processes along dimension {dim}")
     by_rank = backend.all_gather_object(shapes)
     if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
-        raise disagreement([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
+        raise mismatch_error([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
     return [
         max(shape[dim] for shape in of_one_tensor) if _has(of_one_tensor[0], dim) else None
         for of_one_tensor in zip(*by_rank, strict=True)
@@ -296,3 +302,116 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
 
 def _has(shape: tuple[int, ...], dim: int) -> bool:
     return -len(shape) <= dim < len(shape)
+
+
+_SHOWN_DIFFERENCES = 3
+
+
+def verify_collective(backend: Backend, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+    """Compares an operation and its tensors, where the backend asks for that.
+
+    Raises:
+        CollectiveError: The ranks don't agree. All get it, and the group can still be used.
+    """
+    if backend.compares_calls:
+        _compare(backend, operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
+
+
+def verify_model(backend: Backend, model: torch.nn.Module) -> None:
+    """Compares the parameters of a model that every rank prepares, before their gradients are averaged.
+
+    Raises:
+        CollectiveError: A rank prepares another model, or does something else.
+    """
+    if backend.place.world_size == 1:
+        return
+    parameters = [f"{name} {_kind_of(parameter)}" for name, parameter in model.named_parameters()]
+    operation = f"prepare a {type(model).__name__} of {len(parameters)} parameters"
+    if backend.compares_calls:
+        _compare(backend, operation, parameters)
+    else:
+        _refuse_differences(backend, operation, parameters)
+
+
+def mismatch_error(calls: Sequence[str]) -> CollectiveError:
+    """The error that shows each rank's call, in order of rank."""
+    by_rank = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
+    return CollectiveError(
+        f"The ranks disagree about a collective:\n{by_rank}",
+        why="All ranks have to call the same ones in the same order, with tensors of the same shapes and types.",
+        fix="pad_across_processes for different lengths; keep collectives out of `if accelerator.is_main_process:`",
+    )
+
+
+def _compare(backend: Backend, call: str, details: Sequence[str] = ()) -> None:
+    digest = zlib.crc32("\n".join([call, *details]).encode())
+    digests = backend.all_gather(torch.tensor([digest]))
+    if bool((digests != digests[0]).any()):
+        _refuse_differences(backend, call, details)
+
+
+def _refuse_differences(backend: Backend, call: str, details: Sequence[str]) -> None:
+    where = code_places.describe(sys._getframe(1)).rpartition(" at ")[2]
+    by_rank: list[tuple[str, Sequence[str], str]] = backend.all_gather_object((call, details, where))
+    common = set.intersection(*(set(details) for _, details, _ in by_rank))
+    calls = [f"{call}{_only(details, common)}" for call, details, _ in by_rank]
+    if len(set(calls)) > 1:
+        raise mismatch_error([f"{call} at {where}" for call, (_, _, where) in zip(calls, by_rank, strict=True)])
+
+
+def _only(details: Sequence[str], common: set[str]) -> str:
+    """The first details that not every rank has."""
+    own = [detail for detail in details if detail not in common]
+    shown = ", ".join(own[:_SHOWN_DIFFERENCES])
+    more = f" and {len(own) - _SHOWN_DIFFERENCES} more" if len(own) > _SHOWN_DIFFERENCES else ""
+    return f", with {shown}{more}" if own else ""
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
+    """One rank's part of ``inputs``: consecutive items, of which the first ranks have one more where it doesn't divide.
+
+    Args:
+        inputs: A list, a tuple, a tensor ``(n, ...)``, something else with ``select`` such as a dataset of Hugging
+            Face's, or a mapping of such, all of one length.
+        rank: Whose part.
+        world_size: How many parts.
+        apply_padding: Repeat the last item so that all parts are as long.
+
+    Raises:
+        TrainingError: ``inputs`` is something else, or its items have different lengths.
+    """
+    if world_size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        _check_lengths(inputs)
+        return {key: part_of(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
+    if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
+        raise TrainingError(
+            f"split_between_processes can't cut {type(inputs).__name__} into parts.",
+            fix="give it a list, a tuple, a tensor, or a dict of such",
+        )
+    each, extra = divmod(len(inputs), world_size)
+    start = rank * each + min(rank, extra)
+    end = start + each + (rank < extra)
+    missing = each + bool(extra) - (end - start) if apply_padding and len(inputs) else 0
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
+    part, last = inputs[start:end], inputs[-1:]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([part, *[last] * missing]) if missing else part
+    return part + last * missing
+
+
+def _check_lengths(inputs: Mapping[Any, Any]) -> None:
+    lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+        raise TrainingError(
+            f"split_between_processes was given values of different lengths: {shown}.",
+            why="Each rank gets the same items of all of them.",
+            fix="make them equally long",
+        )

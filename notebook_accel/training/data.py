@@ -14,18 +14,18 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import collectives, process_group, random_state, same_state
+from notebook_accel.training import collectives, process_group, random_state
+from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.dispatching import DataLoaderDispatcher
-from notebook_accel.training.epochs import EpochClock
-from notebook_accel.training.feeds import Copying, Feed, Uploading
-from notebook_accel.training.loaders import DataLoaderShard
+from notebook_accel.training.loader_position import EpochCounter
+from notebook_accel.training.loaders import Copying, DataLoaderShard, Feed, Uploading
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
 
-__all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "refuse_slicing", "share_out"]
+__all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "refuse_slicing", "shard_dataloader"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +117,10 @@ def prepare_data_loader(
         use_stateful_dataloader=use_stateful_dataloader,
     )
     target = None if not put_on_device else torch.device(device) if device is not None else backend.device
-    return share_out(dataloader, backend=backend, config=config, device=target, place=place, rng_types=types)
+    return shard_dataloader(dataloader, backend=backend, config=config, device=target, place=place, rng_types=types)
 
 
-def share_out(
+def shard_dataloader(
     loader: DataLoader[Any],
     *,
     backend: Backend,
@@ -155,9 +155,9 @@ def share_out(
         options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
     if rng_types:
         options["before_epoch"] = _synchronizing(backend, rng_types, loader, options.get("before_epoch"))
-    clock = options.setdefault("clock", EpochClock())
+    epochs = options.setdefault("epochs", EpochCounter())
     if place in (None, backend.place):
-        same_state.remember(clock)
+        group_recovery.track_state(epochs)
     if sharing.dispatches:
         return DataLoaderDispatcher(loader, feed=feed, backend=backend, **options)
     return DataLoaderShard(loader, feed=feed, **options)
@@ -336,10 +336,10 @@ class _Sharing:
         """For a dataset that can only be iterated."""
         loader, place, config = self._loader, self._place, self._config
         dataset: Any = loader.dataset
-        clock = EpochClock(is_shared=loader.persistent_workers)
+        epochs = EpochCounter(is_shared=loader.persistent_workers)
         if loader.persistent_workers and hasattr(dataset, "set_epoch"):
-            dataset = EpochStream(dataset, clock)
-        options = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last, "clock": clock}
+            dataset = EpochStream(dataset, epochs)
+        options = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last, "epochs": epochs}
         if place.world_size == 1:
             return options
         shard = IterableDatasetShard(

@@ -7,26 +7,25 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset
 
-from notebook_accel.training.epochs import EpochClock
-from notebook_accel.training.sharding import IterableDatasetShard, Round, Tail, dispatched_rounds, sample_count
+from notebook_accel.training.loader_position import EpochCounter
+from notebook_accel.training.sharding import (
+    IterableDatasetShard,
+    MarkedBatch,
+    Round,
+    Tail,
+    dispatched_rounds,
+    sample_count,
+)
 
 __all__ = [
     "EpochStream",
     "LoaderStream",
-    "MarkedBatch",
     "MarkedCollate",
     "MarkedStream",
     "ReadRound",
     "RoundDataset",
     "RoundStream",
 ]
-
-
-class MarkedBatch(NamedTuple):
-    """A batch, or a sample of it, and how its round differs from the others, if it does."""
-
-    batch: Any
-    tail: Tail | None
 
 
 class ReadRound(NamedTuple):
@@ -78,16 +77,16 @@ class EpochStream(_View, IterableDataset[Any]):
 
     Args:
         dataset: The stream, with a method ``set_epoch``.
-        clock: A shared one.
+        epochs: A shared counter.
     """
 
-    _clock: EpochClock
+    _epochs: EpochCounter
 
-    def __init__(self, dataset: Any, clock: EpochClock) -> None:
-        super().__init__(dataset, _clock=clock)
+    def __init__(self, dataset: Any, epochs: EpochCounter) -> None:
+        super().__init__(dataset, _epochs=epochs)
 
     def __iter__(self) -> Iterator[Any]:
-        self._dataset.set_epoch(self._clock.running)
+        self._dataset.set_epoch(self._epochs.running)
         return iter(self._dataset)
 
 

@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, Sampler
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.dataset_views import MarkedBatch, ReadRound, RoundDataset, RoundStream
+from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loaders import DataLoaderShard, kept_options
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
+    MarkedBatch,
     Round,
     Tail,
     dispatched_rounds,

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import Counter
-from notebook_accel.training.dataset_views import MarkedBatch
-from notebook_accel.training.epochs import EpochClock
-from notebook_accel.training.feeds import Copying, Feed
-from notebook_accel.training.passes import PASSES
-from notebook_accel.training.position import Position, Resumption
+from notebook_accel.training.backends.backend import Uploader
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, EpochCounter, LoaderPosition, ResumePoint
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Tail
+from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, MarkedBatch, Tail
+from notebook_accel.training.trees import leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["DataLoaderShard", "kept_options"]
+__all__ = [
+    "Copying",
+    "DataLoaderShard",
+    "Feed",
+    "Uploading",
+    "kept_options",
+    "skip_first_batches",
+]
 
 _END: Any = object()
 
@@ -42,7 +49,7 @@ class DataLoaderShard(DataLoader[Any]):
         feed: Makes what takes the batches of a pass to the device. By default they stay where they are.
         before_epoch: Called on every rank when an epoch begins.
         is_marked: Whether each batch comes with the round that it is part of, as a ``MarkedBatch``.
-        clock: Counts the epochs.
+        epochs: Counts the epochs.
         position: Where the loader stands; a loader that goes on where another one stopped has the same.
         skipped: Batches that are left out at the beginning of each epoch.
         options: What ``torch.utils.data.DataLoader`` is told besides.
@@ -64,19 +71,19 @@ class DataLoaderShard(DataLoader[Any]):
         feed: Callable[[], Feed] | None = None,
         before_epoch: Callable[[], None] | None = None,
         is_marked: bool = False,
-        clock: EpochClock | None = None,
-        position: Position | None = None,
+        epochs: EpochCounter | None = None,
+        position: LoaderPosition | None = None,
         skipped: int = 0,
         **options: Any,
     ) -> None:
-        clock = clock or EpochClock()
-        position = position or Position(clock)
+        epochs = epochs or EpochCounter()
+        position = position or LoaderPosition(epochs)
         self._arguments = {
             "shard": shard,
             "feed": feed,
             "before_epoch": before_epoch,
             "is_marked": is_marked,
-            "clock": clock,
+            "epochs": epochs,
             "position": position,
             **options,
         }
@@ -95,7 +102,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._feed = feed or functools.partial(Copying, None)
         self._before_epoch = before_epoch
         self._is_marked = is_marked
-        self._clock = clock
+        self._epochs = epochs
 
     @property
     def total_batch_size(self) -> int:
@@ -136,22 +143,22 @@ class DataLoaderShard(DataLoader[Any]):
         return type(self)(self.source, self.dataset, **arguments)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
-        resumption = self.position.take()
-        rest = self if resumption is None or resumption.is_told else self.skipping(resumption.batches)
-        return rest._iterate(resumption)
+        resume_point = self.position.take_resume_point()
+        rest = self if resume_point is None or resume_point.is_told else self.skipping(resume_point.batches)
+        return rest._iterate(resume_point)
 
-    def _iterate(self, resumption: Resumption | None) -> Iterator[Any]:
+    def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:
         position = self.position
         # Read in this process, a batch may have drawn random numbers, and read again it would be another one.
         keeps_ahead = self.num_workers == 0
-        with position.beginning(resumption, self._generators()):
+        with position.beginning(resume_point, self._generators()):
             self._begin_epoch()
             batches = self._read()
             following = next(batches, _END)
-        if resumption is not None and resumption.ahead:
-            following = self._kept(resumption.ahead[0])
+        if resume_point is not None and resume_point.ahead:
+            following = self._kept(resume_point.ahead[0])
         with (
-            PASSES.iterating(self.counter, self.counter.total) as current,
+            ACTIVE_ITERATIONS.iterating(self.counter, self.counter.total) as current,
             position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
@@ -171,7 +178,7 @@ class DataLoaderShard(DataLoader[Any]):
                         current.tail = getattr(self.shard, "tail", None)
                 elif self.shard is not None and self._is_last_of_all(following):
                     current.ends_window = True
-                PASSES.hand_out(current)
+                ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
 
     def __len__(self) -> int:
@@ -179,7 +186,7 @@ class DataLoaderShard(DataLoader[Any]):
         return length if self._batches is not None else max(0, length - self.skipped)
 
     def _begin_epoch(self) -> None:
-        epoch = self._clock.begin()
+        epoch = self._epochs.begin()
         for part in self._told():
             part.set_epoch(epoch)
         if self._before_epoch is not None:
@@ -242,3 +249,127 @@ def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
         "pin_memory_device": loader.pin_memory_device,
         "in_order": loader.in_order,
     }
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader of the same batches without the first ``num_batches``; ``dataloader`` stays as it is.
+
+    What is skipped isn't read, unless the dataset can only be iterated. Of a prepared loader each rank's first batches
+    are skipped; the rest of the epoch is what it would have been, with its last round, and the epochs of both loaders
+    count as those of one.
+
+    Args:
+        dataloader: A prepared loader or any other.
+        num_batches: How many batches to leave out.
+
+    Raises:
+        ConfigError: ``dataloader`` isn't a loader that this can be done with, or ``num_batches`` is no number from 0.
+    """
+    number: object = num_batches
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ConfigError(f"num_batches is {num_batches!r}.", fix="a whole number from 0")
+    if isinstance(dataloader, DataLoaderShard):
+        dataloader.position.skip_by_hand(num_batches)
+        return dataloader.skipping(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise ConfigError(
+            f"skip_first_batches takes a torch.utils.data.DataLoader, not {type(dataloader).__name__}.",
+            fix="itertools.islice(batches, num_batches, None) skips the first items of anything that can be iterated",
+        )
+    if isinstance(dataloader.dataset, IterableDataset):
+        return _StreamFrom(dataloader, num_batches)
+    if dataloader.batch_sampler is None:
+        sampler = SkipBatchSampler(dataloader.sampler, num_batches)
+        return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **kept_options(dataloader))
+    batches = SkipBatchSampler(dataloader.batch_sampler, num_batches)
+    return DataLoader(dataloader.dataset, batch_sampler=batches, **kept_options(dataloader))
+
+
+class _StreamFrom(DataLoader[Any]):
+    """A loader of a stream that is read from the beginning, and yields batches from a later one on."""
+
+    def __init__(self, source: DataLoader[Any], skipped: int) -> None:
+        options = {"batch_size": source.batch_size, "drop_last": source.drop_last, **kept_options(source)}
+        super().__init__(source.dataset, **options)
+        self._skipped = skipped
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self._skipped)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
+        return itertools.islice(super().__iter__(), self._skipped, None)
+
+
+class Feed(Protocol):
+    """A pass's way to the device. Batches are taken in the order in which they are sent."""
+
+    def send(self, batch: Any) -> Any:
+        """Begins with a batch that will be taken later; returns what to hold until then."""
+
+    def begin(self) -> None:
+        """Begins to take to the device what was sent and waits for that, if it does. ``take`` does so too."""
+
+    def take(self, held: Any) -> Any:
+        """The batch on the device, for what ``send`` has returned."""
+
+    def close(self) -> None:
+        """Ends the pass."""
+
+
+class Copying:
+    """Copies each batch when it is sent, one step before it is used.
+
+    Args:
+        copy: Makes the copy; ``None`` leaves batches where they are.
+    """
+
+    def __init__(self, copy: Callable[[Any], Any] | None) -> None:
+        self._copy = copy
+
+    def send(self, batch: Any) -> Any:
+        return batch if self._copy is None else self._copy(batch)
+
+    def begin(self) -> None:
+        pass
+
+    def take(self, held: Any) -> Any:
+        return held
+
+    def close(self) -> None:
+        pass
+
+
+class Uploading:
+    """Hands the tensors of each batch to an uploader, and puts them back into their places when they are there.
+
+    Args:
+        uploader: A backend's.
+        device: Where it takes them.
+    """
+
+    def __init__(self, uploader: Uploader, device: torch.device) -> None:
+        self._uploader = uploader
+        self._device = device
+        self._sent: collections.deque[Any] = collections.deque()
+
+    def send(self, batch: Any) -> Any:
+        self._uploader.send([leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)])
+        self._sent.append(batch)
+        return batch
+
+    def begin(self) -> None:
+        self._uploader.begin()
+
+    def take(self, held: Any) -> Any:
+        assert self._sent.popleft() is held
+        tensors = iter(self._uploader.take())
+
+        def placed(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return next(tensors)
+            return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+
+        return map_leaves(placed, held)
+
+    def close(self) -> None:
+        self._uploader.close()

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import is_left_local
-from notebook_accel.training.agreement import agree_on_model
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
@@ -95,7 +95,7 @@ def prepare_model(
     if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
     _refuse_sharded(model)
-    agree_on_model(backend, model)
+    verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
     if before_training_pass is not None:

@@ -10,8 +10,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.errors import TrainingError
-from notebook_accel.training import same_state
 from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.precision import LossScaler
 
 __all__ = [
@@ -36,7 +36,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: The optimizer to wrap.
         state: Says whether gradients sync.
         scaler: The loss scaler, with fp16.
-        end_step: Called after a step outside of any prepared loader, whose next batch would end it.
+        mark_step: Called after a step outside of any prepared loader, whose next batch would end it.
 
     Attributes:
         optimizer: The wrapped optimizer.
@@ -48,14 +48,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         state: GradientState,
         scaler: LossScaler | None = None,
-        end_step: Callable[[], None] | None = None,
+        mark_step: Callable[[], None] | None = None,
     ) -> None:
         # Not the base class's: parameters, state and hooks are the wrapped optimizer's and are looked up there.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._gradients = state
         self._scaler = scaler
-        self._end_step = end_step
+        self._mark_step = mark_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps if gradients sync; with fp16, and no overflow."""
@@ -63,8 +63,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            if self._end_step is not None and not self._gradients.in_dataloader:
-                self._end_step()
+            if self._mark_step is not None and not self._gradients.in_dataloader:
+                self._mark_step()
             return value
         if closure is not None:
             raise TrainingError(
@@ -193,17 +193,17 @@ def prepare_optimizer(
     scaler: LossScaler | None,
     *,
     moves: bool = True,
-    end_step: Callable[[], None] | None = None,
+    mark_step: Callable[[], None] | None = None,
 ) -> AcceleratedOptimizer:
     """Wraps an optimizer, and if it ``moves``, brings its state to where its parameters are now."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
     if moves and _state_lies_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
-    same_state.remember(optimizer)
+    group_recovery.track_state(optimizer)
     if scaler is not None:
         scaler.add(optimizer)
-    return AcceleratedOptimizer(optimizer, state, scaler, end_step)
+    return AcceleratedOptimizer(optimizer, state, scaler, mark_step)
 
 
 def refuse_strangers(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
@@ -252,7 +252,7 @@ def prepare_scheduler(
     step_with_optimizer: bool,
 ) -> AcceleratedScheduler:
     """Wraps a scheduler; it follows the prepared optimizer that it was made for, or all if that isn't among them."""
-    same_state.remember(scheduler)
+    group_recovery.track_state(scheduler)
     own = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)]
     return AcceleratedScheduler(
         scheduler,

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
-from notebook_accel.training import same_state
+from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
 __all__ = ["LossScaler", "Precision", "PrecisionType"]
@@ -123,7 +123,7 @@ class LossScaler:
     def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:
         self._scaler = torch.amp.GradScaler(device.type, **dataclasses.asdict(options or GradScalerKwargs()))
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        same_state.remember(self)
+        group_recovery.track_state(self)
 
     @property
     def factor(self) -> float:

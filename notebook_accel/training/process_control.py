@@ -14,7 +14,7 @@ import torch
 
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.unpicklable import StaysError
-from notebook_accel.training import collectives, process_group, splitting
+from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class ProcessControl:
         Raises:
             TrainingError: ``inputs`` is something else.
         """
-        yield splitting.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
+        yield collectives.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
 
     # One rank alone
 

@@ -14,9 +14,8 @@ from notebook_accel.reporting import reporter
 from notebook_accel.training.backends import torch_group, xla
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.devices import local_device, utilisation_of
-from notebook_accel.training.backends.single_process import SingleProcess
+from notebook_accel.training.backends.single_process import SingleProcess, WorkerProcess
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
-from notebook_accel.training.backends.worker_process import WorkerProcess
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 
 __all__ = ["current", "is_at", "join", "joined", "rank_place", "seed_device"]

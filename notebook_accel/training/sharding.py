@@ -19,6 +19,7 @@ from notebook_accel.errors import ConfigError, TrainingError
 __all__ = [
     "BatchSamplerShard",
     "IterableDatasetShard",
+    "MarkedBatch",
     "Round",
     "Tail",
     "dispatched_rounds",
@@ -49,6 +50,13 @@ class Tail(NamedTuple):
         """
         rows_each, left_over = divmod(gathered, self.total)
         return gathered if left_over else self.real * rows_each
+
+
+class MarkedBatch(NamedTuple):
+    """A batch, or a sample of it, and how its round differs from the others, if it does."""
+
+    batch: Any
+    tail: Tail | None
 
 
 class Round(NamedTuple):

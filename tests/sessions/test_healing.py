@@ -20,7 +20,8 @@ from notebook_accel.launching.state.stacks import RankStack
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import pending_request
 from notebook_accel.sessions.kernel.session import Session
-from notebook_accel.training import process_group, regrouping
+from notebook_accel.training import process_group
+from notebook_accel.training.backends import group_recovery
 from tests import processes
 from tests.sessions.conftest import interrupted, runs, waits
 from tests.training import ranks
@@ -347,8 +348,8 @@ def test_ranks_do_not_wait_for_an_abort_that_hangs(monkeypatch: pytest.MonkeyPat
 _WATCHED_AS_WITH_NCCL = """
 import io
 from notebook_accel import Accelerator
-from notebook_accel.training.backends import torch_group, watch
-torch_group.Watch = lambda *arguments, **_: watch.Watch(*arguments, warns_before_s=1.0)
+from notebook_accel.training.backends import torch_group, watchdog
+torch_group.CollectiveWatchdog = lambda *arguments, **_: watchdog.CollectiveWatchdog(*arguments, warns_before_s=1.0)
 sys.stderr = heard = io.StringIO()
 accelerator = Accelerator()
 """
@@ -374,7 +375,7 @@ def calls_of_each_backend() -> Any:
     group._set_default_backend(torch.distributed.ProcessGroup.BackendType.NCCL)
     if torch.distributed.get_rank() == 0:
         torch.distributed.all_reduce(torch.ones(1), async_op=True)
-    return regrouping.standing()
+    return group_recovery.collective_counts()
 
 
 def test_unequal_calls_are_seen_whichever_backend_they_went_through() -> None:

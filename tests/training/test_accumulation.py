@@ -11,7 +11,7 @@ from notebook_accel import environment
 from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import Counter
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState, resolve
-from notebook_accel.training.passes import PASSES
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 
 
 def state(steps: int, **options: Any) -> GradientState:
@@ -24,11 +24,11 @@ def windows(state: GradientState, batches: int, *, total: int | None, epochs: in
     seen = []
     for _ in range(epochs):
         counter = Counter()
-        with PASSES.iterating(counter, total) as current:
+        with ACTIVE_ITERATIONS.iterating(counter, total) as current:
             for batch in range(batches):
                 counter.step = batch + 1
                 current.is_last = current.ends_window = batch == batches - 1
-                PASSES.hand_out(current)
+                ACTIVE_ITERATIONS.hand_out(current)
                 with state.accumulate([]):
                     state.divide(parameter.sum(), lambda: [parameter]).backward()
                     assert parameter.grad is not None
@@ -79,10 +79,10 @@ def test_windows_can_go_on_over_the_end_of_the_loader() -> None:
 def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
     accumulating = state(4)
     parameter = torch.zeros(1, requires_grad=True)
-    with PASSES.iterating(Counter(), None) as current:
+    with ACTIVE_ITERATIONS.iterating(Counter(), None) as current:
         for is_last in (False, True):
             current.is_last = current.ends_window = is_last
-            PASSES.hand_out(current)
+            ACTIVE_ITERATIONS.hand_out(current)
             with accumulating.accumulate([]):
                 for _ in range(1 + is_last):
                     accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
@@ -128,9 +128,9 @@ def test_models_sync_at_the_end_of_a_window(options: dict[str, Any], local: int)
 
 def test_nothing_of_a_loader_stays_after_a_break() -> None:
     accumulating = state(4)
-    with contextlib.suppress(KeyError), PASSES.iterating(Counter(), 1) as current:
+    with contextlib.suppress(KeyError), ACTIVE_ITERATIONS.iterating(Counter(), 1) as current:
         current.is_last = True
-        PASSES.hand_out(current)
+        ACTIVE_ITERATIONS.hand_out(current)
         assert accumulating.end_of_dataloader
         raise KeyError
     assert not accumulating.end_of_dataloader
@@ -139,10 +139,10 @@ def test_nothing_of_a_loader_stays_after_a_break() -> None:
 
 def test_inner_loader_is_the_one_that_counts() -> None:
     accumulating = state(1)
-    with PASSES.iterating(Counter(), 1) as outer:
+    with ACTIVE_ITERATIONS.iterating(Counter(), 1) as outer:
         outer.is_last = True
-        with PASSES.iterating(Counter(), 2) as inner:
-            PASSES.hand_out(inner)
+        with ACTIVE_ITERATIONS.iterating(Counter(), 2) as inner:
+            ACTIVE_ITERATIONS.hand_out(inner)
             assert not accumulating.end_of_dataloader
         assert accumulating.end_of_dataloader
 
@@ -187,9 +187,9 @@ def test_environment_asks_for_accelerates_numbers() -> None:
 
 def test_which_batch_is_out_is_known_to_every_state() -> None:
     first, second = state(4), state(2)
-    with PASSES.iterating(Counter(), 1) as current:
+    with ACTIVE_ITERATIONS.iterating(Counter(), 1) as current:
         current.is_last = current.ends_window = True
-        PASSES.hand_out(current)
+        ACTIVE_ITERATIONS.hand_out(current)
         assert first.end_of_dataloader
         assert second.end_of_dataloader
         with first.accumulate([]):
@@ -200,13 +200,13 @@ def test_a_pass_that_was_abandoned_says_nothing_about_the_next() -> None:
     accumulating = state(4)
     counter = Counter()
     with contextlib.ExitStack() as kept:  # as a notebook keeps the traceback of the last exception
-        abandoned = kept.enter_context(PASSES.iterating(counter, 1))
+        abandoned = kept.enter_context(ACTIVE_ITERATIONS.iterating(counter, 1))
         abandoned.is_last = abandoned.ends_window = True
-        PASSES.hand_out(abandoned)
-        with PASSES.iterating(counter, 1) as current:
-            PASSES.hand_out(current)
+        ACTIVE_ITERATIONS.hand_out(abandoned)
+        with ACTIVE_ITERATIONS.iterating(counter, 1) as current:
+            ACTIVE_ITERATIONS.hand_out(current)
             assert not accumulating.end_of_dataloader
         assert not accumulating.end_of_dataloader
         assert not accumulating.in_dataloader
-        PASSES.hand_out(abandoned)
+        ACTIVE_ITERATIONS.hand_out(abandoned)
         assert not state(4).end_of_dataloader

@@ -24,7 +24,7 @@ from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
-from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, share_out
+from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, shard_dataloader
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
@@ -35,7 +35,7 @@ def prepare(
 ) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
     backend = backend or SingleProcess(RankPlace(), torch.device("cpu"))
-    shard = share_out(loader, backend=backend, config=DataLoaderConfiguration(**options))
+    shard = shard_dataloader(loader, backend=backend, config=DataLoaderConfiguration(**options))
     return shard, state
 
 
@@ -102,7 +102,7 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     row = Row()
     monkeypatch.setattr(reporting, "_reporter", row)
     training, _ = prepare(DataLoader(Numbers(2)))
-    evaluation = share_out(
+    evaluation = shard_dataloader(
         DataLoader(Numbers(1)),
         backend=SingleProcess(RankPlace(), torch.device("cpu")),
         config=DataLoaderConfiguration(),

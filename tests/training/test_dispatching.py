@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_wo
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
-from notebook_accel.training.data import DataLoaderConfiguration, share_out
+from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
@@ -54,7 +54,7 @@ class OfRank(Stream):
 def share(loader: DataLoader[Any], **options: Any) -> tuple[DataLoaderShard, GradientState]:
     state = GradientState(GradientAccumulationPlugin(num_steps=1))
     backend = process_group.join(cpu=True)
-    return share_out(loader, backend=backend, config=DataLoaderConfiguration(**options)), state
+    return shard_dataloader(loader, backend=backend, config=DataLoaderConfiguration(**options)), state
 
 
 def read(shard: DataLoaderShard, state: GradientState) -> list[Any]:

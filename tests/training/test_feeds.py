@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.training.backends.devices import SideStream
+from notebook_accel.training.backends.devices import CudaUploader
 from notebook_accel.training.backends.single_process import SingleProcess
-from notebook_accel.training.data import DataLoaderConfiguration, share_out
-from notebook_accel.training.feeds import Uploading
-from notebook_accel.training.passes import PASSES
+from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
+from notebook_accel.training.loaders import Uploading
 
 
 class Doubler:
@@ -63,7 +63,7 @@ def test_tensors_come_back_to_their_places() -> None:
 
 def test_a_pass_has_one_batch_on_its_way_and_ends_with_a_break_too() -> None:
     backend = OnMeta()
-    loader = share_out(
+    loader = shard_dataloader(
         DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2),
         backend=backend,
         config=DataLoaderConfiguration(),
@@ -104,11 +104,11 @@ class Cuda:
         self.done.append(f"wait for {event}")
 
 
-class OnSideStream(OnMeta):
+class OnCudaUploader(OnMeta):
     """A rank whose batches come by the uploader of GPUs, to where nothing is computed."""
 
-    def uploader(self, *, non_blocking: bool) -> SideStream:  # type: ignore[override]
-        return SideStream(self.device, non_blocking=non_blocking)
+    def uploader(self, *, non_blocking: bool) -> CudaUploader:  # type: ignore[override]
+        return CudaUploader(self.device, non_blocking=non_blocking)
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
     """No GPU: streams are replaced, and the copies, which are real, are to memory that there isn't."""
-    backend = OnSideStream()
-    loader = share_out(
+    backend = OnCudaUploader()
+    loader = shard_dataloader(
         DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),
         backend=backend,
         config=DataLoaderConfiguration(),
@@ -131,7 +131,7 @@ def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cud
         alive = [ref for ref in [*alive, StorageWeakRef(x.untyped_storage())] if not ref.expired()]
         assert len(alive) == 1  # nobody but the loop has one, and the next has not begun
         cuda.done.append(f"step {step}")
-        PASSES.upload_next()  # as a backward pass does
+        ACTIVE_ITERATIONS.upload_next()  # as a backward pass does
     steps = [what for step in range(5) for what in ("wait for event", f"step {step}", "copy")]
     assert cuda.done == ["copy", *steps[:-1]]
     cuda.done.clear()
@@ -141,7 +141,7 @@ def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cud
 
 
 def test_nothing_is_copied_while_a_graph_is_captured(cuda: Cuda) -> None:
-    uploader = SideStream(torch.device("meta"), non_blocking=True)
+    uploader = CudaUploader(torch.device("meta"), non_blocking=True)
     uploader.send([torch.ones(1)])
     cuda.is_capturing = True
     uploader.begin()

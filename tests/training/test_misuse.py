@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accel import Accelerator
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends import torch_group, watch
-from notebook_accel.training.backends.watch import Watch
+from notebook_accel.training.backends import torch_group, watchdog
+from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.utils import gather_object
 from tests import kernels
@@ -171,14 +171,14 @@ def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> Non
 def accelerator_that_warns() -> Accelerator:
     """Return an accelerator that is watched as with NCCL, but for seconds: gloo itself would wait for half an hour."""
 
-    def watched(*arguments: Any, **_: Any) -> Watch:
-        return Watch(*arguments, warns_before_s=2.0)
+    def watched(*arguments: Any, **_: Any) -> CollectiveWatchdog:
+        return CollectiveWatchdog(*arguments, warns_before_s=2.0)
 
-    torch_group.Watch, before = watched, torch_group.Watch  # type: ignore[assignment, misc]
+    torch_group.CollectiveWatchdog, before = watched, torch_group.CollectiveWatchdog  # type: ignore[assignment, misc]
     try:
         return Accelerator(cpu=True)
     finally:
-        torch_group.Watch = before  # type: ignore[misc]
+        torch_group.CollectiveWatchdog = before  # type: ignore[misc]
 
 
 def works_together(own: Accelerator) -> Any:
@@ -227,9 +227,9 @@ def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypa
     said = {"pg_status": {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}}
     dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: N803
     monkeypatch.setattr(torch._C, "_distributed_c10d", types.SimpleNamespace(**dump))
-    assert watch._nccl_status() == {"0": ("7", "6")}
+    assert watchdog._nccl_status() == {"0": ("7", "6")}
     said.clear()  # as where it records nothing
-    assert watch._nccl_status() == {}
+    assert watchdog._nccl_status() == {}
 
 
 def prepare_on_one_rank() -> Any:

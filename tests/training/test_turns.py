@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from notebook_accel import host_memory
-from notebook_accel.training.backends import turns
+from notebook_accel.training.backends import xla
 from tests import processes
 from tests.training import ranks
 
@@ -27,7 +27,7 @@ def note_in_turn(folder: pathlib.Path) -> list[str]:
     own = os.environ["RANK"]
     [other] = set(_PAIR) - {own}
     (folder / f"pid_{own}").write_text(str(os.getpid()))
-    with turns.one_at_a_time():
+    with xla.one_at_a_time():
         (folder / f"in_{own}").touch()
         if not (folder / f"out_{other}").exists():
             file = folder / f"pid_{other}"
@@ -42,10 +42,10 @@ def die_in_turn() -> int:
     """A child is killed in its turn; the signal, after a turn of its parent's."""
     child = os.fork()
     if child == 0:
-        with turns.one_at_a_time():
+        with xla.one_at_a_time():
             os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    with turns.one_at_a_time():
+    with xla.one_at_a_time():
         return os.WTERMSIG(status)
 
 
@@ -65,4 +65,4 @@ def test_memory_is_short_for_all_together(
     monkeypatch: pytest.MonkeyPatch, size_bytes: int, count: int, expected: bool
 ) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 2000)
-    assert turns.is_memory_short(size_bytes, count) is expected
+    assert xla.is_memory_short(size_bytes, count) is expected

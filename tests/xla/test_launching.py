@@ -34,11 +34,11 @@ for epoch in range(5):
 """
 _TRAINING = f"""%%distributed --pull model,optimizer
 from notebook_accel import Accelerator, report
-from notebook_accel.training.backends import xla_compiling
+from notebook_accel.training.backends import xla
 accelerator = Accelerator()
 net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 counts = []
-{_EPOCHS}        counts.append(xla_compiling.count())
+{_EPOCHS}        counts.append(xla.compiled_count())
 accelerator.print("on", accelerator.device)
 model = accelerator.unwrap_model(net)
 (os.environ["PJRT_DEVICE"], len(counts), counts[5] == counts[-1], os.getppid() != kernel_pid)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from notebook_accel import Accelerator, host_memory
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends import xla_collectives, xla_compiling
+from notebook_accel.training.backends import xla, xla_collectives
 from notebook_accel.utils import broadcast, set_seed
 from tests import processes
 from tests.training import test_turns
@@ -67,7 +67,7 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
                 accelerator.clip_grad_norm_(net.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            compiled.append(xla_compiling.count())
+            compiled.append(xla.compiled_count())
             executed.append(executions())
             losses.append(loss.detach())
     return {

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
-from notebook_accel.training.backends import xla_compiling, xla_devices
+from notebook_accel.training.backends import xla
 from notebook_accel.utils import broadcast
 from tests.xla import work
 
@@ -55,7 +55,7 @@ def train(batch: int, steps: int, epochs: int) -> dict[str, Any]:
                 accelerator.backward(F.cross_entropy(net(x), y))
                 optimizer.step()
                 optimizer.zero_grad()
-        compiled.append(xla_compiling.count())
+        compiled.append(xla.compiled_count())
         read.append(work.values_read())
     return {
         "place": (str(accelerator.device), accelerator.num_processes, torch_xla.runtime.global_device_count()),
@@ -114,10 +114,10 @@ def topologies(variables: dict[str, str], ranks: int, joined: bool) -> list[dict
         place = RankPlace(rank, ranks, rank, ranks)
         with mock.patch.dict(os.environ, variables, clear=True):
             if joined:
-                xla_devices.forget_whole_machine(place, os.environ)
+                xla.forget_whole_machine(place, os.environ)
                 tpu.configure_topology(rank, ranks)
             else:
-                xla_devices.take_one_chip(place, os.environ)
+                xla.take_one_chip(place, os.environ)
                 tpu.configure_one_chip_topology()
             found.append(dict(os.environ))
     return found

@@ -242,15 +242,15 @@ class _Rank:
                     return order.line
 
     def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
-        regrouping = _regrouping()
-        regrouping.abandon_passes()
-        return {"standing": regrouping.standing()}
+        _import_training("loader_position").abandon_iterations()
+        return {"standing": _import_training("backends.group_recovery").collective_counts()}
 
     def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
         return {}
 
     def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
-        return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
+        recovery = _import_training("backends.group_recovery")
+        return {"lines": recovery.renew_group(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
 
 
 _DOINGS: dict[type, Any] = {
@@ -268,6 +268,6 @@ _DOINGS: dict[type, Any] = {
 _INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debug, messages.Renew}
 
 
-def _regrouping() -> Any:
-    """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
-    return importlib.import_module("notebook_accel.training.regrouping")
+def _import_training(module: str) -> Any:
+    """Import a module that needs torch, only in a rank: the kernel imports the present module, and no torch."""
+    return importlib.import_module(f"notebook_accel.training.{module}")

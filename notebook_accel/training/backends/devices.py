@@ -13,7 +13,7 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
-__all__ = ["SideStream", "TorchDevice", "local_device", "utilisation_of"]
+__all__ = ["CudaUploader", "TorchDevice", "local_device", "utilisation_of"]
 
 
 class TorchDevice:
@@ -43,10 +43,10 @@ class TorchDevice:
     def to_host(self, state: Any) -> Any:
         return state  # files are written from wherever torch's tensors are
 
-    def uploader(self, *, non_blocking: bool) -> SideStream | None:
-        return SideStream(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
+    def uploader(self, *, non_blocking: bool) -> CudaUploader | None:
+        return CudaUploader(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         pass
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the seam's signature
@@ -63,7 +63,7 @@ class TorchDevice:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
-class SideStream:
+class CudaUploader:
     """An ``Uploader`` that copies in a stream of its own, while the GPU computes in another.
 
     A batch's memory is asked for when the backward pass before it begins, or else when it is taken. By then the loop

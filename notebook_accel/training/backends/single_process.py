@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import TrainingError
 from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = ["SingleProcess"]
+__all__ = [
+    "SingleProcess",
+    "WorkerProcess",
+]
 
 
 class SingleProcess(TorchDevice):
@@ -57,6 +61,38 @@ class SingleProcess(TorchDevice):
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+class WorkerProcess(TorchDevice):
+    """A ``Backend`` whose collectives are refused: the rank itself takes part in them, and nobody waits for a worker.
+
+    Args:
+        place: That of the rank whose worker this is.
+    """
+
+    compares_calls = False
+
+    def __init__(self, place: RankPlace) -> None:
+        self.place = place
+        self.device = torch.device("cpu")
+        self.has_left = False
+
+    def explain(self, error: RuntimeError) -> None:
+        pass
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TrainingError(
+            "A worker process of a loader can't talk to other ranks.",
+            why="The rank that it works for does.",
+            fix="do it in the training loop; or num_workers=0",
+        )
+
+    barrier = all_gather = all_reduce = broadcast = _refuse
+    all_gather_object = broadcast_object = scatter_object = _refuse
+    data_parallel = _refuse
 
     def leave(self) -> None:
         self.has_left = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,16 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training.backends import reconnecting, torch_group
+from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.devices import TorchDevice
-from notebook_accel.training.backends.object_scatter import ObjectScatter
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
 
-__all__ = ["TorchDistributed"]
+__all__ = [
+    "ObjectScatter",
+    "TorchDistributed",
+]
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -114,7 +118,7 @@ class TorchDistributed(TorchDevice):
         parallel = _DataParallel.__new__(_DataParallel)
         connect = functools.partial(self._connect, options=options)
         connect(parallel, model)
-        reconnecting.remember(parallel, connect)
+        group_recovery.track_parallel(parallel, connect)
         return parallel
 
     def _connect(self, parallel: _DataParallel, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> None:
@@ -232,3 +236,55 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes, which every backend can send; not every backend knows every type."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+# The longest of all ranks' objects, and the length of this rank's, in bytes.
+_HEADER = struct.Struct("qq")
+_FIRST_CAPACITY_BYTES = 1 << 12
+
+
+class ObjectScatter:
+    """Gives each rank an object of rank 0's.
+
+    torch's own takes three messages, since ranks have to learn first how much they are sent. Here all ranks expect as
+    much as they were sent before, and only longer objects take a second message.
+
+    Args:
+        device: What the group carries.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._capacity_bytes = _FIRST_CAPACITY_BYTES
+
+    def __call__(self, values: Sequence[Any] | None) -> Any:
+        """The object at this rank's place in rank 0's ``values``. All ranks call it; others give ``None``."""
+        pickled = None if values is None else [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        received = self._exchange(pickled)
+        longest, length = _HEADER.unpack_from(received)
+        if longest > self._capacity_bytes:
+            self._capacity_bytes = 1 << longest.bit_length()
+            received = self._exchange(pickled)
+        return pickle.loads(memoryview(received)[_HEADER.size : _HEADER.size + length])
+
+    def _exchange(self, pickled: Sequence[bytes] | None) -> bytearray:
+        size_bytes = _HEADER.size + self._capacity_bytes
+        messages = None
+        if pickled is not None:
+            longest = max(map(len, pickled))
+            fits = longest <= self._capacity_bytes
+            texts = [_HEADER.pack(longest, len(text)) + (text if fits else b"") for text in pickled]
+            messages = [_tensor(bytearray(text.ljust(size_bytes, b"\0"))).to(self._device) for text in texts]
+        buffer = bytearray(size_bytes)
+        received = _tensor(buffer)
+        if self._device.type == "cpu":
+            dist.scatter(received, messages, src=0)
+        else:
+            on_device = received.to(self._device)
+            dist.scatter(on_device, messages, src=0)
+            received.copy_(on_device)
+        return buffer
+
+
+def _tensor(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)

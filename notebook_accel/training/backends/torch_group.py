@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import os
+import socket
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,14 +28,21 @@ from torch.distributed.rendezvous import rendezvous
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends.gloo_sockets import GlooSockets
-from notebook_accel.training.backends.watch import Watch
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 
-if TYPE_CHECKING:
-    from notebook_accel.training.backends.torch_distributed import TorchDistributed
-
-__all__ = ["JOIN_DEADLINE_S", "Group", "break_up", "current_place", "enter", "is_ours", "made_here"]
+__all__ = [
+    "JOIN_DEADLINE_S",
+    "GlooSockets",
+    "Group",
+    "Member",
+    "break_up",
+    "current_place",
+    "enter",
+    "is_ours",
+    "made_here",
+]
 
 # Ranks come here at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -48,6 +57,13 @@ _GRADIENT_GROUPS = 4
 # Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
 # prefix of its own. Ranks run the same program and count alike, anew after each restart.
 _group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+class Member(Backend, Protocol):
+    """A ``Backend`` that communicates through the default group."""
+
+    def rejoin(self) -> None:
+        """Go on in the present group, made with the same options if it has to be made."""
 
 
 class Group:
@@ -75,22 +91,22 @@ class Group:
         self.process_group = dist.group.WORLD
         self._sockets = sockets
         self._deadline = deadline
-        self._members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._for_gradients: list[dist.ProcessGroup] = []
         self._models = 0
-        self._watch: Watch | None = None
+        self._watchdog: CollectiveWatchdog | None = None
         if place.world_size > 1:
             deadline_s = None if deadline is None else deadline.total_seconds()
             warns_before_s = None if nccl_deadline is None else nccl_deadline.total_seconds()
-            self._watch = Watch(
+            self._watchdog = CollectiveWatchdog(
                 PrefixStore("notebook_accel", store),
                 place,
                 sockets.shut_down,
                 deadline_s,
                 warns_before_s=warns_before_s,
             )
-            reporter().at_close(self._watch.close)
-            atexit.register(self._watch.close)
+            reporter().at_close(self._watchdog.close)
+            atexit.register(self._watchdog.close)
 
     def has_gloo_for(self, device: torch.device) -> bool:
         """Return whether what lies on ``device`` travels by gloo."""
@@ -101,21 +117,21 @@ class Group:
         """True if it is still torch's default group."""
         return dist.group.WORLD is self.process_group
 
-    def add(self, member: TorchDistributed) -> None:
+    def add(self, member: Member) -> None:
         """Counts who uses it."""
         self._members.add(member)
 
-    def remove(self, member: TorchDistributed) -> None:
+    def remove(self, member: Member) -> None:
         """Takes the group down with its last user, if it was made here."""
         self._members.discard(member)
         if self._members:
             return
-        self.stop_watching()
+        self.stop_watchdog()
         if self.was_made_here and self.is_current:
             dist.destroy_process_group()
 
     @property
-    def members(self) -> list[TorchDistributed]:
+    def members(self) -> list[Member]:
         """Who uses it."""
         return list(self._members)
 
@@ -136,13 +152,13 @@ class Group:
         """True if it was made by this package and not by the user's code."""
         return self._deadline is not None
 
-    def stop_watching(self) -> None:
+    def stop_watchdog(self) -> None:
         """Tells the other ranks that this one has left."""
-        if self._watch is not None:
-            atexit.unregister(self._watch.close)
-            reporter().not_at_close(self._watch.close)
-            self._watch.close()
-            self._watch = None
+        if self._watchdog is not None:
+            atexit.unregister(self._watchdog.close)
+            reporter().not_at_close(self._watchdog.close)
+            self._watchdog.close()
+            self._watchdog = None
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
         """A group for the gradients of one more model, ``None`` for the default group; on all ranks at once.
@@ -173,10 +189,10 @@ class Group:
             CollectiveError: It does; says what every rank was doing.
         """
         text = str(error)
-        if self._watch is not None and (
+        if self._watchdog is not None and (
             isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
         ):
-            raise self._watch.explanation(timed_out="Timed out" in text or "timeout" in text) from error
+            raise self._watchdog.explanation(timed_out="Timed out" in text or "timeout" in text) from error
 
 
 _current: Group | None = None
@@ -192,7 +208,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     """
     global _current
     if _current is not None and not _current.is_current:  # the user's code has ended it
-        _current.stop_watching()
+        _current.stop_watchdog()
         _current = None
     if not dist.is_initialized():
         _current = _make(place, device, options)
@@ -218,7 +234,7 @@ def is_ours() -> bool:
     return _current is not None and _current.is_current and bool(_current.members)
 
 
-def break_up() -> tuple[list[TorchDistributed], int]:
+def break_up() -> tuple[list[Member], int]:
     """Ends the default group although it is in use, and every other one.
 
     The object is kept until the next time: to destroy the group of gradients at once could wait for ever, see
@@ -229,12 +245,12 @@ def break_up() -> tuple[list[TorchDistributed], int]:
     """
     global _broken, _current
     _broken, _current = _current, None
-    members: list[TorchDistributed] = []
+    members: list[Member] = []
     known = 1
     if _broken is not None:
         members = _broken.members if _broken.is_current else []
         known += _broken.gradient_groups if _broken.is_current else 0
-        _broken.stop_watching()
+        _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
     if "nccl" in dist.get_backend_config():  # to destroy it waits for what the GPU does, and that for other ranks
         dist.distributed_c10d._abort_process_group()
@@ -333,3 +349,46 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
             why="They have ended, or haven't come to their Accelerator yet.",
             fix="make the Accelerator on every rank, before work that takes some ranks longer than others",
         ) from None
+
+
+class GlooSockets:
+    """The connections of some process groups.
+
+    Args:
+        store_port: The port of the ranks' store, whose connections are left alone.
+    """
+
+    def __init__(self, store_port: int) -> None:
+        self._store_port = store_port
+        self._sockets: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def opened_inside(self) -> Iterator[None]:
+        """Takes note of the sockets that are opened in the body, where a group is made."""
+        before = _open_sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= {
+                descriptor: name for descriptor, name in _open_sockets().items() if before.get(descriptor) != name
+            }
+
+    def shut_down(self) -> None:
+        """Ends the connections; they are closed by gloo. Listening sockets stay: without them gloo ends the process."""
+        now = _open_sockets()
+        for descriptor, name in self._sockets.items():
+            if now.get(descriptor) == name:  # and not something that was opened under the same number since
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if self._store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> dict[int, str]:
+    """Descriptor and identity of every socket of this process."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+            if target.startswith("socket:"):
+                found[int(descriptor)] = target
+    return found

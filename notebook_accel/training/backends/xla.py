@@ -9,25 +9,38 @@ prepared loader is asked for its next batch; outside of one, after the optimizer
 from __future__ import annotations
 
 import collections
+import contextlib
+import importlib
 import importlib.util
 import os
+import pathlib
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
+from notebook_accel import host_memory
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends import turns, xla_collectives, xla_devices
+from notebook_accel.training.backends import xla_collectives
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
-from notebook_accel.training.backends.xla_compiling import Compilations
 from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-__all__ = ["XlaDevice", "is_asked_for"]
+__all__ = [
+    "Compilations",
+    "XlaDevice",
+    "compiled_count",
+    "forget_whole_machine",
+    "is_asked_for",
+    "is_memory_short",
+    "one_at_a_time",
+    "take_one_chip",
+]
 
 _ASKED_FOR = "PJRT_DEVICE"
 # What torch_xla reads when the first tensor is made. With the first, both float32 and float64 become bfloat16; with the
@@ -59,7 +72,7 @@ class XlaDevice:
         self.place = place
         cpu = torch.device("cpu")
         self._host = SingleProcess(place, cpu) if place.world_size == 1 else TorchDistributed(place, cpu, options)
-        self.device, is_joined = xla_devices.join(place)
+        self.device, is_joined = _join_devices(place)
         self._collectives: xla_collectives.Collectives = (
             xla_collectives.BetweenDevices(place.rank, place.world_size)
             if is_joined
@@ -104,8 +117,8 @@ class XlaDevice:
     def place_model(self, model: torch.nn.Module) -> None:
         # On its way a model is on the host once more, in each rank: those that share one had it there once for all.
         size_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cpu)
-        if turns.is_memory_short(size_bytes, self.place.local_world_size):
-            with turns.one_at_a_time():
+        if is_memory_short(size_bytes, self.place.local_world_size):
+            with one_at_a_time():
                 self._move(model)
                 self._wait_for_device()
         else:
@@ -135,9 +148,9 @@ class XlaDevice:
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
     def uploader(self, *, non_blocking: bool) -> _Uploader:  # noqa: ARG002  # the seam's signature
-        return _Uploader(self.device, self._compilations, self.end_step)
+        return _Uploader(self.device, self._compilations, self.mark_step)
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         import torch_xla
 
         torch_xla.sync()
@@ -151,7 +164,7 @@ class XlaDevice:
         # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other, and
         # read what they save, at moments on which no draw should depend.
         drawn = xm.get_rng_state(str(self.device))
-        self.end_step()
+        self.mark_step()
         xm.set_rng_state(drawn, str(self.device))
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
@@ -239,16 +252,16 @@ class _Uploader:
     Args:
         device: The device.
         compilations: Told of the shapes.
-        end_step: Called before a batch is taken, and at the end.
+        mark_step: Called before a batch is taken, and at the end.
     """
 
     _DEADLINE_S = 600.0
 
-    def __init__(self, device: torch.device, compilations: Compilations, end_step: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, compilations: Compilations, mark_step: Callable[[], None]) -> None:
         from torch_xla.distributed.parallel_loader import ParallelLoader
 
         self._compilations = compilations
-        self._end_step = end_step
+        self._mark_step = mark_step
         self._waiting: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._are_new: collections.deque[bool] = collections.deque()
@@ -269,7 +282,7 @@ class _Uploader:
         pass  # the loader's thread does
 
     def take(self) -> Sequence[torch.Tensor]:
-        self._end_step()
+        self._mark_step()
         taken: list[torch.Tensor] | None = self._loader.next_item(self._device)
         if taken is None:
             raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
@@ -279,4 +292,175 @@ class _Uploader:
     def close(self) -> None:
         self._waiting.put(None)
         self._loader.close()
-        self._end_step()
+        self._mark_step()
+
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def compiled_count() -> int:
+    """How many graphs this process has compiled."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
+
+
+class Compilations:
+    """Follows one device's.
+
+    Args:
+        compiled: Counts what is compiled.
+    """
+
+    def __init__(self, compiled: Callable[[], int] = compiled_count) -> None:
+        self._compiled = compiled
+        self._count = 0
+        self._known: set[_Shapes] = set()
+        self._warned: set[str] = set()
+        self._last: _Shapes = ()
+
+    def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> tuple[_Shapes, bool]:
+        """Takes note of a batch that is on its way to the device; its shapes, and whether they are new.
+
+        Args:
+            tensors: The batch's.
+            previous: The shapes of the batch before it in the same pass, ``None`` for the first.
+        """
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        is_new = shapes not in self._known
+        if is_new:
+            if previous is not None:
+                self._warn_once(
+                    f"The batch's shape has changed from {_shown(previous)} to {_shown(shapes)}.",
+                    "DataLoader(..., drop_last=True), or pad batches to one shape",
+                )
+            elif self._known:
+                self._warn_once(
+                    f"This loader's batches have the shape {_shown(shapes)}, and earlier ones {_shown(self._last)}.",
+                    "the same batch size for training and evaluation, where memory allows it",
+                )
+            self._known.add(shapes)
+        self._last = shapes
+        return shapes, is_new
+
+    def step_begins(self, *, is_new: bool) -> None:
+        """A batch has been handed out. If its shapes are new, so is the program for it."""
+        if is_new:
+            reporter().set_compiling(True)
+
+    def step_ended(self) -> None:
+        """A step has been handed to the device: it is compiled by now, if it had to be."""
+        before, self._count = self._count, self._compiled()
+        reporter().set_compiling(self._count > before)
+
+    def _warn_once(self, what: str, fix: str) -> None:
+        kind = what.partition(" shape")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            text = f"{what} XLA compiles each step anew for it, which takes as long as the first steps. Fix: {fix}"
+            warnings.warn(text, stacklevel=2)
+
+
+def _shown(shapes: _Shapes) -> str:
+    return ", ".join(map(str, shapes)) or "()"
+
+
+_VISIBLE = "TPU_VISIBLE_CHIPS"
+_ADDRESSES = "TPU_PROCESS_ADDRESSES"
+# torch_xla takes the machine's shape from the second where the first isn't set, and sets the first to what is one
+# process's of it. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
+_SHAPE = {
+    "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
+    "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
+}
+# With less than all chips in its bounds, a process leaves the others to others.
+# https://github.com/tensorflow/tensorflow/blob/02268826b7ed/tensorflow/core/tpu/tpu_initializer_helper.cc
+_ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
+
+
+def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
+    """This process's device, and whether PJRT has joined those of all ranks.
+
+    It joins TPU chips of one core. The CPU in the place of a TPU has one process; and of chips of two cores, each rank
+    computes on one of the two, while what PJRT joins is all of them.
+
+    Raises:
+        TrainingError: PJRT has joined another number of devices than there are ranks.
+    """
+    import torch_xla
+    import torch_xla.runtime
+    from torch_xla._internal import pjrt, tpu
+
+    is_tpu = torch_xla.runtime.device_type() == "TPU"
+    is_joined = place.world_size > 1 and is_tpu and tpu.num_logical_cores_per_chip() == 1
+    if not torch_xla._XLAC._xla_runtime_is_initialized():
+        if is_joined:
+            forget_whole_machine(place, os.environ)
+            pjrt.initialize_multiprocess(place.local_rank, place.local_world_size)
+        else:
+            if is_tpu and place.world_size > 1:
+                take_one_chip(place, os.environ)
+            pjrt.initialize_singleprocess()
+    found = torch_xla.runtime.global_device_count()
+    if is_joined and found != place.world_size:
+        raise TrainingError(
+            f"There are {place.world_size} ranks, and PJRT has a group of {found} devices.",
+            why="Each rank is a process with one XLA device, and all devices that PJRT finds take part.",
+            fix=f"num_processes={found}, or 1",
+        )
+    return torch_xla.device(), is_joined
+
+
+def take_one_chip(place: RankPlace, environ: MutableMapping[str, str]) -> None:
+    """Gives each rank a chip for itself.
+
+    Args:
+        place: This rank's.
+        environ: The variables.
+    """
+    environ.update(_ONE_CHIP)
+    environ[_VISIBLE] = str(place.local_rank)
+
+
+def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) -> None:
+    """Takes out what was set for one process with the whole TPU. What was set for as many as there are ranks stays.
+
+    Args:
+        place: This rank's.
+        environ: The variables.
+    """
+    is_one_machine = place.world_size == place.local_world_size
+    if not is_one_machine or environ.get(_ADDRESSES, "").count(",") + 1 == place.world_size:
+        return
+    for name in (_ADDRESSES, "TPU_PROCESS_PORT", _VISIBLE):
+        environ.pop(name, None)
+    for of_process, of_machine in _SHAPE.items():
+        if of_process in environ:
+            environ[of_machine] = environ.pop(of_process)
+
+
+# Of the memory that can be had, what all ranks together may take at the same time. The rest is for what else they do.
+_MEMORY_SHARE = 0.5
+# All ranks of the machine have this folder, and locking it makes nothing that somebody would have to delete.
+_LOCKED_FOLDER = pathlib.Path(__file__).parent
+
+
+def is_memory_short(size_bytes: int, ranks: int) -> bool:
+    """Return whether so many ranks of this machine had better not take so much each at the same time."""
+    return ranks > 1 and ranks * size_bytes > _MEMORY_SHARE * host_memory.available_bytes()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Waits until no other process of this machine is in here. The system lets the next one in when a process dies."""
+    fcntl = importlib.import_module("fcntl")  # not above: this can be imported where only Linux's calls are missing
+    common = os.open(_LOCKED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # A folder that is mounted from another machine may have no locks. Then there are no turns, as without this.
+        with contextlib.suppress(OSError):
+            fcntl.flock(common, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(common)

@@ -23,7 +23,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
 
-__all__ = ["Watch"]
+__all__ = ["CollectiveWatchdog"]
 
 _PERIOD_S = 1.0
 # A rank may have the last bytes of a collective still to read when the other has ended already.
@@ -32,7 +32,7 @@ _ANSWER_DEADLINE_S = 4.0
 _POLL_S = 0.1
 
 
-class Watch:
+class CollectiveWatchdog:
     """Lets a rank that waits in vain say what every rank was doing, and frees it when nobody will come any more.
 
     Args:

@@ -1,0 +1,247 @@
+"""Go on in another process group when the present one has broken, as a session does after an interrupt.
+
+Prepared objects stay the objects that they are. Gradients are averaged from rank 0's weights on, as after ``prepare``.
+An interrupt can come between one rank's step and another's, so all ranks get rank 0's state of optimizers, schedulers,
+windows, loaders' epochs and the loss scale, and the interrupted step begins anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accel.training.backends import torch_group
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.trees import map_leaves
+
+__all__ = ["Stateful", "collective_counts", "renew_group", "track_parallel", "track_state"]
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+_Key = tuple[int, int]
+_Connect = Callable[[Any, torch.nn.Module], None]
+_AllGather = Callable[[Any], list[Any]]  # returns the ranks' objects, in order of rank
+
+
+class Stateful(Protocol):
+    """An object that moves on with training. Its optional method ``abandon_step`` forgets a step that was begun."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Go on from a state."""
+
+
+def collective_counts() -> list[int] | None:
+    """Return 1 if this package made the group, else 0, and the calls made in each group; ``None`` without a group.
+
+    Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
+    backends has a number for each of the two.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
+    return [int(torch_group.is_ours()), *(number for group in groups for number in _call_counts(group))]
+
+
+def _call_counts(group: Any) -> Iterator[int]:
+    for device in sorted(group._device_types, key=str):
+        with contextlib.suppress(RuntimeError):  # this backend, such as MPI's, doesn't count
+            yield group._get_backend(device)._get_sequence_number_for_group()
+
+
+def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
+    """Leave the process group and make another. All ranks call it at once.
+
+    Args:
+        renewals: Number of this renewal, which gives the ranks a prefix of their own in the store. ``None`` where this
+            package made the group: each of its groups has a prefix anyway.
+        rejoins: Make another group, since all ranks have one of the same origin. Otherwise the next one to need a
+            group makes it.
+        namespace: The rank's variables, to name those that are lost.
+
+    Returns:
+        Descriptions for the user of what couldn't be kept.
+
+    Raises:
+        TrainingError: The other ranks didn't come in time.
+    """
+    if renewals is not None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
+    if not (dist.is_available() and dist.is_initialized()):
+        _forget_all()
+        return []
+    backend = dist.get_backend_config()
+    members, others = torch_group.break_up()
+    groups = "a process group" if others == 1 else f"{others} process groups"
+    lost = [f"{groups} that the code has made itself"] if others else []
+    lost += [
+        f"{name}, which averages gradients and wasn't made by prepare: wrap {name}.module again"
+        for name, value in namespace.items()
+        if isinstance(value, DistributedDataParallel) and value not in _parallels
+    ]
+    if rejoins:
+        lost += _rejoin(members, backend)
+    else:
+        _forget_all()
+    return lost
+
+
+def _forget_all() -> None:
+    """Forget prepared objects: they have to be prepared again, with ranks that may be other ones."""
+    _parallels.clear()
+    _states.clear()
+
+
+def _rejoin(members: Sequence[torch_group.Member], backend: str) -> list[str]:
+    if not members:
+        dist.init_process_group(backend)
+        return []
+    for member in members:
+        member.rejoin()
+    left = _reconnect_all(members[0].all_gather_object)
+    lost = [f"a prepared {name}, which not all ranks have: prepare it again" for name in left]
+    if _follow_first_rank(members[0]):
+        lost.append("gradients of an accumulation window that had begun")
+    return lost
+
+
+class _Counterparts(Generic[_T, _U]):
+    """Objects that ranks made in the same order, held weakly, each with a value that belongs to it."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._entries: dict[_Key, tuple[weakref.ref[Any], _U]] = {}
+
+    def __contains__(self, obj: object) -> bool:
+        return any(ref() is obj for ref, _ in self._entries.values())
+
+    def add(self, obj: _T, description: str, value: _U) -> None:
+        """Track an object.
+
+        Args:
+            obj: The object to track, held weakly.
+            description: Text that is equal for counterparts and differs for objects that can't be counterparts.
+            value: The value that belongs to it.
+        """
+        key = next(self._numbers), zlib.crc32(description.encode())
+        entries = self._entries
+        entries[key] = weakref.ref(obj, lambda _: entries.pop(key, None)), value
+
+    def clear(self) -> None:
+        """Forget all objects and count anew: from now on ranks have other counterparts, such as a new rank's."""
+        self._numbers = itertools.count()
+        self._entries = {}
+
+    def match(self, all_gather: _AllGather) -> tuple[list[tuple[_T, _U]], list[_T]]:
+        """Return the objects that all ranks still have, in one order, and those that only some have.
+
+        All ranks call it.
+        """
+        alive = {key: (obj, value) for key, (ref, value) in list(self._entries.items()) if (obj := ref()) is not None}
+        by_rank: list[list[_Key]] = all_gather(sorted(alive))
+        common = set(by_rank[0]).intersection(*by_rank[1:])
+        # Ranks number them alike, unless one was interrupted in the middle of making one.
+        self._numbers = itertools.count(1 + max((number for keys in by_rank for number, _ in keys), default=-1))
+        return [alive[key] for key in sorted(common)], [alive[key][0] for key in sorted(alive) if key not in common]
+
+
+_parallels: _Counterparts[torch.nn.Module, _Connect] = _Counterparts()
+_states: _Counterparts[Any, None] = _Counterparts()
+
+
+def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
+    """Track a module that averages gradients, so that it can be connected to a later group.
+
+    Args:
+        parallel: The module.
+        connect: Connects the emptied module to the present group; takes the module and the model in it.
+    """
+    _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
+
+
+def _reconnect_all(all_gather: _AllGather) -> list[str]:
+    """Connect every module that all ranks have to the present group. All ranks call it.
+
+    Returns:
+        The class names of modules that not all ranks have; they stay without a group.
+    """
+    common, left = _parallels.match(all_gather)
+    for parallel, connect in common:
+        _reconnect(parallel, connect)
+    return [type(parallel.module).__name__ for parallel in left]
+
+
+def _reconnect(parallel: Any, connect: _Connect) -> None:
+    """Connect a module as the object that it is: whoever holds it, such as the user's ``model``, goes on with it."""
+    before = dict(vars(parallel))
+    hooks = {
+        name: value
+        for name, value in before.items()
+        if isinstance(value, collections.OrderedDict) and "hooks" in name and value
+    }
+    module = parallel.module
+    vars(parallel).clear()
+    try:
+        connect(parallel, module)
+    except BaseException:
+        vars(parallel).clear()
+        vars(parallel).update(before)  # so that it can be tried again
+        raise
+    vars(parallel).update(hooks, training=before["training"])
+
+
+def track_state(stateful: Stateful) -> None:
+    """Track an object whose state has to be the same on all ranks. All ranks do so in the same order."""
+    _states.add(stateful, type(stateful).__name__, None)
+
+
+def _follow_first_rank(backend: Backend) -> bool:
+    """Give all ranks rank 0's state wherever theirs differ. All ranks call it.
+
+    The interrupted step begins anew: where ranks differ, or in a window, gradients are cleared.
+
+    Returns:
+        True if a window had begun.
+    """
+    entries, _ = _states.match(backend.all_gather_object)
+    common = [stateful for stateful, _ in entries]
+    digests = [_digest(stateful.state_dict()) for stateful in common]
+    is_in_window = any(getattr(stateful, "is_in_window", False) for stateful in common)
+    by_rank: list[tuple[bool, list[int]]] = backend.all_gather_object((is_in_window, digests))
+    differ = [len(set(of_ranks)) > 1 for of_ranks in zip(*(found for _, found in by_rank), strict=True)]
+    for stateful, differs in zip(common, differ, strict=True):
+        if differs:
+            own = map_leaves(_on_cpu, stateful.state_dict()) if backend.place.rank == 0 else None
+            stateful.load_state_dict(backend.broadcast_object(own, 0))
+    is_in_window = any(found for found, _ in by_rank)
+    for stateful in common:
+        if hasattr(stateful, "abandon_step"):
+            stateful.abandon_step()
+        elif isinstance(stateful, torch.optim.Optimizer) and (is_in_window or any(differ)):
+            stateful.zero_grad()
+    return is_in_window
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _digest(state: Any) -> int:
+    """Return a digest of the state's numbers. Of a tensor it takes the sum, in which states a step apart differ."""
+    return zlib.crc32(repr(map_leaves(_sum, state)).encode())
+
+
+def _sum(leaf: Any) -> Any:
+    return float(leaf.double().sum()) if isinstance(leaf, torch.Tensor) else leaf
