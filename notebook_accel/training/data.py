@@ -1,4 +1,4 @@
-"""From a user's loader to a rank's: who reads what."""
+"""Shard a user's loader: give each rank its share."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "ref
 
 @dataclasses.dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How loaders are prepared.
+    """Options for preparing loaders.
 
     Attributes:
-        split_batches: The loader's batch size is that of all ranks together, and each batch is cut into one part a
+        split_batches: Take the loader's batch size as that of all ranks together, and cut each batch into one part a
             rank. By default it is that of one rank, and ranks take whole batches.
-        dispatch_batches: Rank 0 reads for all ranks and sends each its batches. ``None`` does so for datasets that can
-            only be iterated, which each rank could read differently; with ``False`` every rank reads the whole stream
+        dispatch_batches: Have rank 0 read for all ranks and send each its batches. ``None`` does so for datasets that
+            can only be iterated, which ranks could read differently; with ``False`` every rank reads the whole stream
             and takes its share.
         even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have as many batches.
-            Without it some ranks can have one batch more: fine for an evaluation in which they don't need each other;
-            training needs ``join_uneven_inputs``.
+            Without it some ranks can have one batch more: fine for an evaluation without collectives; training needs
+            ``join_uneven_inputs``.
         use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
-        data_seed: The seed for that. By default what torch was seeded with.
+        data_seed: The seed for that. By default the one that torch was seeded with.
         non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never do.
-        use_stateful_dataloader: Loaders with ``state_dict`` and ``load_state_dict``. All prepared loaders have them, so
-            that this changes nothing and torchdata isn't needed.
+        use_stateful_dataloader: Has no effect: all prepared loaders have ``state_dict`` and ``load_state_dict``,
+            without torchdata.
     """
 
     split_batches: bool = False
@@ -80,26 +80,26 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
 ) -> DataLoaderShard:
-    """A rank's share of a loader, without an ``Accelerator``.
+    """Return this rank's share of a loader, without an ``Accelerator``.
 
     Args:
         dataloader: The loader.
-        device: Where batches go with ``put_on_device``; by default this rank's device.
-        num_processes: Number of ranks to share it out to; by default those of this run.
+        device: Destination of batches with ``put_on_device``; by default this rank's device.
+        num_processes: Number of ranks to shard it over; by default those of this run.
         process_index: The rank that gets this share; by default this one.
         put_on_device: Move batches to the device.
         rng_types: Generators that get rank 0's state on every rank when an epoch begins.
-        split_batches: As in ``DataLoaderConfiguration``, and so the others.
-        dispatch_batches: See there.
-        even_batches: See there.
-        slice_fn_for_dispatch: Not needed here, and refused.
-        use_seedable_sampler: See there.
-        data_seed: See there.
-        non_blocking: See there.
-        use_stateful_dataloader: See there.
+        split_batches: See ``DataLoaderConfiguration``.
+        dispatch_batches: See ``DataLoaderConfiguration``.
+        even_batches: See ``DataLoaderConfiguration``.
+        slice_fn_for_dispatch: Refused: rank 0 makes each rank's batch by itself.
+        use_seedable_sampler: See ``DataLoaderConfiguration``.
+        data_seed: See ``DataLoaderConfiguration``.
+        non_blocking: See ``DataLoaderConfiguration``.
+        use_stateful_dataloader: See ``DataLoaderConfiguration``.
 
     Raises:
-        ConfigError: The loader can't be shared out as it is, or not in this way.
+        ConfigError: The loader can't be sharded, or not with these options.
     """
     refuse_slicing(slice_fn_for_dispatch)
     types = random_state.check_rng_types(rng_types or ())
@@ -129,18 +129,18 @@ def shard_dataloader(
     place: RankPlace | None = None,
     rng_types: Sequence[str] = (),
 ) -> DataLoaderShard:
-    """A rank's share of ``loader``.
+    """Return one rank's share of ``loader``.
 
     Args:
         loader: The loader.
-        backend: The way to the other ranks.
-        config: How to share it out.
-        device: Where batches are moved to; ``None`` leaves them where they are.
-        place: The rank that gets this share, if it isn't this process's.
+        backend: This rank's backend.
+        config: The options.
+        device: Destination of batches; ``None`` leaves them where they are.
+        place: The rank that gets this share; by default this one.
         rng_types: Generators that get rank 0's state on every rank when an epoch begins.
 
     Raises:
-        ConfigError: The loader can't be shared out as it is, or not as ``config`` wants it.
+        ConfigError: The loader can't be sharded, or not with these options.
     """
     if isinstance(loader, DataLoaderShard):  # prepared by another Accelerator
         loader = loader.source
@@ -182,7 +182,7 @@ def _synchronizing(
 
 
 def refuse_data(objects: Iterable[Any]) -> None:
-    """Refuses datasets and samplers where loaders are expected: every rank would read all of them.
+    """Refuse datasets and samplers where loaders are expected: every rank would read all of them.
 
     Raises:
         ConfigError: One of ``objects`` is a dataset or a sampler.
@@ -197,10 +197,10 @@ def refuse_data(objects: Iterable[Any]) -> None:
 
 
 def refuse_slicing(slice_fn_for_dispatch: object) -> None:
-    """Refuses a function that would cut a dispatched batch into the ranks' parts.
+    """Refuse a function that would cut a dispatched batch into the ranks' parts.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A function was given.
     """
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
@@ -222,14 +222,14 @@ def _refuse(loader: Any, place: RankPlace) -> None:
         )
     if _iterates_itself(loader) and place.world_size > 1:
         raise ConfigError(
-            f"prepare can't share out a {type(loader).__name__}.",
+            f"prepare can't shard a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
             fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
             "one rank takes it as it is",
         )
     if not loader.in_order and place.world_size > 1:
         raise ConfigError(
-            "A loader with in_order=False can't be shared out to several ranks.",
+            "A loader with in_order=False can't be sharded over several ranks.",
             why="Which batch is the last of an epoch, and which ranks work on the same round, would be left to chance.",
             fix="DataLoader(..., in_order=True)",
         )
@@ -241,7 +241,7 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
 
 
 def _as_it_is(loader: DataLoader[Any]) -> dict[str, Any]:
-    """For a loader that iterates in a way of its own, on the only rank: its batches, whatever they are."""
+    """Return the options for a loader with an ``__iter__`` of its own, on the only rank: batches stay as they are."""
     return {
         "dataset": LoaderStream(loader),
         "batch_size": None,
@@ -261,7 +261,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class _Sharing:
-    """How one loader is shared out: what a ``DataLoaderShard`` or ``DataLoaderDispatcher`` is made with."""
+    """Makes the options of the ``DataLoaderShard`` or ``DataLoaderDispatcher`` for one loader."""
 
     def __init__(
         self, loader: DataLoader[Any], backend: Backend, config: DataLoaderConfiguration, place: RankPlace
@@ -273,13 +273,13 @@ class _Sharing:
         dispatches = isinstance(loader.dataset, IterableDataset)
         if config.dispatch_batches is not None:
             dispatches = config.dispatch_batches
-        # A share of another rank can only be looked at, not taken part in.
+        # This process can look at another rank's share, but can't communicate in its place.
         self.dispatches = dispatches and place.world_size > 1 and place == backend.place
 
     def of_dataset(self) -> dict[str, Any]:
-        """For a dataset that has an item for each index."""
+        """Return the options for a dataset that has an item for each index."""
         loader, place, config = self._loader, self._place, self._config
-        # With batch_size=None it is the sampler that says what is read at once.
+        # With batch_size=None each item of the sampler is read at once.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
         if name == "sampler":
@@ -292,7 +292,7 @@ class _Sharing:
         return options
 
     def _agreed_batches(self, batches: Any) -> Any:
-        """The same batches with a sampler that draws the same order on every rank."""
+        """Return the batch sampler with a sampler that draws one order on all ranks."""
         if isinstance(batches, SkipBatchSampler):
             return SkipBatchSampler(self._agreed_batches(batches.batch_sampler), batches.skip_batches)
         sampler = getattr(batches, "sampler", None)
@@ -307,9 +307,7 @@ class _Sharing:
 
     def _agreed_sampler(self, sampler: Any) -> Any:
         if isinstance(sampler, SeedableRandomSampler):
-            agreed = copy.copy(
-                sampler
-            )  # with the seed that it has, so that it gives the order of the unprepared loader
+            agreed = copy.copy(sampler)  # with its seed, so that the order is that of the unprepared loader
             agreed.seed = self._from_rank_0(sampler.seed)
             return agreed
         if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
@@ -327,13 +325,13 @@ class _Sharing:
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
                 "This loader's DistributedSampler gives each rank its share already.",
-                why="prepare would share out that share once more.",
+                why="prepare would shard that share once more.",
                 fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
             )
         return SynchronizedSampler(sampler, self._from_rank_0) if hasattr(sampler, "generator") else sampler
 
     def of_stream(self) -> dict[str, Any]:
-        """For a dataset that can only be iterated."""
+        """Return the options for a dataset that can only be iterated."""
         loader, place, config = self._loader, self._place, self._config
         dataset: Any = loader.dataset
         epochs = EpochCounter(is_shared=loader.persistent_workers)
@@ -362,7 +360,7 @@ class _Sharing:
         }
 
     def _synchronizing(self, generator: object) -> Callable[[], None] | None:
-        """What brings a stream's generator to where rank 0's is."""
+        """Return a function that gives a stream's generator rank 0's state, ``None`` if it has no generator."""
         if not isinstance(generator, torch.Generator):
             return None
 

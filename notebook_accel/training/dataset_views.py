@@ -1,4 +1,4 @@
-"""Datasets that read another one in a way of their own."""
+"""Datasets that present another dataset: with its epoch, its rounds, or whole rounds as items."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ReadRound(NamedTuple):
 
 
 class _View:
-    """Whatever is asked of it, or set on it, is the other dataset's.
+    """A dataset that passes reading and setting of attributes on to another one.
 
-    A ``worker_init_fn`` tells its worker's dataset what to read, and finds this one in its place.
+    A ``worker_init_fn`` that tells its worker's dataset what to read finds a view in its place.
 
     Args:
         dataset: The other dataset.
-        own: What belongs to this one.
+        own: Attributes of the view itself.
     """
 
     _dataset: Any
@@ -64,14 +64,14 @@ class _View:
 
 
 class LoaderStream(_View, IterableDataset[Any]):
-    """The batches of a loader that iterates in a way of its own."""
+    """The batches of a loader with an ``__iter__`` of its own."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._dataset)
 
 
 class EpochStream(_View, IterableDataset[Any]):
-    """A stream that learns which epoch it is where it is read.
+    """A stream that learns the epoch in the process that reads it.
 
     A worker process that outlives an epoch has a copy of the stream, which ``set_epoch`` of the original doesn't reach.
 
@@ -91,10 +91,9 @@ class EpochStream(_View, IterableDataset[Any]):
 
 
 class MarkedStream(_View, IterableDataset[Any]):
-    """A share of a stream whose samples know their round.
+    """A share of a stream whose samples carry their round.
 
-    The stream may be read in a worker process, which sees the last round come but can't tell the loader other than with
-    the samples.
+    A worker process that reads the stream sees the last round come, and can tell the loader only with the samples.
     """
 
     _shard: IterableDatasetShard
@@ -112,7 +111,7 @@ class MarkedStream(_View, IterableDataset[Any]):
 
 
 class MarkedCollate:
-    """Makes a batch of marked samples; a batch never spans two rounds."""
+    """Makes a batch of marked samples. A batch never spans two rounds."""
 
     def __init__(self, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
         self._collate = collate
@@ -125,12 +124,12 @@ class MarkedCollate:
 
 
 class RoundDataset(_View, Dataset[ReadRound]):
-    """Rounds of all ranks, read and collated at once; its indices are rounds of indices.
+    """A dataset whose items are rounds of all ranks, read and collated; its indices are rounds of indices.
 
     Args:
-        dataset: What has an item for each index.
+        dataset: A dataset that has an item for each index.
         collate: Makes a batch of samples.
-        is_batch: Whether a share is a list of indices or a single one.
+        is_batch: True if a share is a list of indices, False if it is a single one.
     """
 
     _collate: Callable[[Any], Any]
@@ -152,12 +151,12 @@ class RoundDataset(_View, Dataset[ReadRound]):
 
 
 class RoundStream(_View, IterableDataset[ReadRound]):
-    """Rounds of all ranks, read and collated at once.
+    """A stream of the rounds of all ranks, read and collated.
 
     Args:
         shard: Deals out the stream.
         collate: Makes a batch of samples.
-        is_batch: Whether a share is made into a batch or is a single sample.
+        is_batch: True if a share is made into a batch, False if it is a single sample.
     """
 
     _shard: IterableDatasetShard

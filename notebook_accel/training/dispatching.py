@@ -1,4 +1,4 @@
-"""Loaders that only rank 0 reads, for data that the other ranks can't read, or would read differently."""
+"""Loaders that only rank 0 reads, for data that other ranks can't read or would read differently."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ __all__ = ["DataLoaderDispatcher"]
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """A loader that rank 0 reads for all ranks, and sends each rank its batches.
+    """A loader that rank 0 reads for all ranks, sending each its batches.
 
-    Batches are those that ``DataLoaderShard`` would give, of anything that pickles. Each is sent while the one before
-    it is worked on.
+    Batches are those of a ``DataLoaderShard``, and have to pickle. Each is sent while ranks work on the one before.
 
     Args:
         source: The loader that it was made from.
-        dataset: What is read, as in a ``DataLoaderShard``.
-        backend: The way to the other ranks.
-        shard: What deals out the batches.
+        dataset: The dataset to read.
+        backend: This rank's backend.
+        shard: Deals out the batches.
         options: As for ``DataLoaderShard``.
     """
 
@@ -68,7 +67,7 @@ class DataLoaderDispatcher(DataLoaderShard):
                 return
 
     def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
-        """What rank 0 sends, one message a rank: round by round, and at the end."""
+        """Yield the messages that rank 0 sends, one for each rank, round by round, and a last one."""
         world_size = self._backend.place.world_size
         try:
             rounds = _incomplete_last(reader, world_size)
@@ -83,7 +82,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
 
 class _Failure(NamedTuple):
-    """Why there are no further batches."""
+    """Tells the other ranks that rank 0 could not read a batch."""
 
     error: str
 
@@ -95,7 +94,7 @@ class _Failure(NamedTuple):
 
 
 class _Rounds(Sampler[Round]):
-    """What all ranks get, as a sampler that yields rounds."""
+    """A sampler that yields the rounds of all ranks."""
 
     def __init__(self, shard: BatchSamplerShard, skipped: int) -> None:
         self._shard = shard
@@ -108,7 +107,7 @@ class _Rounds(Sampler[Round]):
 def _reader(
     source: DataLoader[Any], shard: BatchSamplerShard | IterableDatasetShard, skipped: int
 ) -> DataLoader[ReadRound]:
-    """The loader that reads the rounds. A worker process reads and collates a whole round at once."""
+    """Return the loader that reads the rounds. A worker process reads and collates a whole round at once."""
     collate = source.collate_fn
     options = {**kept_options(source), "collate_fn": _as_it_is, "pin_memory": False}
     if isinstance(shard, IterableDatasetShard):
@@ -123,7 +122,7 @@ def _as_it_is(read: ReadRound) -> ReadRound:
 
 
 def _incomplete_last(rounds: Iterable[ReadRound], world_size: int) -> Iterator[ReadRound]:
-    """The rounds with a batch for every rank, and then what is left over, dealt out again.
+    """Yield the rounds with a batch for every rank, and then deal out again the batches that are left.
 
     Where several workers share a stream, each of them has a last round of its own, in the middle of the epoch.
     """

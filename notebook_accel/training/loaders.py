@@ -1,4 +1,4 @@
-"""Loaders as training iterates them: batches on the device, and the last one known as such while it is out."""
+"""Loaders as training iterates them: batches come out on the device, and the last one is known as such."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ _END: Any = object()
 class DataLoaderShard(DataLoader[Any]):
     """A rank's share of a loader.
 
-    While the last batch of an epoch is out, ``GradientState.end_of_dataloader`` is true: one batch is read ahead.
-    Pickles as the loader that it was made from, since it means nothing outside its rank.
+    One batch is read ahead, so that ``GradientState.end_of_dataloader`` is true while the last one of an epoch is out.
+    It pickles as the loader that it was made from, since it means nothing outside its rank.
 
     Args:
-        source: The loader that it was made from; what isn't changed here is taken from it.
-        dataset: What is read.
-        shard: What deals out the batches, ``None`` if there is one rank only.
-        feed: Makes what takes the batches of a pass to the device. By default they stay where they are.
+        source: The loader that it was made from. Options that aren't given here are taken from it.
+        dataset: The dataset to read.
+        shard: Deals out the batches; ``None`` if there is one rank only.
+        feed: Makes the feed that takes the batches of an iteration to the device. By default they stay where they are.
         before_epoch: Called on every rank when an epoch begins.
-        is_marked: Whether each batch comes with the round that it is part of, as a ``MarkedBatch``.
+        is_marked: True if each batch comes with its round, as a ``MarkedBatch``.
         epochs: Counts the epochs.
-        position: Where the loader stands; a loader that goes on where another one stopped has the same.
-        skipped: Batches that are left out at the beginning of each epoch.
-        options: What ``torch.utils.data.DataLoader`` is told besides.
+        position: The loader's position, shared with a loader that continues it.
+        skipped: Number of batches left out at the beginning of each epoch.
+        options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Attributes:
         source: The loader that it was made from.
-        shard: What deals out the batches, ``None`` if there is one rank only.
-        counter: How far the running epoch is, for whoever watches.
-        position: Where the loader stands, for checkpoints.
-        skipped: Batches that are left out at the beginning of each epoch.
+        shard: Deals out the batches; ``None`` if there is one rank only.
+        counter: Progress of the running epoch, for reports.
+        position: The loader's position, for checkpoints.
+        skipped: Number of batches left out at the beginning of each epoch.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a batch of all ranks together; 1 a rank if the loader doesn't say."""
+        """Number of samples in a batch of all ranks together; 1 a rank if the loader doesn't say."""
         shard = self.shard
         if shard is None:
             return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or self.source.batch_size or 1
@@ -115,30 +115,30 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of all ranks together."""
+        """Number of samples of all ranks together."""
         return len(self.source.dataset)  # type: ignore[arg-type]  # raises TypeError where the dataset has no length
 
     @property
     def epoch(self) -> int:
-        """The epoch that is running, or else the one that comes next, from 0: where a loop goes on when resumed."""
+        """The running epoch, or else the one that comes next, counted from 0. A resumed loop begins with it."""
         return self.position.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: the epoch, the batches that are out, the random numbers that they were drawn by."""
+        """Return the position: the epoch, the batches that are out, and the random numbers that drew them."""
         return self.position.state_dict(self._generators(), self._total())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next pass go on where ``state_dict`` has stood."""
+        """Have the next iteration go on where ``state_dict`` was taken."""
         self.position.load_state_dict(state, self._generators(), self._total())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells sampler and dataset which epoch is next, counted from 0. Without this, each epoch follows the last."""
+        """Tell sampler and dataset the next epoch, counted from 0. Without this, each epoch follows the last."""
         self.position.set_epoch(epoch)
         for part in self._told():
             part.set_epoch(epoch)
 
     def skipping(self, num_batches: int) -> Self:
-        """A loader of the same batches without the first ``num_batches``, whose epochs count as this one's."""
+        """Return a loader without the first ``num_batches``, whose epochs count as this one's."""
         arguments: dict[str, Any] = {**self._arguments, "skipped": self.skipped + num_batches}
         return type(self)(self.source, self.dataset, **arguments)
 
@@ -195,7 +195,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.counter.step = self.skipped
 
     def _told(self) -> list[Any]:
-        """Sampler and dataset, if they want to know the epoch."""
+        """Return sampler and dataset, as far as they have ``set_epoch``."""
         return [part for part in (*chain_of(self._batches), self.dataset) if hasattr(part, "set_epoch")]
 
     def _read(self) -> Iterator[Any]:
@@ -204,7 +204,7 @@ class DataLoaderShard(DataLoader[Any]):
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
     def _kept(self, ahead: Any) -> Any:
-        """A batch as it was before it became part of a checkpoint."""
+        """Return a batch as it was before it became part of a checkpoint."""
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
 
     def _is_last_of_all(self, following: Any) -> bool:
@@ -214,13 +214,13 @@ class DataLoaderShard(DataLoader[Any]):
         return getattr(self.shard, "rounds_of_all", None) == self.counter.step
 
     def _generators(self) -> list[torch.Generator]:
-        """The generators that the order of the batches is drawn from, besides torch's own."""
+        """Return the generators that draw the order of the batches, besides torch's own."""
         parts = (self, *chain_of(self._batches), self.dataset, self.source.dataset)
         found = [getattr(part, "generator", None) for part in parts]
         return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
     def _total(self) -> int | None:
-        """Batches of an epoch, those that are skipped included; ``None`` if nobody knows."""
+        """Return the number of batches of an epoch, skipped ones included; ``None`` if unknown."""
         try:
             return self.skipped + len(self)
         except TypeError:  # a stream, or a sampler that doesn't know how long it is
@@ -235,7 +235,7 @@ def _sent(feed: Feed, batch: Any) -> Any:
 
 
 def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader that is made from ``loader`` has in common with it."""
+    """Return the options that a loader made from ``loader`` keeps."""
     return {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -252,18 +252,17 @@ def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader of the same batches without the first ``num_batches``; ``dataloader`` stays as it is.
+    """Return a loader without the first ``num_batches``; ``dataloader`` stays as it is.
 
-    What is skipped isn't read, unless the dataset can only be iterated. Of a prepared loader each rank's first batches
-    are skipped; the rest of the epoch is what it would have been, with its last round, and the epochs of both loaders
-    count as those of one.
+    Skipped batches aren't read, unless the dataset can only be iterated. Of a prepared loader, each rank's first
+    batches are skipped; the rest of the epoch, its last round included, and the count of epochs don't change.
 
     Args:
         dataloader: A prepared loader or any other.
-        num_batches: How many batches to leave out.
+        num_batches: Number of batches to leave out.
 
     Raises:
-        ConfigError: ``dataloader`` isn't a loader that this can be done with, or ``num_batches`` is no number from 0.
+        ConfigError: ``dataloader`` isn't a ``DataLoader``, or ``num_batches`` isn't a whole number from 0.
     """
     number: object = num_batches
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
@@ -286,7 +285,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 class _StreamFrom(DataLoader[Any]):
-    """A loader of a stream that is read from the beginning, and yields batches from a later one on."""
+    """A loader that reads a stream from the beginning and yields its batches without the first ones."""
 
     def __init__(self, source: DataLoader[Any], skipped: int) -> None:
         options = {"batch_size": source.batch_size, "drop_last": source.drop_last, **kept_options(source)}
@@ -301,19 +300,19 @@ class _StreamFrom(DataLoader[Any]):
 
 
 class Feed(Protocol):
-    """A pass's way to the device. Batches are taken in the order in which they are sent."""
+    """Takes the batches of one iteration to the device, in the order in which they are sent."""
 
     def send(self, batch: Any) -> Any:
-        """Begins with a batch that will be taken later; returns what to hold until then."""
+        """Accept a batch that will be taken later; return what to hold until then."""
 
     def begin(self) -> None:
-        """Begins to take to the device what was sent and waits for that, if it does. ``take`` does so too."""
+        """Start the transfer of the batch that was sent, if it hasn't started. ``take`` does so too."""
 
     def take(self, held: Any) -> Any:
-        """The batch on the device, for what ``send`` has returned."""
+        """Return the batch on the device, for what ``send`` returned."""
 
     def close(self) -> None:
-        """Ends the pass."""
+        """End the iteration."""
 
 
 class Copying:
@@ -340,11 +339,11 @@ class Copying:
 
 
 class Uploading:
-    """Hands the tensors of each batch to an uploader, and puts them back into their places when they are there.
+    """Hands the tensors of each batch to an uploader, and puts the transferred ones in their places.
 
     Args:
-        uploader: A backend's.
-        device: Where it takes them.
+        uploader: A backend's uploader.
+        device: The device that it uploads to.
     """
 
     def __init__(self, uploader: Uploader, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers: seeds, and the state of every generator that training draws from."""
+"""Seeds, and the state of every generator of random numbers that training uses."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class RNGType(str, enum.Enum):
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's, NumPy's and torch's generators, those of GPUs included.
+    """Seed Python's, NumPy's and torch's generators, those of GPUs included.
 
     Args:
         seed: The seed.
         device_specific: Add the rank, so that ranks draw different numbers.
-        deterministic: Let torch use algorithms that give the same bits each time, where it has such.
+        deterministic: Have torch use algorithms that give the same bits each time, where it has them.
     """
     if device_specific:
         seed += process_group.rank_place().rank
@@ -62,7 +62,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def snapshot() -> dict[str, Any]:
-    """The state of this process's generators on the host, as they give it."""
+    """Return the state of this process's generators on the host, in their own forms."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:  # else nobody has drawn from it
         import numpy
@@ -72,7 +72,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot made of what ``torch.load(weights_only=True)`` reads."""
+    """Return a snapshot in a form that ``torch.load(weights_only=True)`` reads."""
     version, words, gauss = state["python"]
     made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
     if "numpy" in state:
@@ -82,12 +82,12 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(backend: Backend) -> dict[str, Any]:
-    """The state of this rank's generators, its device's too, made of what ``torch.load(weights_only=True)`` reads."""
+    """Return the state of this rank's generators, its device's too, in the form of ``plain``."""
     return {**plain(snapshot()), **backend.generator_state()}
 
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Puts the generators back to where ``capture`` or ``plain`` has them; its device's if ``backend`` is given."""
+    """Set the generators to a state from ``capture`` or ``plain``, the device's too if ``backend`` is given."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -101,7 +101,7 @@ def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
 
 
 def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
-    """The names of generators, as ``synchronize`` takes them.
+    """Return the names of generators, as ``synchronize`` takes them.
 
     Raises:
         ConfigError: There is no such generator.
@@ -115,7 +115,7 @@ def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
 
 
 def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generator | None = None) -> None:
-    """Gives every rank rank 0's state of the named generators."""
+    """Give every rank rank 0's state of the named generators."""
     if backend.place.world_size == 1:
         return
     own = capture(backend)
@@ -128,11 +128,11 @@ def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generat
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Gives every rank rank 0's state of some generators.
+    """Give every rank rank 0's state of some generators.
 
     Args:
         rng_types: Some of ``"torch"``, ``"cuda"``, ``"xla"``, ``"numpy"``, ``"python"`` and ``"generator"``.
-        generator: What ``"generator"`` means.
+        generator: The generator that ``"generator"`` names.
 
     Raises:
         ConfigError: There is no such generator.
@@ -141,5 +141,5 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """``synchronize_rng_states`` for one of them."""
+    """Call ``synchronize_rng_states`` for one generator."""
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)

@@ -1,4 +1,4 @@
-"""The order in which samples are read: the same on every rank, by a seed, or without the beginning."""
+"""Samplers whose order is equal on every rank, comes from a seed, or leaves out the beginning."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SeedableRandomSampler(RandomSampler):
     """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
 
     Args:
-        data_source: What is sampled from.
-        replacement: Whether a sample can be drawn again.
-        num_samples: Samples in an epoch, all by default.
-        generator: Gives the seed that it began with, if there is no ``data_seed``.
-        data_seed: The seed, the same on every rank. By default what torch was seeded with last.
+        data_source: The dataset to sample from.
+        replacement: Let a sample be drawn again.
+        num_samples: Number of samples in an epoch, all by default.
+        generator: Its initial seed is used if there is no ``data_seed``.
+        data_seed: The seed, the same on every rank. By default the one that torch was seeded with last.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that is iterated next."""
+        """Set the epoch that is iterated next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -49,14 +49,14 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SynchronizedSampler(Sampler[Any]):
-    """A sampler that shuffles as rank 0's does, on every rank.
+    """A sampler that shuffles on every rank as rank 0's does.
 
-    With the same global seed, rank 0 draws the very order that plain PyTorch draws in one process: the seed of an
-    epoch's order is taken from the global generator at the same moment.
+    Rank 0 takes the seed of an epoch's order from the global generator at the moment at which plain PyTorch does. So
+    with the same global seed it draws the order of plain PyTorch in one process.
 
     Args:
         sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: Gives every rank what rank 0 passes. Called by all ranks, once an epoch.
+        from_rank_0: Returns rank 0's argument on every rank. All ranks call it, once an epoch.
     """
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
@@ -68,7 +68,7 @@ class SynchronizedSampler(Sampler[Any]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler which epoch is next, if it wants to know."""
+        """Pass the next epoch on to the sampler, if it has ``set_epoch``."""
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
 
@@ -82,11 +82,11 @@ class SynchronizedSampler(Sampler[Any]):
 
 
 class SkipBatchSampler(Sampler[Any]):
-    """A batch sampler without its first batches. All else is the wrapped one's.
+    """A batch sampler without its first batches. It has the attributes of the wrapped one.
 
     Args:
-        batch_sampler: What yields the batches.
-        skip_batches: How many are left out.
+        batch_sampler: Yields the batches.
+        skip_batches: Number of batches to leave out.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
@@ -100,13 +100,13 @@ class SkipBatchSampler(Sampler[Any]):
         return itertools.islice(self.batch_sampler, self.skip_batches, None)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not there yet: the object is being made
+        if name == "batch_sampler":  # not set yet: the object is being made
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
 
 def chain_of(sampler: Any) -> Iterator[Any]:
-    """A sampler, the one that it wraps, and so on."""
+    """Yield a sampler, the one that it wraps, and so on."""
     while sampler is not None:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)

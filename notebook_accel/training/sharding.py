@@ -1,7 +1,7 @@
-"""Which samples each rank gets.
+"""Deal out samples to ranks.
 
-Batches are dealt out in rounds: a round is what all ranks work on at the same time, one share a rank. Only the last
-round of an epoch can be incomplete. ``Tail`` says how many of its samples are real, so that metrics can leave out those
+Batches are dealt out in rounds: all ranks work on a round at the same time, each on its share. Only the last round of
+an epoch can be incomplete. Its ``Tail`` says how many of its samples are real, so that metrics can leave out samples
 that were repeated to fill it.
 """
 
@@ -28,13 +28,13 @@ __all__ = [
 
 
 class Tail(NamedTuple):
-    """The last round of an epoch, where it isn't like the others.
+    """The last round of an epoch, if it isn't like the others.
 
     Attributes:
-        real: Its samples that occur for the first time in the epoch; they come before all others.
-        total: Its samples over all ranks.
-        ragged: Whether the ranks' shares differ in size, because nothing was repeated.
-        missing: Ranks that have no share at all, the last ones.
+        real: Number of its samples that occur for the first time in the epoch; they come before all others.
+        total: Number of its samples over all ranks.
+        ragged: True if the ranks' shares differ in size, because nothing was repeated.
+        missing: Number of ranks, the last ones, that have no share.
     """
 
     real: int
@@ -43,28 +43,28 @@ class Tail(NamedTuple):
     missing: int = 0
 
     def kept(self, gathered: int) -> int:
-        """How many of ``gathered`` rows belong to real samples.
+        """Return how many of ``gathered`` rows belong to real samples.
 
-        A model may give several rows a sample, such as one a token. Rows that can't be dealt out evenly to the
-        samples, such as one loss a rank, are not about samples: all are kept.
+        A model may give several rows for a sample, such as one a token. Rows that can't be dealt out evenly to the
+        samples, such as one loss a rank, don't describe samples: all are kept.
         """
         rows_each, left_over = divmod(gathered, self.total)
         return gathered if left_over else self.real * rows_each
 
 
 class MarkedBatch(NamedTuple):
-    """A batch, or a sample of it, and how its round differs from the others, if it does."""
+    """A batch, or a sample of it, with its round's ``Tail`` if that round is unlike the others."""
 
     batch: Any
     tail: Tail | None
 
 
 class Round(NamedTuple):
-    """What all ranks work on at the same time.
+    """The shares that all ranks work on at the same time.
 
     Attributes:
         shares: One a rank, in order of rank; fewer if the last ranks have none.
-        tail: How the round differs from the others, ``None`` if it doesn't.
+        tail: ``None`` if the round is like the others.
     """
 
     shares: list[Any]
@@ -72,13 +72,13 @@ class Round(NamedTuple):
 
 
 class BatchSamplerShard(Sampler[Any]):
-    """One rank's share of what a batch sampler yields.
+    """One rank's share of the batches of a batch sampler.
 
     Rank r of n takes batches r, r + n, r + 2n, ... With ``split_batches`` every batch is cut into n equal parts, and
     rank r takes the r-th.
 
     Args:
-        batch_sampler: What yields the batches, the same on every rank. If it has no attribute ``batch_size``, its
+        batch_sampler: Yields the batches, the same on every rank. If it has no attribute ``batch_size``, its
             batches are left as they are, whatever their sizes, and the last round is filled with whole ones.
         num_processes: Number of ranks.
         process_index: This rank.
@@ -88,7 +88,7 @@ class BatchSamplerShard(Sampler[Any]):
 
     Attributes:
         tail: The round of the last batch of the latest epoch, ``None`` if it was like the others.
-        rounds_of_all: Rounds in which every rank has a batch, if there is a further one; ``None`` until it is reached.
+        rounds_of_all: Number of rounds in which every rank has a batch, once a further round is reached; else ``None``.
 
     Raises:
         ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
@@ -144,7 +144,7 @@ class BatchSamplerShard(Sampler[Any]):
         self.tail = own_tail  # known to the loader when it knows that the epoch has ended
 
     def rounds(self) -> Iterator[Round]:
-        """What all ranks get, round by round."""
+        """Yield the shares of all ranks, round by round."""
         first: list[Any] | None = None
         held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
         for shares in self._dealt():
@@ -209,7 +209,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: The stream.
-        batch_size: Samples in a batch of one rank; with ``split_batches``, of all ranks together.
+        batch_size: Number of samples in a batch of one rank; with ``split_batches``, of all ranks together.
         drop_last: Leave out a last round that is incomplete.
         num_processes: Number of ranks.
         process_index: This rank.
@@ -240,7 +240,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.share_size = _part_of(batch_size, num_processes) if split_batches else batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the dataset which epoch is next, if it wants to know."""
+        """Pass the next epoch on to the dataset, if it has ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -260,13 +260,13 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from share
 
     def own_shares(self) -> Iterator[tuple[list[Any], Tail | None]]:
-        """This rank's share of each round in which it has one, and how that round differs from the others."""
+        """Yield this rank's share of each round in which it has one, with the round's ``Tail``."""
         for shares, tail in self.rounds():
             if self.process_index < len(shares):
                 yield shares[self.process_index], tail
 
     def rounds(self) -> Iterator[Round]:
-        """What all ranks get, round by round."""
+        """Yield the shares of all ranks, round by round."""
         size, round_size = self.share_size, self.share_size * self.num_processes
         samples = iter(self.dataset)
         first: list[Any] | None = None
@@ -286,10 +286,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 def dispatched_rounds(shard: BatchSamplerShard | IterableDatasetShard) -> Iterator[Round]:
-    """The rounds that rank 0 reads for all.
+    """Yield the rounds that rank 0 reads for all ranks.
 
-    With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment, what is left for a last round is cut into equal parts,
-    and only as much is repeated as that needs, instead of filling each rank's batch.
+    With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment, the last round is cut into equal parts, and only as
+    many samples are repeated as that needs, instead of filling each rank's batch.
     """
     rounds = shard.rounds()
     return _cut_evenly(rounds, shard.num_processes) if environment.follows_accelerate() else rounds
@@ -324,5 +324,5 @@ def _part_of(batch_size: int | None, num_processes: int) -> int:
 
 
 def sample_count(batch: Any) -> int:
-    """Samples in a batch; a dataset that yields whole batches has one index a batch instead of a list of indices."""
+    """Return the samples in a batch. A dataset that yields whole batches has one index instead of a list of indices."""
     return len(batch) if isinstance(batch, Sized) else 1

@@ -1,4 +1,4 @@
-"""Training in which some ranks have more batches than others."""
+"""Training with more batches on some ranks than on others."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["join_uneven_inputs"]
 def join_uneven_inputs(
     joinables: Iterable[Any], even_batches: bool, *, loaders: Iterable[DataLoaderShard], state: GradientState
 ) -> Iterator[None]:
-    """Lets ranks that have no further batch take part in what the others do, until none has one.
+    """Let ranks that have no further batch take part in the collectives of the others, until none has one.
 
-    torch's ``Join`` does it: their gradients count as zeros, and in the end all have the model of a rank that took
-    every step. What an optimizer keeps besides, such as momentum, isn't brought together.
+    torch's ``Join`` does it: gradients of those ranks count as zeros, and in the end all have the model of a rank that
+    took every step. Optimizer state, such as momentum, isn't brought together.
 
     Args:
-        joinables: Prepared models, or whatever else torch can join.
-        even_batches: What holds for ``loaders`` in here, whatever they were prepared with.
-        loaders: The prepared ones.
-        state: Told that nobody waits in vain in here.
+        joinables: Prepared models, or other objects that torch can join.
+        even_batches: Overrides the option of ``loaders`` in the body.
+        loaders: The prepared loaders.
+        state: Gets ``joins_uneven`` in the body, so that missing batches are no error.
 
     Raises:
         ConfigError: Something can't be joined, or a loader can't be changed now.
