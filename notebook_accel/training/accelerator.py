@@ -140,7 +140,7 @@ class Accelerator(GroupCalls, Project, Settings):
             The objects in the same order; a single one by itself.
 
         Raises:
-            ConfigError: A loader can't be shared out, a dataset was given in place of one, or ``device_placement`` has
+            ConfigError: A loader can't be sharded, a dataset was given in place of one, or ``device_placement`` has
                 another length.
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
         """

@@ -1,7 +1,7 @@
-"""What all ranks do together: gather, reduce, broadcast, pad, over nested lists, tuples, named tuples and mappings.
+"""Collectives over nested lists, tuples, named tuples and mappings: gather, reduce, broadcast, pad.
 
-In one process tensors come back as they are. In a group, ranks that disagree about what they are doing get a
-``CollectiveError`` wherever the backend compares calls; all of them get it, and the group can still be used.
+In one process tensors come back as they are. In a group, ranks whose calls differ get a ``CollectiveError`` wherever
+the backend compares calls. All of them get it, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
 
 
 def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
-    """The ranks' tensors one after the other: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
+    """Concatenate the ranks' tensors: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
 
     Args:
-        backend: The way to the other ranks.
+        backend: This rank's backend.
         tree: Nested tensors.
-        tail: The round that is being worked on if it is a last one; warns, once, if some of its rows are repeated.
+        tail: The present round if it is a last one unlike the others; warns, once, of repeated rows.
 
     Raises:
         CollectiveError: Shapes or types differ between ranks.
@@ -81,12 +81,12 @@ def _warn_of_repeats(backend: Backend, tensors: list[torch.Tensor], tail: Tail) 
 
 
 def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
-    """Like ``gather``, without what the ranks got twice to fill the last round of an epoch.
+    """Gather without the samples that were repeated to fill the last round of an epoch.
 
     Args:
-        backend: The way to the other ranks.
-        tree: Nested tensors; or a list of anything, of which every rank's items are put into one list.
-        tail: The round that is being worked on if it is a last one unlike the others.
+        backend: This rank's backend.
+        tree: Nested tensors; or a list of any objects, which is concatenated with the other ranks' lists.
+        tail: The present round if it is a last one unlike the others.
         use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
 
     Raises:
@@ -115,13 +115,13 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
 
 
 def _gather_ragged(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
-    """Gathers tensors of different lengths, once an epoch, so as objects: those carry their shapes."""
+    """Gather tensors of different lengths as objects, which carry their shapes; it happens once an epoch."""
     parts = backend.all_gather_object(_at_least_1d(tensor).detach().cpu())
     return torch.cat(parts).to(tensor.device)
 
 
 def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The sum, mean, maximum or minimum of the ranks' tensors, element by element, times ``scale``, in new tensors.
+    """Return the ranks' sum, mean, maximum or minimum, element by element, times ``scale``, in new tensors.
 
     The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64. ``"none"`` is
     Accelerate's name for a sum that isn't divided.
@@ -161,7 +161,7 @@ def _copied(leaf: Any, scale: float) -> Any:
 
 @torch.no_grad()
 def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
-    """Fills the ranks' tensors with those of one rank, in place, and returns them.
+    """Fill the ranks' tensors with those of one rank, in place, and return them.
 
     Raises:
         CollectiveError: Shapes or types differ between ranks.
@@ -182,12 +182,12 @@ def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
 def pad_across_processes(
     backend: Backend, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
 ) -> Any:
-    """Pads the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
+    """Pad the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
 
     Tensors without that dimension are left as they are.
 
     Args:
-        backend: The way to the other ranks.
+        backend: This rank's backend.
         tree: Nested tensors.
         dim: The dimension.
         pad_index: The value to pad with.
@@ -215,7 +215,7 @@ def pad_across_processes(
 
 
 def gather_object(backend: Backend, values: Any) -> list[Any]:
-    """The ranks' lists put into one, in order of rank. Items can be anything that pickles.
+    """Concatenate the ranks' lists, in order of rank. Items can be any objects that pickle.
 
     Raises:
         TrainingError: ``values`` isn't a list or a tuple.
@@ -230,35 +230,35 @@ def gather_object(backend: Backend, values: Any) -> list[Any]:
 
 
 def broadcast_object(backend: Backend, value: _T, from_process: int = 0) -> _T:
-    """One rank's object, on all ranks."""
+    """Return one rank's object on all ranks."""
     verify_collective(backend, f"broadcast an object from rank {from_process}")
     received: _T = backend.broadcast_object(value, from_process)
     return received
 
 
 def scatter_object(backend: Backend, values: Sequence[Any] | None) -> Any:
-    """What rank 0 has for this rank: of ``values``, which only rank 0 gives, one for each rank."""
+    """Return rank 0's value for this rank. Only rank 0 gives ``values``, one for each rank."""
     verify_collective(backend, "take a batch that rank 0 has read")
     return backend.scatter_object(values)
 
 
 def broadcast_object_list(backend: Backend, values: list[Any], from_process: int = 0) -> list[Any]:
-    """Replaces the items of ``values`` by those of one rank, in place, and returns it."""
+    """Replace the items of ``values`` by those of one rank, in place, and return it."""
     values[:] = broadcast_object(backend, values, from_process)
     return values
 
 
 def wait_for_everyone(backend: Backend) -> None:
-    """Returns when every rank has called it."""
+    """Return when every rank has called it."""
     if backend.compares_calls:
-        verify_collective(backend, "wait for everyone")  # which is a barrier itself
+        verify_collective(backend, "wait for everyone")  # the comparison is a barrier itself
     else:
         backend.barrier()
 
 
 @contextlib.contextmanager
 def first(backend: Backend, *, is_first: bool) -> Iterator[None]:
-    """Lets some ranks run the body before the others do. If it raises in one of the first, the others still go on."""
+    """Let some ranks run the body before the others. If it raises on one of the first, the others still go on."""
     if not is_first:
         wait_for_everyone(backend)
     try:
@@ -284,7 +284,7 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
-    """The greatest length of each tensor along ``dim`` over the ranks, ``None`` for those without that dimension."""
+    """Return each tensor's greatest length along ``dim`` over the ranks, ``None`` without that dimension."""
     verify_collective(backend, f"pad_across_processes along dimension {dim}")
     by_rank = backend.all_gather_object(shapes)
     if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
@@ -296,7 +296,7 @@ def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[
 
 
 def _without(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
-    """The shape with its size along ``dim`` left open."""
+    """Return the shape with its size along ``dim`` left open."""
     return tuple(None if _has(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
 
 
@@ -308,17 +308,17 @@ _SHOWN_DIFFERENCES = 3
 
 
 def verify_collective(backend: Backend, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-    """Compares an operation and its tensors, where the backend asks for that.
+    """Check that all ranks make the same call with the same tensors, where the backend asks for it.
 
     Raises:
-        CollectiveError: The ranks don't agree. All get it, and the group can still be used.
+        CollectiveError: The ranks' calls differ. All ranks get it, and the group can still be used.
     """
     if backend.compares_calls:
         _compare(backend, operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
 
 
 def verify_model(backend: Backend, model: torch.nn.Module) -> None:
-    """Compares the parameters of a model that every rank prepares, before their gradients are averaged.
+    """Check that all ranks prepare a model with the same parameters.
 
     Raises:
         CollectiveError: A rank prepares another model, or does something else.
@@ -334,7 +334,7 @@ def verify_model(backend: Backend, model: torch.nn.Module) -> None:
 
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveError:
-    """The error that shows each rank's call, in order of rank."""
+    """Return the error that shows each rank's call, in order of rank."""
     by_rank = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
     return CollectiveError(
         f"The ranks disagree about a collective:\n{by_rank}",
@@ -360,7 +360,7 @@ def _refuse_differences(backend: Backend, call: str, details: Sequence[str]) -> 
 
 
 def _only(details: Sequence[str], common: set[str]) -> str:
-    """The first details that not every rank has."""
+    """Return text with the first details that not every rank has."""
     own = [detail for detail in details if detail not in common]
     shown = ", ".join(own[:_SHOWN_DIFFERENCES])
     more = f" and {len(own) - _SHOWN_DIFFERENCES} more" if len(own) > _SHOWN_DIFFERENCES else ""
@@ -372,17 +372,19 @@ def _kind_of(tensor: torch.Tensor) -> str:
 
 
 def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
-    """One rank's part of ``inputs``: consecutive items, of which the first ranks have one more where it doesn't divide.
+    """Return one rank's part of ``inputs``: consecutive items.
+
+    If the number of items doesn't divide, the first ranks get one more.
 
     Args:
-        inputs: A list, a tuple, a tensor ``(n, ...)``, something else with ``select`` such as a dataset of Hugging
-            Face's, or a mapping of such, all of one length.
-        rank: Whose part.
-        world_size: How many parts.
-        apply_padding: Repeat the last item so that all parts are as long.
+        inputs: A list, a tuple, a tensor ``(n, ...)``, an object with ``select`` such as a Hugging Face dataset, or a
+            mapping of these, all of one length.
+        rank: The rank that gets the part.
+        world_size: Number of parts.
+        apply_padding: Repeat the last item so that all parts have one length.
 
     Raises:
-        TrainingError: ``inputs`` is something else, or its items have different lengths.
+        TrainingError: ``inputs`` has another type, or its values have different lengths.
     """
     if world_size == 1:
         return inputs

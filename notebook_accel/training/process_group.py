@@ -1,4 +1,4 @@
-"""Joining the group of all ranks."""
+"""Join the group of all ranks, or find the backend through which this process has joined it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from notebook_accel.training.handlers import InitProcessGroupKwargs
 
 __all__ = ["current", "is_at", "join", "joined", "rank_place", "seed_device"]
 
-# The latest that this process has joined by. Weak: who holds a backend is who is still a member of the group.
+# The backend of the latest join. Weak: the holders of a backend keep it in the group.
 _latest: weakref.ref[Backend] | None = None
 
 
 def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
-    """Makes this process one of the ranks that its environment says, and returns the way to the others.
+    """Make this process the rank that its environment describes, and return its backend.
 
-    A group that this process is in already, made here or by the user's code, is used as it is. A worker process of a
-    loader joins none: its rank is a member already.
+    A group that this process is in already, made here or by the user's code, is used as it is. A loader's worker
+    process joins none: its rank is a member already.
 
     Args:
-        cpu: Compute on the CPU, also where there are GPUs; so does the environment variable that the launcher sets.
-        options: How the group is made, and how long ranks wait for each other in it.
+        cpu: Compute on the CPU, also where there are GPUs. The launcher's environment variable has the same effect.
+        options: Options of the group, such as how long ranks wait for each other.
 
     Raises:
         ConfigError: The environment variables don't describe a rank.
@@ -65,28 +65,28 @@ def _joined(backend: Backend) -> Backend:
 
 
 def seed_device(seed: int) -> None:
-    """Seeds the device's generator, if this process has joined by one that torch doesn't seed itself."""
+    """Seed the device's generator, if this process has joined with a backend that torch doesn't seed itself."""
     backend = None if _latest is None else _latest()
     if backend is not None and get_worker_info() is None:  # a loader's worker has no device
         backend.seed(seed)
 
 
 def joined() -> Backend | None:
-    """The way to the other ranks if this process has one already."""
+    """Return the present backend, ``None`` if this process hasn't joined."""
     backend = None if _latest is None else _latest()
     return None if backend is None or backend.has_left or not is_at(rank_place(), backend) else backend
 
 
 def current(*, cpu: bool = False) -> Backend:
-    """The way to the other ranks that this process has already; joins if it has none."""
+    """Return the present backend; join if there is none."""
     return joined() or join(cpu=cpu)
 
 
 def is_at(place: RankPlace, backend: Backend) -> bool:
-    """Return whether a backend is that of a place. A forked rank has the notebook's too, if there is one."""
+    """Return whether a backend belongs to a place. A forked rank also has the notebook's, if there is one."""
     return (backend.place.rank, backend.place.world_size) == (place.rank, place.world_size)
 
 
 def rank_place() -> RankPlace:
-    """This rank's place among all, also before it has joined and after it has left."""
+    """Return this rank's place among all, also before it has joined and after it has left."""
     return torch_group.current_place() or RankPlace.from_environment()

@@ -13,10 +13,10 @@ __all__ = ["leaves_of", "map_leaves", "send_to_device", "to_float32"]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``function`` applied to everything that isn't a container.
+    """Return the same structure with ``function`` applied to every leaf.
 
-    Containers are lists, tuples, named tuples and mappings, and keep their type. A ``PackedSequence`` is one leaf: one
-    of its fields has to stay on the CPU, and only its own ``to`` knows which.
+    Containers are lists, tuples, named tuples and mappings, and keep their type; all else is a leaf. So is a
+    ``PackedSequence``: one of its fields has to stay on the CPU, and only its own ``to`` knows which.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -38,18 +38,18 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Everything in ``tree`` that isn't a container, in order."""
+    """Return the leaves of ``tree`` in order."""
     leaves: list[Any] = []
     map_leaves(leaves.append, tree)
     return leaves
 
 
 def send_to_device(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """``tree`` with its tensors on ``device``. Leaves that have no ``to`` are passed through.
+    """Return ``tree`` with its tensors on ``device``. Leaves without a method ``to`` stay as they are.
 
     Args:
         tree: Nested tensors.
-        device: Where to.
+        device: The destination.
         non_blocking: Don't wait for copies out of pinned memory.
     """
 
@@ -62,7 +62,7 @@ def send_to_device(tree: Any, device: torch.device, *, non_blocking: bool = Fals
 
 
 def to_float32(tree: Any) -> Any:
-    """``tree`` with its half precision tensors in float32, all else as it is."""
+    """Return ``tree`` with its half precision tensors in float32."""
     return map_leaves(_widened, tree)
 
 

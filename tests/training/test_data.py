@@ -186,7 +186,7 @@ def test_loader_that_iterates_in_its_own_way() -> None:
     assert (len(loader), loader.total_batch_size) == (3, 2)
     plain.set_epoch(2)
     assert [batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)] == [b.tolist() for b in plain][1:]
-    with pytest.raises(ConfigError, match="can't share out a Own"):
+    with pytest.raises(ConfigError, match="can't shard a Own"):
         prepare_data_loader(own(), num_processes=2, process_index=0)
 
 

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, where torch itself knows it: a CPU or an NVIDIA GPU."""
+"""Devices that torch itself knows: CPUs and NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CudaUploader", "TorchDevice", "local_device", "utilisation_of"]
 
 
 class TorchDevice:
-    """What of a ``Backend`` is a matter of the device alone.
+    """The part of a ``Backend`` that depends on the device alone.
 
     Attributes:
         device: A CPU or a GPU.
@@ -64,10 +64,10 @@ class TorchDevice:
 
 
 class CudaUploader:
-    """An ``Uploader`` that copies in a stream of its own, while the GPU computes in another.
+    """An ``Uploader`` that copies in a CUDA stream of its own, while the GPU computes in another.
 
-    A batch's memory is asked for when the backward pass before it begins, or else when it is taken. By then the loop
-    has let go of the batch before the running one, so that two at most are on the GPU.
+    The memory of a batch is allocated when the backward pass before it begins, or else when it is taken. By then the
+    loop has released the batch before the running one, so that at most two are on the GPU.
 
     Args:
         device: The GPU.
@@ -85,13 +85,13 @@ class CudaUploader:
         self._sent.append(tensors)
 
     def begin(self) -> None:
-        # A copy in another stream can't be part of a graph that is being captured: then it waits for `take`.
+        # A graph that is being captured can't contain a copy in another stream: `take` makes it then.
         if self._sent and not self._begun and not torch.cuda.is_current_stream_capturing():
             self._upload()
 
     def _upload(self) -> None:
         tensors = self._sent[0]
-        if any(tensor.is_cuda for tensor in tensors):  # of a dataset that is on a GPU, which may still compute them
+        if any(tensor.is_cuda for tensor in tensors):  # from a dataset on a GPU, which may still compute them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=self._non_blocking) for tensor in tensors]
@@ -115,17 +115,17 @@ class CudaUploader:
 
 
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
-    """This rank's own GPU, made the current one, or the CPU if there is no GPU or ``cpu`` is asked for.
+    """Return this rank's own GPU, made the current one, or the CPU without a GPU or with ``cpu``.
 
-    A rank that sees one GPU only has that one: ``srun --gpus-per-task=1`` and the like show each rank its own.
+    A rank that sees one GPU only gets that one: ``srun --gpus-per-task=1`` and the like show each rank its own.
 
     Args:
         place: This rank's place.
         cpu: Compute on the CPU.
-        shared: Let several ranks have the same GPU if there aren't enough, which NCCL can't.
+        shared: Let several ranks use one GPU if there aren't enough, which NCCL doesn't allow.
 
     Raises:
-        TrainingError: There are several GPUs, but fewer than ranks on this machine.
+        TrainingError: This machine has several GPUs, but fewer than ranks.
     """
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -143,9 +143,9 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
 
 
 def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
-    """What gives the per cent of time in which a GPU computes, ``None`` for others.
+    """Return a function that gives the per cent of time in which a GPU computes, ``None`` for other devices.
 
-    It gives ``None`` too where NVML doesn't know, as for a part of a GPU.
+    The function gives ``None`` where NVML doesn't know, as for a part of a GPU.
     """
     return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
 
@@ -153,19 +153,18 @@ def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """Return a GPU's used and total bytes.
 
-    Called by another thread than the one that trains, and so without a call of CUDA's: that could break the capture of
-    a CUDA graph.
+    A thread beside training calls this, so it makes no CUDA call: that could break the capture of a CUDA graph.
     """
     try:
         nvml = importlib.import_module("pynvml")
         memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))
         return int(memory.used), int(memory.total)
-    except Exception:  # noqa: BLE001 - see below; a part of a GPU, or a container without NVML: what this process has
+    except Exception:  # noqa: BLE001 - as below; a part of a GPU, or a container without NVML: report this process's memory
         return torch.cuda.memory_reserved(device), total_bytes
 
 
 def _gpu_utilisation(device: torch.device) -> float | None:
     try:
         return float(torch.cuda.utilization(device))
-    except Exception:  # noqa: BLE001 - NVML's errors have no class that can be had without it
+    except Exception:  # noqa: BLE001 - NVML's error classes can't be imported without NVML
         return None

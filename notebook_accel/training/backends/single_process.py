@@ -1,4 +1,4 @@
-"""One process on its own: no group to join, and every collective is the identity."""
+"""Backends of processes that join no group: a single rank, and a loader's worker process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
 
 
 class SingleProcess(TorchDevice):
-    """A ``Backend`` of one rank.
+    """A ``Backend`` of one rank, in which every collective is the identity.
 
     Args:
         place: Rank 0 of 1.
-        device: What it computes on.
+        device: The device to compute on.
     """
 
     compares_calls = False
@@ -67,10 +67,12 @@ class SingleProcess(TorchDevice):
 
 
 class WorkerProcess(TorchDevice):
-    """A ``Backend`` whose collectives are refused: the rank itself takes part in them, and nobody waits for a worker.
+    """A ``Backend`` of a loader's worker process, which knows its rank's place and refuses collectives.
+
+    The rank itself takes part in collectives, and nobody waits for its workers.
 
     Args:
-        place: That of the rank whose worker this is.
+        place: The place of the rank that owns the worker.
     """
 
     compares_calls = False

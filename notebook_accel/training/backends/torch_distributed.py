@@ -1,4 +1,4 @@
-"""CPUs and NVIDIA GPUs: ``torch.distributed`` with gloo and NCCL."""
+"""The backend for CPUs and NVIDIA GPUs: ``torch.distributed`` with gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class TorchDistributed(TorchDevice):
 
     Args:
         place: This rank's place in the group.
-        device: What it computes on.
-        options: How the group is made, if it has to be, and how long ranks wait in it.
+        device: The device to compute on.
+        options: Options of the group, if it has to be made, such as how long ranks wait in it.
 
     Raises:
         TrainingError: The other ranks, or the store where ranks meet, weren't there in time.
@@ -52,8 +52,8 @@ class TorchDistributed(TorchDevice):
         self._enter(options)
         self._has_left = False
         carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
-        # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message,
-        # which goes through gloo, so that it can't meet another rank's gradients.
+        # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message.
+        # That goes through gloo, so that it can't meet another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
         self.compares_calls = place.world_size > 1 and is_asked and carries_cpu
 
@@ -64,7 +64,7 @@ class TorchDistributed(TorchDevice):
         self._scatter = ObjectScatter(torch.device("cpu") if carries_cpu else self.device)
 
     def rejoin(self) -> None:
-        """Goes on in the group that there is now, made with the same options if it has to be made."""
+        """Go on in the present group, made with the same options if it has to be made."""
         self._enter(self._group.options or InitProcessGroupKwargs())
 
     @property
@@ -148,9 +148,10 @@ class TorchDistributed(TorchDevice):
 
 
 class _DataParallel(DistributedDataParallel):
-    """Says what the ranks were doing when its forward pass, which can broadcast buffers, waits for them in vain.
+    """torch's ``DistributedDataParallel``, whose errors in waiting for ranks say what every rank was doing.
 
-    Pickles and copies as the model in it, since it means nothing outside its group.
+    A forward pass waits for ranks where it broadcasts buffers. The module pickles and copies as the model in it, since
+    it means nothing outside its group.
     """
 
     explain: Callable[[RuntimeError], None]
@@ -163,7 +164,7 @@ class _DataParallel(DistributedDataParallel):
             raise
 
     def no_sync(self) -> Any:
-        """As torch's.
+        """Leave gradients local, as torch's ``no_sync``.
 
         Raises:
             TrainingError: With ``static_graph`` torch can't leave gradients local.
@@ -180,7 +181,7 @@ class _DataParallel(DistributedDataParallel):
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """As at the end of a forward pass outside of ``no_sync``.
+        """Average gradients in the body's backward pass, although the forward pass was in ``no_sync``.
 
         Raises:
             TrainingError: Which parameters take part is known from a forward pass only.
@@ -234,7 +235,7 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, which every backend can send; not every backend knows every type."""
+    """Return the same memory as bytes: every backend can send those, but not every type."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -244,13 +245,13 @@ _FIRST_CAPACITY_BYTES = 1 << 12
 
 
 class ObjectScatter:
-    """Gives each rank an object of rank 0's.
+    """Sends each rank an object from rank 0, in one message.
 
     torch's own takes three messages, since ranks have to learn first how much they are sent. Here all ranks expect as
     much as they were sent before, and only longer objects take a second message.
 
     Args:
-        device: What the group carries.
+        device: The device whose tensors the group carries.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -258,7 +259,7 @@ class ObjectScatter:
         self._capacity_bytes = _FIRST_CAPACITY_BYTES
 
     def __call__(self, values: Sequence[Any] | None) -> Any:
-        """The object at this rank's place in rank 0's ``values``. All ranks call it; others give ``None``."""
+        """Return this rank's item of rank 0's ``values``. All ranks call it; others give ``None``."""
         pickled = None if values is None else [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
         received = self._exchange(pickled)
         longest, length = _HEADER.unpack_from(received)

@@ -1,7 +1,6 @@
-"""torch's default process group: who made it, who uses it, and what is known when it fails.
+"""torch's default process group, of which a process has one: its making, its members and its errors.
 
-torch has one in a process. It is made by whoever comes first: if the user's code has made it, it is used as it is and
-left alone at the end.
+The first to need a group makes it. A group that the user's code made is used as it is, and left alone at the end.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ __all__ = [
     "made_here",
 ]
 
-# Ranks come here at different times when one of them downloads or unpacks something first.
+# Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
 _CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # what torch says when a store has ended
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
-# For a collective, by the kind of device; torch's own for its backends.
+# For a collective, by the type of device: torch's defaults for its backends.
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
 
-# Each has connections and threads of its own.
+# Each group has connections and threads of its own.
 _GRADIENT_GROUPS = 4
 
 # Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
@@ -71,11 +70,11 @@ class Group:
 
     Args:
         place: This rank's place in it.
-        sockets: Its connections, as far as they were opened here.
-        store: Where its ranks meet.
-        deadline: How long a collective may take, if it was made here; by gloo, where it has gloo.
-        nccl_deadline: How long a collective may take by NCCL, if it was made here and has NCCL.
-        options: What it was made with, if it was made here.
+        sockets: Its connections, as far as this package opened them.
+        store: The store where its ranks meet.
+        deadline: Deadline of a collective if this package made the group; gloo's, where it has gloo.
+        nccl_deadline: NCCL's deadline of a collective, if this package made the group and it has NCCL.
+        options: Options of the group, if this package made it.
     """
 
     def __init__(
@@ -109,20 +108,20 @@ class Group:
             atexit.register(self._watchdog.close)
 
     def has_gloo_for(self, device: torch.device) -> bool:
-        """Return whether what lies on ``device`` travels by gloo."""
+        """Return whether tensors on ``device`` travel by gloo."""
         return f"{device.type}:gloo" in dist.get_backend_config()
 
     @property
     def is_current(self) -> bool:
-        """True if it is still torch's default group."""
+        """True while it is torch's default group."""
         return dist.group.WORLD is self.process_group
 
     def add(self, member: Member) -> None:
-        """Counts who uses it."""
+        """Add a member."""
         self._members.add(member)
 
     def remove(self, member: Member) -> None:
-        """Takes the group down with its last user, if it was made here."""
+        """Remove a member. With the last one the group ends, if this package made it."""
         self._members.discard(member)
         if self._members:
             return
@@ -132,16 +131,16 @@ class Group:
 
     @property
     def members(self) -> list[Member]:
-        """Who uses it."""
+        """The backends that use the group."""
         return list(self._members)
 
     @property
     def gradient_groups(self) -> int:
-        """How many groups there are for gradients."""
+        """Number of groups for gradients."""
         return len(self._for_gradients)
 
     def give_up(self) -> None:
-        """Has whatever waits for other ranks in it fail, here and on the ranks that wait for this one.
+        """Make every wait for ranks in it fail, here and on the ranks that wait for this one.
 
         Afterwards the group can only be broken up.
         """
@@ -149,11 +148,11 @@ class Group:
 
     @property
     def was_made_here(self) -> bool:
-        """True if it was made by this package and not by the user's code."""
+        """True if this package made it, not the user's code."""
         return self._deadline is not None
 
     def stop_watchdog(self) -> None:
-        """Tells the other ranks that this one has left."""
+        """Stop the watchdog, which tells the other ranks that this one has left."""
         if self._watchdog is not None:
             atexit.unregister(self._watchdog.close)
             reporter().not_at_close(self._watchdog.close)
@@ -161,15 +160,15 @@ class Group:
             self._watchdog = None
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
-        """A group for the gradients of one more model, ``None`` for the default group; on all ranks at once.
+        """Return a group for the gradients of one more model, ``None`` for the default group. All ranks call it.
 
         With gloo, a collective that meets another of a different size ends the process, and one of the same size gives
-        it wrong numbers. In a group of their own, gradients can't meet what a rank does that has left its loop, nor
-        those of another model: that rank is waited for, and can be named.
+        it wrong numbers. In a group of their own, gradients meet neither another model's nor the calls of a rank that
+        has left its loop. The ranks wait for that one, and can name it.
 
-        A group lives as long as this object: gloo's thread may still have to give up Python objects after a backward
-        pass, and a group that is destroyed at that moment waits for its thread for ever, because it holds Python's
-        lock. So there is a limit to their number, and models take turns where there are more.
+        A group lives as long as this object. After a backward pass gloo's thread may still have to release Python
+        objects, and destroying its group at that moment would wait for the thread for ever, while holding Python's
+        lock. So the number of groups is limited, and further models share them in turn.
         """
         if not self.has_gloo_for(device):
             return None
@@ -183,10 +182,10 @@ class Group:
         return self._for_gradients[number]
 
     def explain(self, error: RuntimeError) -> None:
-        """Raises a better error if this one comes from waiting for other ranks.
+        """Raise a better error if this one comes from waiting for other ranks.
 
         Raises:
-            CollectiveError: It does; says what every rank was doing.
+            CollectiveError: It does. The message says what every rank was doing.
         """
         text = str(error)
         if self._watchdog is not None and (
@@ -200,7 +199,7 @@ _broken: Group | None = None
 
 
 def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
-    """The group of this process, which is made if there is none.
+    """Return the group of this process, and make it if there is none.
 
     Raises:
         ConfigError: The environment doesn't say where ranks meet.
@@ -225,23 +224,23 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 
 
 def made_here() -> Group | None:
-    """The default group that there is, if this package has made it."""
+    """Return the default group if this package made it, else ``None``."""
     return _current if _current is not None and _current.is_current and _current.was_made_here else None
 
 
 def is_ours() -> bool:
-    """Return whether the default group that there is was made here, and is in use."""
+    """Return whether this package made or uses the present default group."""
     return _current is not None and _current.is_current and bool(_current.members)
 
 
 def break_up() -> tuple[list[Member], int]:
-    """Ends the default group although it is in use, and every other one.
+    """End the default group although it is in use, and every other group.
 
-    The object is kept until the next time: to destroy the group of gradients at once could wait for ever, see
-    ``for_gradients``.
+    The object is kept until the next time: destroying the groups of gradients at once could wait for ever, as
+    ``Group.for_gradients`` explains.
 
     Returns:
-        Who uses it, and how many of torch's groups there were that nobody here knows of.
+        The members of the group, and the number of torch's groups that this package didn't make.
     """
     global _broken, _current
     _broken, _current = _current, None
@@ -252,7 +251,7 @@ def break_up() -> tuple[list[Member], int]:
         known += _broken.gradient_groups if _broken.is_current else 0
         _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
-    if "nccl" in dist.get_backend_config():  # to destroy it waits for what the GPU does, and that for other ranks
+    if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, and that for other ranks
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
@@ -260,7 +259,7 @@ def break_up() -> tuple[list[Member], int]:
 
 
 def current_place() -> RankPlace | None:
-    """This rank's place in the group that already exists in this process, ``None`` if there is none."""
+    """Return this rank's place in the present group, ``None`` if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place = RankPlace.from_environment()
@@ -302,9 +301,9 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 
 
 def _lengthen_gloo() -> datetime.timedelta | None:
-    """Have ranks wait in gloo as long as on CPUs, and longer than in NCCL; return how long, ``None`` without gloo.
+    """Give gloo the deadline of CPUs, longer than NCCL's; return it, ``None`` without gloo.
 
-    What goes through gloo are the host's own matters, such as waiting for a rank that prepares the data.
+    The host's own calls go through gloo, such as waiting for a rank that prepares the data.
     """
     group: Any = dist.group.WORLD
     try:
@@ -317,9 +316,9 @@ def _lengthen_gloo() -> datetime.timedelta | None:
 
 
 def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
-    """The store that rank 0 serves, when all ranks have come to it.
+    """Return the store that rank 0 serves, once all ranks have come to it.
 
-    A rank may find the store of the group before, which ends a moment later with that group: then it comes again.
+    A rank may find the store of the group before, which ends a moment later with that group. Then it tries again.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
@@ -337,7 +336,7 @@ def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
 
 
 def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
-    """Waits until every rank has come to the store, so that those who don't come can be named."""
+    """Wait until every rank has come to the store, and name those that don't come."""
     keys = [f"rank {rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], "here")
     try:
@@ -352,10 +351,12 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
 
 
 class GlooSockets:
-    """The connections of some process groups.
+    """The connections through which gloo reaches other ranks, so that a rank that waits in vain can be freed.
+
+    gloo can't abandon a collective. Once its connections are shut down, whatever waits on them raises.
 
     Args:
-        store_port: The port of the ranks' store, whose connections are left alone.
+        store_port: Port of the ranks' store, whose connections are left alone.
     """
 
     def __init__(self, store_port: int) -> None:
@@ -364,7 +365,7 @@ class GlooSockets:
 
     @contextlib.contextmanager
     def opened_inside(self) -> Iterator[None]:
-        """Takes note of the sockets that are opened in the body, where a group is made."""
+        """Note the sockets that the body opens, where a group is made."""
         before = _open_sockets()
         try:
             yield
@@ -374,17 +375,17 @@ class GlooSockets:
             }
 
     def shut_down(self) -> None:
-        """Ends the connections; they are closed by gloo. Listening sockets stay: without them gloo ends the process."""
+        """Shut the connections down; gloo closes them. Listening sockets stay: without them gloo ends the process."""
         now = _open_sockets()
         for descriptor, name in self._sockets.items():
-            if now.get(descriptor) == name:  # and not something that was opened under the same number since
+            if now.get(descriptor) == name:  # not another one under a reused number
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     if self._store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
                         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> dict[int, str]:
-    """Descriptor and identity of every socket of this process."""
+    """Return descriptor and identity of every socket of this process."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists the folder

@@ -1,4 +1,4 @@
-"""What the ranks of a group are doing, for the case that one of them waits in vain.
+"""A watchdog that reports what the ranks of a group are doing when one of them waits in vain.
 
 Training pays nothing for it: a thread of each rank asks the store once a second whether there is trouble, or a
 question. Only when a rank has given up, has ended, or asks, do the others write down where they are, which the thread
@@ -33,15 +33,15 @@ _POLL_S = 0.1
 
 
 class CollectiveWatchdog:
-    """Lets a rank that waits in vain say what every rank was doing, and frees it when nobody will come any more.
+    """Reports what every rank was doing when this one waits in vain, and frees it when nobody will come any more.
 
     Args:
         store: The ranks' store, under a prefix of this group's own.
         place: This rank's place in the group.
-        free: Makes whatever waits for other ranks raise.
-        deadline_s: How long a collective may take, in seconds; ``None`` if that isn't known.
+        free: Makes every wait for other ranks raise.
+        deadline_s: Deadline of a collective in seconds, ``None`` if unknown.
         warns_before_s: Write what the ranks are doing to stderr shortly before this deadline, in seconds, because a
-            collective that passes it raises no error that could say so. The warning frees nobody.
+            collective that passes it raises no error. The warning frees nobody.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class CollectiveWatchdog:
         self._free = free
         self._deadline_s = deadline_s
         self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
-        self._questions = 0  # those of this group that this rank has answered
-        self._left_behind = _nccl_status()  # of groups that were given up before: what they wait for never comes
+        self._questions = 0  # number of this group's questions that this rank has answered
+        self._left_behind = _nccl_status()  # of groups given up before, whose collectives never complete
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -67,7 +67,7 @@ class CollectiveWatchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Says that this rank has left the group, and stops watching."""
+        """Tell the other ranks that this one has left the group, and stop."""
         if os.getpid() != self._pid or self._stop.is_set():
             return
         self._stop.set()
@@ -76,7 +76,7 @@ class CollectiveWatchdog:
         self._say("ended", "has ended" + (f", after {position}" if position else ""))
 
     def explanation(self, *, timed_out: bool) -> CollectiveError:
-        """The error for this thread's own collective, which has failed.
+        """Return the error for a collective of this thread that has failed.
 
         Asks the other ranks where they are and waits some seconds for their answers.
         """
@@ -111,7 +111,7 @@ class CollectiveWatchdog:
                     warned_since = since
                     self._warn()
                 else:
-                    since = time.monotonic()  # what takes long is its own
+                    since = time.monotonic()  # it is its own work that takes long
             del frame
             try:
                 self._answer_questions()
@@ -123,7 +123,7 @@ class CollectiveWatchdog:
     def _is_in_a_collective(self, frame: types.FrameType | None) -> bool:
         """Return whether the watched thread waits for other ranks, or for a GPU that does.
 
-        Which calls wait for a GPU can't be seen on a stack. So NCCL is asked whether it has completed what it was
+        A stack doesn't show which calls wait for a GPU. So NCCL is asked whether it has completed the work that it was
         given.
         """
         if code_places.runs_only_ours(frame):  # as between two cells of a session
@@ -134,7 +134,7 @@ class CollectiveWatchdog:
         return any(given != completed for _, (given, completed) in changed)
 
     def _answer(self, standing_s: float) -> bool:
-        """Says where this rank is, and frees it if nobody will come; returns whether it did."""
+        """Report where this rank is, and free it if nobody will come; return whether it was freed."""
         self._say("doing", self._doing())
         others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
         has_failed = any(self._store.check([f"{rank} failed"]) for rank in others)
@@ -169,7 +169,7 @@ class CollectiveWatchdog:
         self._questions = question + 1
 
     def _ask(self, answer: str) -> dict[int, str]:
-        """What each rank is doing, as far as they answer in time, under keys of this kind."""
+        """Return what each rank is doing, read from its keys of kind ``answer`` until a deadline."""
         deadline = time.monotonic() + _ANSWER_DEADLINE_S
         doings: dict[int, str] = {}
         while len(doings) < self._place.world_size and time.monotonic() < deadline:
