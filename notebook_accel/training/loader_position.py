@@ -1,4 +1,4 @@
-"""Where a loader stands: its epoch, the batch that is out, and how to resume from a checkpoint.
+"""The position of a loader: its epoch, the batch that is out, and how to resume from a checkpoint.
 
 To read the rest of an epoch as it would have been read, its order is drawn again from the random numbers of the
 epoch's beginning. Whatever is drawn later uses the current random numbers.
@@ -182,7 +182,7 @@ def abandon_iterations() -> None:
 
 @dataclasses.dataclass
 class ResumePoint:
-    """Where an epoch was when a checkpoint was saved. The names of its fields are those in the file.
+    """The point at which an epoch was when a checkpoint was saved. A checkpoint has these field names.
 
     Attributes:
         epoch: The epoch, from 0.
@@ -204,7 +204,7 @@ class ResumePoint:
 
 
 class LoaderPosition:
-    """Where a loader stands, shared with the loaders that skip its first batches.
+    """The position of a loader, shared with the loaders that skip its first batches.
 
     Args:
         epochs: Counts its epochs.

@@ -1,9 +1,9 @@
-"""XLA devices: TPUs, and the CPU in the place of one, through torch_xla and PJRT.
+"""The backend for XLA devices: TPUs, and the CPU in the place of one, through torch_xla and PJRT.
 
-Only this module and those beside it whose names begin with ``xla`` know torch_xla, and import it when it is used first.
+Only this module and ``xla_collectives`` know torch_xla, and they import it at its first use.
 
-XLA computes a step as a whole: operations are noted, and compiled and run when the step ends. Here it ends when the
-prepared loader is asked for its next batch; outside of one, after the optimizer's step.
+XLA computes a step as a whole: it records operations, and compiles and runs them when the step ends. Here a step ends
+when the prepared loader is asked for its next batch; outside of one, after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ __all__ = [
 ]
 
 _ASKED_FOR = "PJRT_DEVICE"
-# What torch_xla reads when the first tensor is made. With the first, both float32 and float64 become bfloat16; with the
-# second, float32 becomes bfloat16 and float64 becomes float32.
+# torch_xla reads these when the first tensor is made. With the first, both float32 and float64 become bfloat16; with
+# the second, float32 becomes bfloat16 and float64 becomes float32.
 _USE_BF16, _DOWNCAST_BF16 = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
 
-_precision: dict[str, str] | None = None  # what this process computes in, once it is decided
+_precision: dict[str, str] | None = None  # this process's precision, once it is decided
 
 
 def is_asked_for() -> bool:
-    """Return whether this process shall compute on an XLA device: by the variable that PJRT itself reads."""
+    """Return whether this process shall compute on an XLA device, by the variable that PJRT itself reads."""
     return bool(os.environ.get(_ASKED_FOR)) and importlib.util.find_spec("torch_xla") is not None
 
 
 class XlaDevice:
     """A ``Backend`` on one XLA device.
 
-    What is on the host travels between ranks by gloo; what is on devices, between them where PJRT has joined them.
+    Tensors on the host travel between ranks by gloo; tensors on devices, directly where PJRT has joined the devices.
 
     Args:
         place: This rank's place.
-        options: How the ranks' group on the host is made.
+        options: Options of the ranks' group on the host.
 
     Raises:
         TrainingError: The other ranks didn't come in time, or PJRT gives this process no device of its own.
@@ -115,7 +115,7 @@ class XlaDevice:
         self._compute()
 
     def place_model(self, model: torch.nn.Module) -> None:
-        # On its way a model is on the host once more, in each rank: those that share one had it there once for all.
+        # While it moves, each rank has a copy of the model on the host; ranks that share one had a single copy before.
         size_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cpu)
         if is_memory_short(size_bytes, self.place.local_world_size):
             with one_at_a_time():
@@ -132,7 +132,7 @@ class XlaDevice:
             model.to(self.device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        self._compute()  # what it takes to get there is no part of the first step
+        self._compute()  # moving is no part of the first step
 
     def _wait_for_device(self) -> None:
         import torch_xla.core.xla_model as xm
@@ -158,11 +158,11 @@ class XlaDevice:
         reporter().release_metrics()
 
     def _compute(self) -> None:
-        """Has the device compute what was asked of it so far, in the middle of a step or outside of one."""
+        """Have the device compute all recorded work, in the middle of a step or outside of one."""
         import torch_xla.core.xla_model as xm
 
-        # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other, and
-        # read what they save, at moments on which no draw should depend.
+        # torch_xla takes it for a step's end, after which it draws other numbers. But no draw should depend on when
+        # ranks wait for each other, or read what they save.
         drawn = xm.get_rng_state(str(self.device))
         self.mark_step()
         xm.set_rng_state(drawn, str(self.device))
@@ -190,7 +190,7 @@ class XlaDevice:
     def generator_state(self) -> Mapping[str, Any]:
         import torch_xla.core.xla_model as xm
 
-        self._compute()  # so that the next step goes on from here, as it does where this is put back
+        self._compute()  # so that the next step goes on from here, as it does where this state is restored
         return {"xla": xm.get_rng_state(str(self.device))}
 
     def set_generator_state(self, state: Mapping[str, Any]) -> None:
@@ -199,7 +199,7 @@ class XlaDevice:
         if "xla" in state:
             xm.set_rng_state(state["xla"], str(self.device))
 
-    # The others
+    # Communication with other ranks
 
     def barrier(self) -> None:
         self._compute()
@@ -247,11 +247,11 @@ class XlaDevice:
 
 
 class _Uploader:
-    """torch_xla's parallel loader, which takes batches to the device in a thread of its own.
+    """An ``Uploader`` made of torch_xla's parallel loader, which works in a thread of its own.
 
     Args:
         device: The device.
-        compilations: Told of the shapes.
+        compilations: Gets the batches' shapes.
         mark_step: Called before a batch is taken, and at the end.
     """
 
@@ -269,7 +269,7 @@ class _Uploader:
         self._device = device
 
     def _batches(self) -> Iterator[list[torch.Tensor]]:
-        """In the loader's thread."""
+        """Yield the batches that were sent. Runs in the loader's thread."""
         while (tensors := self._waiting.get()) is not None:
             yield tensors
 
@@ -299,7 +299,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 def compiled_count() -> int:
-    """How many graphs this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     import torch_xla.debug.metrics as metrics
 
     data = metrics.metric_data("CompileTime")
@@ -307,10 +307,12 @@ def compiled_count() -> int:
 
 
 class Compilations:
-    """Follows one device's.
+    """Follows the compilations of one device: shows them, and warns if a changed shape of the batch is the reason.
+
+    XLA compiles a step for the shapes that it sees, which takes long, and keeps it for the next step of these shapes.
 
     Args:
-        compiled: Counts what is compiled.
+        compiled: Returns the number of compiled graphs.
     """
 
     def __init__(self, compiled: Callable[[], int] = compiled_count) -> None:
@@ -321,7 +323,7 @@ class Compilations:
         self._last: _Shapes = ()
 
     def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> tuple[_Shapes, bool]:
-        """Takes note of a batch that is on its way to the device; its shapes, and whether they are new.
+        """Note a batch on its way to the device; return its shapes, and whether they are new.
 
         Args:
             tensors: The batch's.
@@ -345,12 +347,12 @@ class Compilations:
         return shapes, is_new
 
     def step_begins(self, *, is_new: bool) -> None:
-        """A batch has been handed out. If its shapes are new, so is the program for it."""
+        """Show that a step compiles, if its batch has new shapes."""
         if is_new:
             reporter().set_compiling(True)
 
     def step_ended(self) -> None:
-        """A step has been handed to the device: it is compiled by now, if it had to be."""
+        """Note that a step was given to the device: by now it is compiled."""
         before, self._count = self._count, self._compiled()
         reporter().set_compiling(self._count > before)
 
@@ -368,8 +370,8 @@ def _shown(shapes: _Shapes) -> str:
 
 _VISIBLE = "TPU_VISIBLE_CHIPS"
 _ADDRESSES = "TPU_PROCESS_ADDRESSES"
-# torch_xla takes the machine's shape from the second where the first isn't set, and sets the first to what is one
-# process's of it. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
+# Where the first isn't set, torch_xla takes the machine's shape from the second, and sets the first to one process's
+# part of it. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
 _SHAPE = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
@@ -381,10 +383,13 @@ _ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1
 
 
 def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
-    """This process's device, and whether PJRT has joined those of all ranks.
+    """Return this process's device, and whether PJRT has joined the devices of all ranks.
 
-    It joins TPU chips of one core. The CPU in the place of a TPU has one process; and of chips of two cores, each rank
-    computes on one of the two, while what PJRT joins is all of them.
+    PJRT reads the environment, once; torch_xla adds what is missing. But notebook services set some variables for the
+    one process that has the whole TPU, and ranks that follow those wait for each other in vain or fail.
+
+    PJRT joins TPU chips of one core. The CPU in the place of a TPU has one process. Of a chip of two cores each rank
+    computes on one, while PJRT would join both.
 
     Raises:
         TrainingError: PJRT has joined another number of devices than there are ranks.
@@ -414,22 +419,22 @@ def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
 
 
 def take_one_chip(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Gives each rank a chip for itself.
+    """Give each rank a chip for itself.
 
     Args:
-        place: This rank's.
-        environ: The variables.
+        place: This rank's place.
+        environ: The environment variables.
     """
     environ.update(_ONE_CHIP)
     environ[_VISIBLE] = str(place.local_rank)
 
 
 def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Takes out what was set for one process with the whole TPU. What was set for as many as there are ranks stays.
+    """Remove variables that were set for one process with the whole TPU. Those set for as many as the ranks stay.
 
     Args:
-        place: This rank's.
-        environ: The variables.
+        place: This rank's place.
+        environ: The environment variables.
     """
     is_one_machine = place.world_size == place.local_world_size
     if not is_one_machine or environ.get(_ADDRESSES, "").count(",") + 1 == place.world_size:
@@ -441,24 +446,27 @@ def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) ->
             environ[of_machine] = environ.pop(of_process)
 
 
-# Of the memory that can be had, what all ranks together may take at the same time. The rest is for what else they do.
+# The part of the available memory that all ranks together may take at the same time.
 _MEMORY_SHARE = 0.5
-# All ranks of the machine have this folder, and locking it makes nothing that somebody would have to delete.
+# All ranks of the machine have this folder, and locking it leaves no file behind.
 _LOCKED_FOLDER = pathlib.Path(__file__).parent
 
 
 def is_memory_short(size_bytes: int, ranks: int) -> bool:
-    """Return whether so many ranks of this machine had better not take so much each at the same time."""
+    """Return whether the ranks of this machine had better not take this much memory at the same time."""
     return ranks > 1 and ranks * size_bytes > _MEMORY_SHARE * host_memory.available_bytes()
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Waits until no other process of this machine is in here. The system lets the next one in when a process dies."""
+    """Wait until no other process of this machine runs the body.
+
+    This is no collective: ranks move models in their own time. When a process dies, the system lets the next one in.
+    """
     fcntl = importlib.import_module("fcntl")  # not above: this can be imported where only Linux's calls are missing
     common = os.open(_LOCKED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A folder that is mounted from another machine may have no locks. Then there are no turns, as without this.
+        # A folder mounted from another machine may have no locks. Then ranks go on at the same time.
         with contextlib.suppress(OSError):
             fcntl.flock(common, fcntl.LOCK_EX)
         yield

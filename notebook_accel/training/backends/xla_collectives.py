@@ -1,13 +1,11 @@
-"""Collectives of XLA devices, and the gradients that they average.
+"""Collectives of XLA devices, and gradients averaged by them.
 
 Where PJRT has joined the devices, collectives become parts of a graph, which is computed when a step ends. All ranks'
-graphs have to be the same program then, or they wait for each other for ever. So what differs between ranks, such as
-which of them gives its values, goes in as data: never as a constant, a shape, or an operation more.
+graphs have to be the same program then, or ranks wait for each other for ever. So what differs between ranks, such as
+the source of a broadcast, goes in as data: never as a constant, a shape, or an operation more.
 
-Where it hasn't, values go through the host's memory, by gloo. A step is two graphs then: all before its collective, and
-the rest.
-
-Knows torch_xla, and imports it when it is first used.
+Elsewhere values go through the host's memory, by gloo. A step is two graphs then: all before its collective, and the
+rest.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ __all__ = ["BetweenDevices", "Collectives", "DataParallel", "ThroughHost"]
 
 
 class Collectives(Protocol):
-    """What ranks do with tensors on their devices. Every rank calls the same, with the same shapes."""
+    """Collectives of tensors on devices. Every rank makes the same calls, with the same shapes."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-        """Replaces the tensors by their sums over the ranks, times ``scale``, in place, by one collective for all."""
+        """Replace the tensors by their sums over the ranks, times ``scale``, in place, in one collective."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors of shape ``(n, ...)``, in order of rank: ``(world_size * n, ...)``."""
+        """Concatenate the ranks' tensors of shape ``(n, ...)``, in order of rank: ``(world_size * n, ...)``."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Replaces the tensors by those of rank ``source``, in place."""
+        """Replace the tensors by those of rank ``source``, in place."""
 
 
 class BetweenDevices:
@@ -62,7 +60,7 @@ class BetweenDevices:
         own = torch.arange(self._world_size) == self._rank
         mask = own.reshape(-1, *[1] * tensor.ndim).to(tensor.device)
         places = _summable(tensor).unsqueeze(0) * mask.to(_summable(tensor).dtype)
-        # Not only multiplied, which leaves an infinite value's trace in the places of other ranks.
+        # Multiplying alone would turn an infinite value into NaN in the places of other ranks.
         places = torch.where(mask, places, torch.zeros_like(places))
         self.all_reduce([places])
         return places.reshape(-1, *tensor.shape[1:]).to(tensor.dtype)
@@ -84,11 +82,11 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThroughHost:
-    """``Collectives`` of devices that know nothing of each other.
+    """``Collectives`` of devices that PJRT hasn't joined, by the host's memory.
 
     Args:
-        host: The way to the other ranks for what is on the host.
-        compute: Has the device compute all that was asked of it so far.
+        host: The backend of tensors on the host.
+        compute: Has the device compute all recorded work.
     """
 
     def __init__(self, host: Backend, compute: Callable[[], None]) -> None:
@@ -101,7 +99,7 @@ class ThroughHost:
             self._all_reduce(list(same), scale)
 
     def _all_reduce(self, tensors: list[torch.Tensor], scale: float) -> None:
-        """That of tensors of one type, in one transfer each way."""
+        """Reduce tensors of one type, in one transfer each way."""
         together = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         [total] = self._read([together])
         self._host.all_reduce(total)
@@ -132,8 +130,8 @@ class ThroughHost:
                 tensor.copy_(value)
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same on the host."""
-        self._compute()  # not only what these take: the rest would compute that once more
+        """Return copies of the tensors on the host."""
+        self._compute()  # all of it: else the rest of the step would compute these tensors once more
         return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
@@ -142,14 +140,14 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 class DataParallel(torch.nn.Module):
-    """A model whose gradients are averaged over the ranks at the end of each backward pass, all by one collective.
+    """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
-    Pickles and copies as the model in it, since it means nothing outside its ranks.
+    It pickles and copies as the model in it, since it means nothing outside its ranks.
 
     Args:
         model: The model, on the device.
         world_size: Number of ranks.
-        collectives: The way to the other ranks' devices.
+        collectives: Collectives of the ranks' devices.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
@@ -169,7 +167,7 @@ class DataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients stay this rank's own in here."""
+        """Leave this rank's gradients local in the body."""
         before, self._syncs = self._syncs, False
         try:
             yield
