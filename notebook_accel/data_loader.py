@@ -1,8 +1,7 @@
 """Loaders, under the names that Accelerate's users import from there. The work is in ``training``."""
 
 from notebook_accel.training.data import prepare_data_loader
-from notebook_accel.training.dispatching import DataLoaderDispatcher
-from notebook_accel.training.loaders import DataLoaderShard, skip_first_batches
+from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard, skip_first_batches
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 

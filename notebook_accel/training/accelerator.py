@@ -19,7 +19,6 @@ from notebook_accel.training import (
     data,
     forgotten,
     handlers,
-    loaders,
     models,
     optimizers,
     process_group,
@@ -27,7 +26,6 @@ from notebook_accel.training import (
     random_state,
     refusals,
     schedule_hint,
-    uneven,
 )
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.checkpoint import CUSTOM, Contents
@@ -36,7 +34,7 @@ from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.group_calls import GroupCalls
 from notebook_accel.training.handlers import AutocastKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
-from notebook_accel.training.loaders import DataLoaderShard
+from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.profiling import ProfileKwargs
@@ -202,7 +200,7 @@ class Accelerator(GroupCalls, Project, Settings):
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
-        return loaders.skip_first_batches(dataloader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
@@ -217,7 +215,7 @@ class Accelerator(GroupCalls, Project, Settings):
             return contextlib.nullcontext()
         even = self._loading.even_batches if even_batches is None else even_batches
         loaders = [prepared for _, prepared in self._prepared if isinstance(prepared, DataLoaderShard)]
-        return uneven.join_uneven_inputs(joinables, even, loaders=loaders, state=self.gradient_state)
+        return join_uneven_inputs(joinables, even, loaders=loaders, state=self.gradient_state)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

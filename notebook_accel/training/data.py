@@ -18,9 +18,8 @@ from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
-from notebook_accel.training.dispatching import DataLoaderDispatcher
 from notebook_accel.training.loader_position import EpochCounter
-from notebook_accel.training.loaders import Copying, DataLoaderShard, Feed, Uploading
+from notebook_accel.training.loaders import Copying, DataLoaderDispatcher, DataLoaderShard, Feed, Uploading, unchanged
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
@@ -245,7 +244,7 @@ def _as_it_is(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "dataset": LoaderStream(loader),
         "batch_size": None,
-        "collate_fn": _unchanged,
+        "collate_fn": unchanged,
         "num_workers": 0,
         "prefetch_factor": None,
         "persistent_workers": False,
@@ -254,10 +253,6 @@ def _as_it_is(loader: DataLoader[Any]) -> dict[str, Any]:
         "multiprocessing_context": None,
         "generator": torch.Generator(),  # DataLoader draws from it, and the loader's own goes on as without that
     }
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 class _Sharing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class EpochCounter:
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self._following = 0
-        self._running: Any = multiprocessing.RawValue("q", 0) if is_shared else _Value()
+        self._running: Any = multiprocessing.RawValue("q", 0) if is_shared else types.SimpleNamespace(value=0)
 
     @property
     def running(self) -> int:
@@ -73,10 +74,6 @@ class EpochCounter:
         self._running.value = epoch = self._following
         self._following += 1
         return epoch
-
-
-class _Value:
-    value = 0
 
 
 class LoaderIteration:

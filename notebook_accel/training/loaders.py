@@ -7,18 +7,29 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import Counter
-from notebook_accel.training.backends.backend import Uploader
+from notebook_accel.training import collectives
+from notebook_accel.training.accumulation import GradientState
+from notebook_accel.training.backends.backend import Backend, Uploader
+from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, EpochCounter, LoaderPosition, ResumePoint
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, MarkedBatch, Tail
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    MarkedBatch,
+    Round,
+    Tail,
+    dispatched_rounds,
+)
 from notebook_accel.training.trees import leaves_of, map_leaves
 
 if TYPE_CHECKING:
@@ -26,13 +37,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Copying",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "Feed",
     "Uploading",
-    "kept_options",
+    "join_uneven_inputs",
     "skip_first_batches",
+    "unchanged",
 ]
 
+_T = TypeVar("_T")
 _END: Any = object()
 
 
@@ -92,7 +106,7 @@ class DataLoaderShard(DataLoader[Any]):
                 name: SkipBatchSampler(value, skipped) if name in ("batch_sampler", "sampler") else value
                 for name, value in options.items()
             }
-        super().__init__(dataset, **{**kept_options(source), **options})
+        super().__init__(dataset, **{**_kept_options(source), **options})
         self.source = source
         self.shard = shard
         self.skipped = skipped
@@ -234,7 +248,7 @@ def _sent(feed: Feed, batch: Any) -> Any:
     return batch if batch is _END else feed.send(batch)
 
 
-def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+def _kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options that a loader made from ``loader`` keeps."""
     return {
         "num_workers": loader.num_workers,
@@ -279,16 +293,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return _StreamFrom(dataloader, num_batches)
     if dataloader.batch_sampler is None:
         sampler = SkipBatchSampler(dataloader.sampler, num_batches)
-        return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **kept_options(dataloader))
+        return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **_kept_options(dataloader))
     batches = SkipBatchSampler(dataloader.batch_sampler, num_batches)
-    return DataLoader(dataloader.dataset, batch_sampler=batches, **kept_options(dataloader))
+    return DataLoader(dataloader.dataset, batch_sampler=batches, **_kept_options(dataloader))
 
 
 class _StreamFrom(DataLoader[Any]):
     """A loader that reads a stream from the beginning and yields its batches without the first ones."""
 
     def __init__(self, source: DataLoader[Any], skipped: int) -> None:
-        options = {"batch_size": source.batch_size, "drop_last": source.drop_last, **kept_options(source)}
+        options = {"batch_size": source.batch_size, "drop_last": source.drop_last, **_kept_options(source)}
         super().__init__(source.dataset, **options)
         self._skipped = skipped
 
@@ -372,3 +386,177 @@ class Uploading:
 
     def close(self) -> None:
         self._uploader.close()
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """A loader that rank 0 reads for all ranks, sending each its batches.
+
+    Batches are those of a ``DataLoaderShard``, and have to pickle. Each is sent while ranks work on the one before.
+
+    Args:
+        source: The loader that it was made from.
+        dataset: The dataset to read.
+        backend: This rank's backend.
+        shard: Deals out the batches.
+        options: As for ``DataLoaderShard``.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        dataset: Any,
+        *,
+        backend: Backend,
+        shard: BatchSamplerShard | IterableDatasetShard,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, dataset, shard=shard, **{**options, "is_marked": True})
+        self._arguments["backend"] = backend
+        self._backend = backend
+        self._reader = _reader(source, shard, self.skipped) if backend.place.rank == 0 else None
+
+    def _read(self) -> Iterator[MarkedBatch]:
+        messages = None if self._reader is None else self._messages(self._reader)
+        while True:
+            message = collectives.scatter_object(self._backend, None if messages is None else next(messages))
+            if isinstance(message, _Failure):
+                if messages is not None:
+                    next(messages)  # raises it
+                message.raise_elsewhere()
+            if message is None:
+                return
+            yield message
+            if message.tail is not None and message.tail.missing:  # no further message: some ranks wait for none
+                return
+
+    def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
+        """Yield the messages that rank 0 sends, one for each rank, round by round, and a last one."""
+        world_size = self._backend.place.world_size
+        try:
+            rounds = _incomplete_last(reader, world_size)
+            if isinstance(self.shard, IterableDatasetShard):
+                rounds = itertools.islice(rounds, self.skipped, None)  # a stream has to be read to be skipped
+            for batches, _, tail in rounds:
+                yield [*(MarkedBatch(batch, tail) for batch in batches), *[None] * (world_size - len(batches))]
+        except Exception as error:
+            yield [_Failure(f"{type(error).__name__}: {error}")] * world_size
+            raise
+        yield [None] * world_size
+
+
+class _Failure(NamedTuple):
+    """Tells the other ranks that rank 0 could not read a batch."""
+
+    error: str
+
+    def raise_elsewhere(self) -> None:
+        raise TrainingError(
+            f"Rank 0, which reads for all ranks, could not read the next batch: {self.error}",
+            why="The loader is dispatched: dispatch_batches=True, or its dataset can only be iterated.",
+        )
+
+
+class _Rounds(Sampler[Round]):
+    """A sampler that yields the rounds of all ranks."""
+
+    def __init__(self, shard: BatchSamplerShard, skipped: int) -> None:
+        self._shard = shard
+        self._skipped = skipped
+
+    def __iter__(self) -> Iterator[Round]:
+        return itertools.islice(dispatched_rounds(self._shard), self._skipped, None)
+
+
+def _reader(
+    source: DataLoader[Any], shard: BatchSamplerShard | IterableDatasetShard, skipped: int
+) -> DataLoader[ReadRound]:
+    """Return the loader that reads the rounds. A worker process reads and collates a whole round at once."""
+    collate = source.collate_fn
+    options = {**_kept_options(source), "collate_fn": unchanged, "pin_memory": False}
+    if isinstance(shard, IterableDatasetShard):
+        stream = RoundStream(shard, collate, is_batch=source.batch_size is not None)
+        return DataLoader(stream, batch_size=None, **options)
+    dataset = RoundDataset(source.dataset, collate, is_batch=source.batch_sampler is not None)
+    return DataLoader(dataset, batch_size=None, sampler=_Rounds(shard, skipped), **options)
+
+
+def unchanged(batch: _T) -> _T:
+    """Return the batch: a ``collate_fn`` that worker processes can import."""
+    return batch
+
+
+def _incomplete_last(rounds: Iterable[ReadRound], world_size: int) -> Iterator[ReadRound]:
+    """Yield the rounds with a batch for every rank, and then deal out again the batches that are left.
+
+    Where several workers share a stream, each of them has a last round of its own, in the middle of the epoch.
+    """
+    left: list[tuple[Any, int]] = []
+    for read in rounds:
+        if len(read.batches) == world_size:
+            yield read
+        else:
+            left.extend(zip(read.batches, read.sizes, strict=True))
+    for start in range(0, len(left), world_size):
+        dealt = left[start : start + world_size]
+        sizes = [size for _, size in dealt]
+        tail = Tail(sum(sizes), sum(sizes), ragged=True, missing=world_size - len(dealt))
+        yield ReadRound([batch for batch, _ in dealt], sizes, tail)
+
+
+@contextlib.contextmanager
+def join_uneven_inputs(
+    joinables: Iterable[Any], even_batches: bool, *, loaders: Iterable[DataLoaderShard], state: GradientState
+) -> Iterator[None]:
+    """Let ranks that have no further batch take part in the collectives of the others, until none has one.
+
+    torch's ``Join`` does it: gradients of those ranks count as zeros, and in the end all have the model of a rank that
+    took every step. Optimizer state, such as momentum, isn't brought together.
+
+    Args:
+        joinables: Prepared models, or other objects that torch can join.
+        even_batches: Overrides the option of ``loaders`` in the body.
+        loaders: The prepared loaders.
+        state: Gets ``joins_uneven`` in the body, so that missing batches are no error.
+
+    Raises:
+        ConfigError: Something can't be joined, or a loader can't be changed now.
+    """
+    joinables = list(joinables)
+    for joinable in joinables:
+        if not isinstance(joinable, Joinable):
+            raise ConfigError(
+                f"join_uneven_inputs takes prepared models, not {type(joinable).__name__}.",
+                why="Its parameters don't learn, or prepare hasn't been called: no gradients are averaged.",
+                fix="join_uneven_inputs([accelerator.prepare(model)])",
+            )
+    join = Join(joinables, enable=not even_batches, throw_on_early_termination=False)
+    with _with_batches(loaders, even_batches), _without_refusal(state), join:
+        yield
+
+
+@contextlib.contextmanager
+def _with_batches(loaders: Iterable[DataLoaderShard], even: bool) -> Iterator[None]:
+    changed = [loader for loader in loaders if loader.shard is not None and loader.shard.even_batches != even]
+    for loader in changed:
+        if loader.persistent_workers and loader.batch_sampler is None:
+            raise ConfigError(
+                "even_batches can't be changed for a stream that is read by workers which outlive an epoch.",
+                fix="DataLoader(..., persistent_workers=False), or DataLoaderConfiguration(even_batches=...)",
+            )
+    shards = [loader.shard for loader in changed if loader.shard is not None]
+    for shard in shards:
+        shard.even_batches = even
+    try:
+        yield
+    finally:
+        for shard in shards:
+            shard.even_batches = not even
+
+
+@contextlib.contextmanager
+def _without_refusal(state: GradientState) -> Iterator[None]:
+    before, state.joins_uneven = state.joins_uneven, True
+    try:
+        yield
+    finally:
+        state.joins_uneven = before

@@ -14,8 +14,7 @@ from notebook_accel.errors import TrainingError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
-from notebook_accel.training.dispatching import DataLoaderDispatcher
-from notebook_accel.training.loaders import DataLoaderShard
+from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard
 from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
 

@@ -44,7 +44,7 @@ class Stateful(Protocol):
 
 
 def collective_counts() -> list[int] | None:
-    """Return 1 if this package made the group, else 0, and the calls made in each group; ``None`` without a group.
+    """Return 1 or 0 for a group in use by this package or not, then each group's calls; ``None`` without a group.
 
     Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
     backends has a number for each of the two.

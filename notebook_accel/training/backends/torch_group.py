@@ -229,7 +229,7 @@ def made_here() -> Group | None:
 
 
 def is_ours() -> bool:
-    """Return whether this package made or uses the present default group."""
+    """Return whether backends of this package use the present default group."""
     return _current is not None and _current.is_current and bool(_current.members)
 
 
