@@ -11,6 +11,8 @@ import textwrap
 
 import pytest
 
+from tests import kernels
+
 _CHILDREN = "open(f'/proc/self/task/{os.getpid()}/children').read()"
 # Forbids this process and its children one system call, as a container's sandbox does: see linux/seccomp.h.
 _FORBID = """
