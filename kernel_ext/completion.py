@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel import config
 
-__all__ = ["register", "unregister"]
+if TYPE_CHECKING:
+    from notebook_accel.sessions.kernel.session import Session
+
+__all__ = ["SessionHelp", "asked_about", "register", "unregister"]
+
+_CELL = re.compile(r"%%(distributed(?!.*--fresh)|rank)\b[^\n]*\n")
+_BEFORE = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
+_AFTER = re.compile(r"\w*")
+_ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
 
 
 def register(
@@ -65,3 +75,61 @@ def _completions(
         return choices[before[-1]]
     first = [] if before else commands
     return [*first, *flags] if not symbol or symbol.startswith("-") else first
+
+
+class SessionHelp:
+    """The wrapped methods of a kernel. In a shell without a kernel, such as in a terminal, it does nothing.
+
+    Args:
+        shell: The notebook's.
+        session: Gives the session, ``None`` where there is none.
+    """
+
+    def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
+        self._kernel = getattr(shell, "kernel", None)
+        self._session = session
+
+    def start(self) -> None:
+        """From now on."""
+        if self._kernel is not None:
+            self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
+            self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
+
+    def stop(self) -> None:
+        """As it was before."""
+        if self._kernel is not None:
+            del self._kernel.do_complete, self._kernel.do_inspect
+
+    def complete(self, code: str, cursor_pos: int) -> Any:
+        """What a front end is told to offer."""
+        reply = self._complete(code, cursor_pos)
+        session = self._session_of(code, cursor_pos)
+        found = _BEFORE.search(code[:cursor_pos])
+        matches = [] if session is None or found is None else session.complete(found[0])
+        if not matches or found is None or not isinstance(reply, dict):
+            return reply
+        start = cursor_pos - len(found[0])
+        others = reply["matches"] if reply.get("cursor_start") == start else []
+        shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
+        return {**shown, "metadata": {}, "status": "ok"}
+
+    def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        """What a front end is told to show of a name."""
+        session = self._session_of(code, cursor_pos)
+        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
+        name = (before[0] if before else "") + (after[0] if after else "")
+        lines = None if session is None or not name else session.describe(name)
+        if lines:
+            return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
+        return self._inspect(code, cursor_pos, detail_level, omit_sections)
+
+    def _session_of(self, code: str, cursor_pos: int) -> Session | None:
+        """The session, if the cursor is in the body of a cell that runs in it."""
+        cell = _CELL.match(code)
+        return self._session() if cell is not None and cursor_pos >= cell.end() else None
+
+
+def asked_about(cell: str) -> str:
+    """The name in a cell that is nothing but ``name?`` or ``?name``; empty for any other."""
+    found = _ASKED.fullmatch(cell)
+    return "" if found is None else found[1] or found[2]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernel_ext import front_end
-from kernel_ext.form_style import STYLE
+from kernel_ext.markup import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
@@ -100,7 +100,7 @@ class _Widgets:
         }
         self._source_row = box(ipywidgets.HBox, "nba-field", self._source, self._problems)
         self._rare = box(ipywidgets.VBox, "nba-rare", *(row for name, row in rows.items() if name not in BASIC))
-        style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{STYLE}</style>"))
+        style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{FORM_STYLE}</style>"))
         top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(_header(self._draft)))
         basic = (rows[name] for name in BASIC)
         fields = box(ipywidgets.VBox, "nba-fields", self._source_row, *basic, self._more, self._rare)

@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import arguments, commands, completion, front_end, panel_widgets, session_magics
+from kernel_ext import arguments, commands, completion, front_end, panel, session_magics
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
@@ -228,7 +228,7 @@ def register(shell: InteractiveShell) -> None:
     local.engine().warm()
     if front_end.kernel() is not None:  # while agent and template start, which takes longer
         view.warm()
-        panel_widgets.warm()
+        panel.warm()
 
 
 def unregister(shell: InteractiveShell) -> None:

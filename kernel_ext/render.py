@@ -11,10 +11,8 @@ import dataclasses
 import html
 
 from kernel_ext.chart import chart_html
-from kernel_ext.markup import badge, counted, faint
-from kernel_ext.output_log import OutputLog
-from kernel_ext.output_pane import output_lines, traceback_html, whole_output_html
-from kernel_ext.style import STYLE
+from kernel_ext.markup import STYLE, badge, counted, faint
+from kernel_ext.output import OutputLog, output_lines, traceback_html, whole_output_html
 from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
 from notebook_accel import durations
 from notebook_accel.launching.state.run import RunState

@@ -11,14 +11,14 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from kernel_ext.arguments import Parser, name, split
-from kernel_ext.session_help import SessionHelp, asked_about
+from kernel_ext.completion import SessionHelp, asked_about
 from notebook_accel import config as configuration
 from notebook_accel import options
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.showing import Shown, ranks_in_words
+from notebook_accel.sessions.kernel.output import Shown, ranks_in_words
 
 if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.background import BackgroundCell

@@ -24,7 +24,7 @@ from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["Arrival", "Meeting", "join_session"]
+__all__ = ["JoinedRank", "Listener", "join_session"]
 
 _HELLO_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.1
@@ -32,7 +32,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
 
-class Arrival:
+class JoinedRank:
     """A rank that has come.
 
     Attributes:
@@ -54,7 +54,7 @@ class Arrival:
         os.close(self.pidfd)
 
 
-class Meeting:
+class Listener:
     """Where ranks come to.
 
     Attributes:
@@ -86,7 +86,7 @@ class Meeting:
             os.close(self._hold)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def arrivals(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[Arrival]:
+    def joining(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[JoinedRank]:
         """The next so many ranks, as they come.
 
         Args:
@@ -103,12 +103,12 @@ class Meeting:
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"{count} of the session's ranks have not come within {timeout_s:g} s.")
             with contextlib.suppress(TimeoutError):
-                arrival = self._received(self._socket.accept()[0])
-                if arrival is not None:
+                joined = self._received(self._socket.accept()[0])
+                if joined is not None:
                     count -= 1
-                    yield arrival
+                    yield joined
 
-    def _received(self, sock: socket.socket) -> Arrival | None:
+    def _received(self, sock: socket.socket) -> JoinedRank | None:
         """Who has come; ``None`` if it is nobody of ours."""
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         connection = Connection(sock)
@@ -118,7 +118,7 @@ class Meeting:
             hello = messages.decode_hello(frames[0].body) if frames else None
             if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
                 connection.set_receive_deadline(0)
-                return Arrival(hello.rank, connection, pidfd_open(pid))
+                return JoinedRank(hello.rank, connection, pidfd_open(pid))
         connection.close()
         return None
 

@@ -14,9 +14,9 @@ from notebook_accel.latch import Latch
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.kernel.pending_request import Asking
-from notebook_accel.sessions.kernel.rank_connections import Question
-from notebook_accel.sessions.showing import Shown
+from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.pending_request import PendingRequest
+from notebook_accel.sessions.kernel.rank_connections import RankRequest
 
 __all__ = ["BackgroundCell"]
 
@@ -46,7 +46,7 @@ class BackgroundCell:
         self._is_interrupted = False
         self._end: Status = "succeeded"  # how it has ended, as soon as it has
         self._is_refused = False  # before it was under way, so that who starts it is told
-        self._asked: tuple[Asking, Question] | None = None
+        self._pending: tuple[PendingRequest, RankRequest] | None = None
 
     # What users call --------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class BackgroundCell:
         """How it stands. It is waiting as long as the ranks are busy with what was asked before."""
         if self.done:
             return self._end
-        return "waiting" if self._asked is None else "running"
+        return "waiting" if self._pending is None else "running"
 
     @property
     def done(self) -> bool:
@@ -95,10 +95,10 @@ class BackgroundCell:
         """
         with self._lock:
             self._is_interrupted = True
-            asked = self._asked
+            asked = self._pending
         if asked is not None and not self.done:
-            asking, question = asked
-            asking.interrupt_by(KeyboardInterrupt(), question)
+            pending_request, request = asked
+            pending_request.interrupt_by(KeyboardInterrupt(), request)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Where every rank of the session stands."""
@@ -144,13 +144,13 @@ class BackgroundCell:
         if self._is_interrupted:
             raise KeyboardInterrupt
 
-    def begin(self, asking: Asking, question: Question) -> None:
+    def begin(self, pending_request: PendingRequest, request: RankRequest) -> None:
         """Its turn has come, and the ranks are about to be asked."""
         with self._lock:
-            self._asked = asking, question
+            self._pending = pending_request, request
             is_interrupted = self._is_interrupted
         if is_interrupted:
-            asking.interrupt_by(KeyboardInterrupt(), question)
+            pending_request.interrupt_by(KeyboardInterrupt(), request)
         self._is_under_way.set()
 
     def _run(self, act: Callable[[], tuple[Shown, Results]]) -> None:
@@ -171,6 +171,6 @@ class BackgroundCell:
         if self._error is None:
             value = f": {shown!r}" if shown else ""
             sys.stdout.write(f"[{self.name} has ended, after {took_s:.1f} s{value}]\n")
-        elif not self._is_refused and (self._asked is not None or self._end == "failed"):
+        elif not self._is_refused and (self._pending is not None or self._end == "failed"):
             # Otherwise the cell that was to start it shows the error, or it was interrupted before it had begun.
             sys.stderr.write(f"[{self.name}, in the background, after {took_s:.1f} s]\n{self._error}\n")

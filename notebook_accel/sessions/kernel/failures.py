@@ -13,7 +13,7 @@ from notebook_accel.launching.state import explanations
 from notebook_accel.launching.state.failures import cause_of, raised_in_words
 from notebook_accel.protocol.events import Failed
 from notebook_accel.protocol.session_messages import Reply
-from notebook_accel.sessions.showing import ranks_in_words
+from notebook_accel.sessions.kernel.output import ranks_in_words
 
 __all__ = ["first_failure", "how_it_died", "interrupted"]
 

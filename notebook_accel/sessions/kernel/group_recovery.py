@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.rank_connections import Answer
+from notebook_accel.sessions.kernel.rank_connections import RankAnswer
 
-__all__ = ["Healing"]
+__all__ = ["GroupRecovery"]
 
 
 class Ask(Protocol):
     """Asks ranks something that runs nothing of the user's."""
 
-    def __call__(self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any) -> Mapping[int, Answer]:
+    def __call__(
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+    ) -> Mapping[int, RankAnswer]:
         """Their answers, of those that are still there."""
 
 
-class Healing:
+class GroupRecovery:
     """Keeps count of the groups, and makes a new one where that is needed.
 
     Args:
@@ -44,8 +46,8 @@ class Healing:
         """
         if not alive:
             return
-        answers = self._ask(messages.Standing, alive)
-        standings = [answer.reply.standing for answer in answers.values()]
+        answers = self._ask(messages.InspectGroup, alive)
+        standings = [answer.reply.group_calls for answer in answers.values()]
         if is_broken or len(alive) < self._world_size or any(standing != standings[0] for standing in standings):
             # Whether this package has made it comes first, and ranks that differ in that can't make one together.
             origins = {None if standing is None else standing[0] for standing in standings}

@@ -23,16 +23,16 @@ from notebook_accel.launching.kernel import packing, sources
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.ranks.names import Contents
+from notebook_accel.sessions.ranks.namespace import SealedDelivery
 
-__all__ = ["Ledger", "Parcel", "Request", "Stamp"]
+__all__ = ["Fingerprint", "Inputs", "NamespaceSync", "Parcel"]
 
 _SMALL_BYTES = 1 << 14
 _BY_NAME = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Inputs:
     """What is to be sent.
 
     Attributes:
@@ -50,7 +50,7 @@ class Request:
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
 
-class Stamp:
+class Fingerprint:
     """How a value was when it was sent. Holds large values weakly, so as not to keep them in the notebook's memory."""
 
     def __init__(self, value: Any, pickled_bytes: int) -> None:
@@ -58,7 +58,7 @@ class Stamp:
         self._digest = _digest(value) if pickled_bytes <= _SMALL_BYTES and not isinstance(value, _BY_NAME) else None
         self._versions = _versions(value)
 
-    def fits(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         """Return whether the value is as it was."""
         if self._refer() is not value or self._versions != _versions(value):
             return False
@@ -73,14 +73,14 @@ class Parcel:
         ranks: Which.
         delivery: What the message says of it.
         descriptor: The file's.
-        stamps: How the values of its names were.
+        fingerprints: How the values of its names were.
         again: Those of its names that ranks had as they were before.
     """
 
     ranks: tuple[int, ...]
     delivery: Delivery
     descriptor: int
-    stamps: Mapping[str, Stamp]
+    fingerprints: Mapping[str, Fingerprint]
     again: tuple[str, ...]
 
 
@@ -89,11 +89,11 @@ class _Rank:
     """What one rank has: its own names, names as they came from the notebook, and numbered objects."""
 
     own: set[str] = dataclasses.field(default_factory=set)
-    stamps: dict[str, Stamp] = dataclasses.field(default_factory=dict)
+    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
     numbers: set[int] = dataclasses.field(default_factory=set)
 
 
-class Ledger:
+class NamespaceSync:
     """The account of all ranks of a session. Used by the thread that runs cells."""
 
     def __init__(self, world_size: int) -> None:
@@ -121,7 +121,7 @@ class Ledger:
 
     # What is sent ---------------------------------------------------------------------------------------------------
 
-    def pack(self, request: Request, ranks: Sequence[int]) -> list[Parcel]:
+    def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
         """Seals what these ranks don't have yet; ranks that need the same share a file, which is the caller's to close.
 
         Raises:
@@ -129,9 +129,9 @@ class Ledger:
         """
         made: list[Parcel] = []
         try:
-            for names, of_ranks in self._needs(request, ranks):
-                if names or request.call is not None:
-                    made.append(self._parcel(request, names, of_ranks))
+            for names, of_ranks in self._needs(inputs, ranks):
+                if names or inputs.call is not None:
+                    made.append(self._parcel(inputs, names, of_ranks))
         except BaseException:
             for parcel in made:
                 os.close(parcel.descriptor)
@@ -143,47 +143,47 @@ class Ledger:
         for rank in parcel.ranks:
             state = self._ranks[rank]
             if rank in lacking:
-                for name in parcel.stamps:
-                    state.stamps.pop(name, None)
+                for name in parcel.fingerprints:
+                    state.fingerprints.pop(name, None)
                 state.numbers.difference_update(parcel.delivery.numbers)
                 continue
-            state.stamps.update(parcel.stamps)
+            state.fingerprints.update(parcel.fingerprints)
             state.own.difference_update(parcel.delivery.by_force)
             state.numbers.difference_update(parcel.delivery.forgotten)
             state.numbers.update(number for number in parcel.delivery.numbers if number >= 0)
 
-    def _needs(self, request: Request, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+    def _needs(self, inputs: Inputs, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
         by_names: dict[tuple[str, ...], list[int]] = {}
-        changed = {rank: self._needed_by(rank, request) for rank in ranks}
+        changed = {rank: self._needed_by(rank, inputs) for rank in ranks}
         for rank in ranks:
             by_names.setdefault(changed[rank], []).append(rank)
-        return [({name: request.names[name] for name in names}, tuple(of)) for names, of in by_names.items()]
+        return [({name: inputs.names[name] for name in names}, tuple(of)) for names, of in by_names.items()]
 
-    def _needed_by(self, rank: int, request: Request) -> tuple[str, ...]:
-        stamps = self._ranks[rank].stamps
+    def _needed_by(self, rank: int, inputs: Inputs) -> tuple[str, ...]:
+        fingerprints = self._ranks[rank].fingerprints
         return tuple(
             name
-            for name, value in request.names.items()
-            if name in request.by_force
-            or (not self._is_anywhere_own(name) and not (name in stamps and stamps[name].fits(value)))
+            for name, value in inputs.names.items()
+            if name in inputs.by_force
+            or (not self._is_anywhere_own(name) and not (name in fingerprints and fingerprints[name].matches(value)))
         )
 
     def _is_anywhere_own(self, name: str) -> bool:
         """Then it isn't sent by itself: one rank would have its own, and another the notebook's, and nobody knew."""
         return any(name in state.own for state in self._ranks)
 
-    def _parcel(self, request: Request, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
-        had = {name for name in names if any(name in self._ranks[rank].stamps for rank in ranks)}
+    def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
+        had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
         # What ranks have otherwise than it is now, or are to have as it is now, is no longer what they are referred to.
-        afresh = [names[name] for name in names if name in had or name in request.by_force]
+        afresh = [names[name] for name in names if name in had or name in inputs.by_force]
         stale = {id(part) for value in afresh for part in _shareable(value)}
         known = set.intersection(*(self._ranks[rank].numbers for rank in ranks))
         origins = {
             number: obj for number in known if (obj := self._object(number)) is not None and id(obj) not in stale
         }
-        pickled, names = _pickled(names, request, origins)
+        pickled, names = _pickled(names, inputs, origins)
         sizes = pickled.sizes_bytes
-        stamps = {name: Stamp(value, sizes.get(packing.label_of(name), 0)) for name, value in names.items()}
+        fingerprints = {name: Fingerprint(value, sizes.get(packing.label_of(name), 0)) for name, value in names.items()}
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
             serialization.seal(descriptor, pickled)
@@ -191,17 +191,17 @@ class Ledger:
         except BaseException:
             os.close(descriptor)
             raise
-        is_kept = request.call is None  # of what is called once only the classes: their instances may stay
+        is_kept = inputs.call is None  # of what is called once only the classes: their instances may stay
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
             shipped=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.shipped],
-            by_force=[name for name in request.by_force if name in names],
+            by_force=[name for name in inputs.by_force if name in names],
             forgotten=sorted(number for number in known if self._object(number) is None),
             sources={
                 name: (source.label, source.text) for name, source in sources.of_functions(pickled.shipped).items()
             },
         )
-        return Parcel(ranks, delivery, descriptor, stamps, tuple(sorted(had.difference(request.by_force))))
+        return Parcel(ranks, delivery, descriptor, fingerprints, tuple(sorted(had.difference(inputs.by_force))))
 
     def _object(self, number: int) -> Any:
         refer = self._objects.get(number)
@@ -227,31 +227,31 @@ class Ledger:
 
 
 def _pickled(
-    names: dict[str, Any], request: Request, origins: Mapping[int, Any]
+    names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]
 ) -> tuple[serialization.Pickled, dict[str, Any]]:
     """The pickle, and which of the names are in it."""
     try:
-        done = _pickle(names, request, origins)
+        done = _pickle(names, inputs, origins)
     except PayloadError:
-        staying = [name for name in request.may_stay if name in names and _cannot_be_sent(names[name], origins)]
+        staying = [name for name in inputs.may_stay if name in names and _cannot_be_sent(names[name], origins)]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
-        done = _pickle(names, request, origins)
+        done = _pickle(names, inputs, origins)
     packing.say_what_is_large(done.sizes_bytes)
     packing.say_what_loses_its_graph({packing.label_of(name): value for name, value in names.items()})
     return done, names
 
 
-def _pickle(names: dict[str, Any], request: Request, origins: Mapping[int, Any]) -> serialization.Pickled:
+def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -> serialization.Pickled:
     roots = {packing.label_of(name): value for name, value in names.items()}
-    if request.call is not None:
-        function, args, kwargs = request.call
+    if inputs.call is not None:
+        function, args, kwargs = inputs.call
         roots |= {f'function "{getattr(function, "__name__", type(function).__name__)}"': function}
         roots |= {f"argument {index}": value for index, value in enumerate(args)}
         roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     shared = [part for value in names.values() for part in _shareable(value)]
-    contents: Contents = names, shared, request.submodules, request.call
+    contents: SealedDelivery = names, shared, inputs.submodules, inputs.call
     return _by_value(contents, roots, origins)
 
 

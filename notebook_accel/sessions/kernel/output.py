@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import html
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from notebook_accel import durations
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
-from notebook_accel.plain_text import AlikeLines, RankLine, clipped, plain_text
+from notebook_accel.plain_text import AlikeLines, RankLine, clipped, plain_text, rank_spans
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
-from notebook_accel.sessions.kernel.progress import CellProgress
 
-__all__ = ["Output"]
+__all__ = ["Output", "Shown", "ranks_in_words"]
 
 _CHUNK_BYTES = 1 << 20
 _MOST_LINES = 4000  # of a cell, of all ranks together
 _LAST_LINES = 20
+_PERIOD_S = 1.0
+_LINE_PERIOD_S = 5.0  # where nothing can be shown in the place of what was shown before
+_PERIOD_GROWTH = 1.5
+_LONGEST_PERIOD_S = 60.0
+_LAST_DEADLINE_S = 5.0
+_LOOK_PERIOD_S = 0.01
+_TEXT, _HTML = "text/plain", "text/html"
+_IMAGES = ("image/png", "image/jpeg")
 
 
 class _Log:
@@ -118,7 +130,7 @@ class Output:
             for rank, path in enumerate(job.log_files)
         ]
         self._display = KernelDisplay()
-        self._progress = CellProgress(job, self._display)
+        self._progress = _CellProgress(job, self._display)
 
     def start(self) -> None:
         """A cell begins. What ranks have printed since the last one is shown in it, too."""
@@ -164,3 +176,137 @@ class Output:
     def close(self) -> None:
         for log in self._logs:
             log.close()
+
+
+class _CellProgress:
+    """The steps and metrics of the cell that is running; nothing as long as it counts none.
+
+    Args:
+        job: The session's run.
+        display: Shows it.
+    """
+
+    def __init__(self, job: Job, display: KernelDisplay) -> None:
+        self._job = job
+        self._display = display
+        self.begin()
+
+    def begin(self) -> None:
+        """A cell begins. What was counted before is not its."""
+        self._before = self._job.ranks
+        self._place = ""
+        self._shown: list[str] = []
+        self._began_s = time.monotonic()
+        self._period_s = _LINE_PERIOD_S
+        self._due_s = self._began_s + _PERIOD_S
+
+    def show(self) -> None:
+        """Shows it, if that is due."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _PERIOD_S
+            self._show(is_end=False)
+
+    def end(self, steps: Mapping[int, int]) -> None:
+        """The cell has ended: shows where it has ended, if anything was shown before.
+
+        Args:
+            steps: How many steps ranks have counted, of which the last may still be on their way here.
+        """
+        if not self._shown:
+            return
+        deadline_s = time.monotonic() + _LAST_DEADLINE_S
+        while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_PERIOD_S)
+        self._show(is_end=True)
+
+    def _show(self, *, is_end: bool) -> None:
+        if self._job.config.view == "none":
+            return
+        pairs = zip(self._before, self._job.ranks, strict=True)
+        ranks = [now.since(before, self._began_s) for before, now in pairs]
+        reported = [rank for rank in ranks if rank.steps is not None or rank.metrics]
+        described = rank_lines.lines(reported, time.monotonic())
+        if described in ([], self._shown):
+            return
+        text = "\n".join(described)
+        shown = Display(
+            data={"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"},
+            display_id=self._place or uuid.uuid4().hex,
+            is_update=bool(self._place),
+        )
+        if self._display.show(shown):
+            self._shown, self._place = described, shown.display_id
+        elif is_end or time.monotonic() >= self._began_s + self._period_s:
+            self._shown = described
+            self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)
+            taken = durations.in_minutes(time.monotonic() - self._began_s)
+            sys.stdout.writelines(f"[{taken}] {line}\n" for line in described)
+
+
+class Shown:
+    """What a cell's value looks like on each rank that has one. Values that look alike are shown once.
+
+    Args:
+        bundles: How each rank shows its value, by mime type.
+    """
+
+    def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
+        self._bundles = dict(sorted(bundles.items()))
+
+    def __bool__(self) -> bool:
+        return bool(self._bundles)
+
+    def __getitem__(self, rank: int) -> str:
+        """The text of one rank's value."""
+        return self._bundles[rank][_TEXT]
+
+    def __repr__(self) -> str:
+        parts = []
+        for ranks, data in self._groups():
+            text = data[_TEXT]
+            parts.append(f"{ranks_in_words(ranks)}:{chr(10) if chr(10) in text else ' '}{text}")
+        return "\n".join(parts)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        del include, exclude
+        shown = {_TEXT: repr(self)}
+        markups = [(ranks, _markup(data)) for ranks, data in self._groups()]
+        if any(markup for _, markup in markups):
+            texts = [f"<pre>{html.escape(data[_TEXT])}</pre>" for _, data in self._groups()]
+            shown[_HTML] = "".join(
+                f"<div>{ranks_in_words(ranks)}:</div>{markup or text}"
+                for (ranks, markup), text in zip(markups, texts, strict=True)
+            )
+        elif len(markups) == 1:  # Markdown, for example, which can only be shown by itself
+            shown = {**self._groups()[0][1], **shown}
+        return shown
+
+    def _groups(self) -> list[tuple[list[int], dict[str, str]]]:
+        """The ranks that show the same, in order of the first of them."""
+        groups: list[tuple[list[int], dict[str, str]]] = []
+        for rank, data in self._bundles.items():
+            for ranks, other in groups:
+                if other == data:
+                    ranks.append(rank)
+                    break
+            else:
+                groups.append(([rank], data))
+        return groups
+
+
+def _markup(data: Mapping[str, str]) -> str:
+    """A value as HTML, in which values of several ranks can stand below each other; empty if it has no such form."""
+    if _HTML in data:
+        return data[_HTML]
+    for kind in _IMAGES:
+        if kind in data:
+            return f'<img src="data:{kind};base64,{data[kind].strip()}">'
+    return data.get("image/svg+xml", "")
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    text = ", ".join(rank_spans(ranks))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

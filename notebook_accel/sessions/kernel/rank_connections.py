@@ -20,15 +20,15 @@ import msgspec
 from notebook_accel.launching.processes import pidfd_send_signal
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Message
-from notebook_accel.sessions.listener import Arrival
+from notebook_accel.sessions.listener import JoinedRank
 
-__all__ = ["Answer", "Courier", "Question"]
+__all__ = ["RankAnswer", "RankConnections", "RankRequest"]
 
 _SEND_DEADLINE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """What a rank has answered.
 
     Attributes:
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclasses.dataclass(eq=False)
-class Question:
+class RankRequest:
     """Something that ranks are asked at once, and what they have answered so far.
 
     Attributes:
@@ -50,13 +50,13 @@ class Question:
         answers: What has come, by rank.
         said: What ranks have said before their answers, each with the rank, in order.
         lost: Ranks that have gone, or that couldn't be told.
-        was_asked: Whether it was given to the courier.
+        was_asked: Whether it was given to the connections.
         was_sent: Whether the ranks have been told, so that they will answer.
     """
 
     number: int
     orders: Mapping[int, tuple[bytes, Sequence[int]]]
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
     said: collections.deque[tuple[int, messages.Displayed | messages.Prompt]] = dataclasses.field(
         default_factory=collections.deque
     )
@@ -101,36 +101,36 @@ class _Word:
     body: bytes
 
 
-class Courier:
-    """Brings questions to ranks and their answers back."""
+class RankConnections:
+    """Brings requests to ranks and their answers back."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, Arrival] = {}
+        self._lines: dict[int, JoinedRank] = {}
         self._closing = threading.Lock()  # no descriptor is closed while somebody uses its number
-        self._outbox: collections.deque[Question | Arrival | _Word | None] = collections.deque()
-        self._questions: dict[int, Question] = {}
+        self._outbox: collections.deque[RankRequest | JoinedRank | _Word | None] = collections.deque()
+        self._requests: dict[int, RankRequest] = {}
         self._wake_end, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)[::-1]
         self._thread = threading.Thread(target=self._run, name="notebook-accel-session", daemon=True)
         self._thread.start()
 
-    def add(self, arrival: Arrival) -> None:
+    def add(self, joined: JoinedRank) -> None:
         """A rank has come. From now on it can be asked."""
-        self._put(arrival)
-        arrival.was_taken.wait(_SEND_DEADLINE_S)
+        self._put(joined)
+        joined.was_taken.wait(_SEND_DEADLINE_S)
 
-    def ask(self, question: Question) -> None:
+    def ask(self, request: RankRequest) -> None:
         """Sends it, without waiting for answers. Asked again after an interrupt, it is sent once all the same."""
-        self._put(question)
-        question.was_asked = True
+        self._put(request)
+        request.was_asked = True
 
     def tell(self, rank: int, word: messages.Typed) -> None:
-        """Tells a rank something about the question that it is busy with."""
+        """Tells a rank something about the request that it is busy with."""
         self._put(_Word(rank, messages.encode(word)))
 
-    def drop(self, question: Question) -> None:
+    def drop(self, request: RankRequest) -> None:
         """Nobody waits for it any more: answers that still come are thrown away."""
-        self._questions.pop(question.number, None)
-        question.close()
+        self._requests.pop(request.number, None)
+        request.close()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Sends a rank a signal. It has it before what is sent to it afterwards, if not at once."""
@@ -152,7 +152,7 @@ class Courier:
         return sorted(list(self._lines))  # noqa: C414 - the thread changes it, and a list is made in one step
 
     def close(self) -> None:
-        """Ends the thread and closes the lines. Ranks that wait for a question end by that."""
+        """Ends the thread and closes the lines. Ranks that wait for a request end by that."""
         if not self._thread.is_alive():
             return
         self._put(None)
@@ -160,7 +160,7 @@ class Courier:
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
 
-    def _put(self, thing: Question | Arrival | _Word | None) -> None:
+    def _put(self, thing: RankRequest | JoinedRank | _Word | None) -> None:
         self._outbox.append(thing)
         with contextlib.suppress(BlockingIOError):  # it has been woken often enough
             os.write(self._wake_end, b"x")
@@ -184,7 +184,7 @@ class Courier:
                     for rank in list(self._lines):
                         self._lose(poll, rank)
                     return
-                if isinstance(thing, Arrival):
+                if isinstance(thing, JoinedRank):
                     self._lose(poll, thing.rank)
                     thing.connection.set_send_deadline(_SEND_DEADLINE_S)
                     self._lines[thing.rank] = thing
@@ -195,15 +195,15 @@ class Courier:
                 elif not thing.was_sent:
                     self._send(poll, thing)
 
-    def _send(self, poll: select.poll, question: Question) -> None:
-        self._questions[question.number] = question
-        question.was_sent = True
-        for rank, (body, descriptors) in question.orders.items():
+    def _send(self, poll: select.poll, request: RankRequest) -> None:
+        self._requests[request.number] = request
+        request.was_sent = True
+        for rank, (body, descriptors) in request.orders.items():
             if rank not in self._lines:
-                question.lost.add(rank)
+                request.lost.add(rank)
             self._send_to(poll, rank, body, descriptors)
-        question.close_orders()
-        question.notify()
+        request.close_orders()
+        request.notify()
 
     def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
         line = self._lines.get(rank)
@@ -222,17 +222,17 @@ class Courier:
 
     def _heard(self, rank: int, message: Message) -> None:
         said = messages.decode_from_rank(message.body)
-        question = self._questions.get(said.number)
-        if question is None or rank not in question.orders:
+        request = self._requests.get(said.number)
+        if request is None or rank not in request.orders:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
         if isinstance(said, messages.Reply):
             value, *_ = [*message.descriptors, -1]
-            question.answers[rank] = Answer(said, value)
+            request.answers[rank] = RankAnswer(said, value)
         else:
-            question.said.append((rank, said))
-        question.notify()
+            request.said.append((rank, said))
+        request.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:
         with self._closing:
@@ -241,7 +241,7 @@ class Courier:
                 return
             poll.unregister(line.connection.fileno())
             line.close()
-        for question in list(self._questions.values()):
-            if rank in question.pending:
-                question.lost.add(rank)
-                question.notify()
+        for request in list(self._requests.values()):
+            if rank in request.pending:
+                request.lost.add(rank)
+                request.notify()

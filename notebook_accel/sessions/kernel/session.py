@@ -19,9 +19,9 @@ from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import dependencies
 from notebook_accel.sessions.kernel.background import BackgroundCell
-from notebook_accel.sessions.kernel.namespace_sync import Request
-from notebook_accel.sessions.kernel.rank_pool import Crew
-from notebook_accel.sessions.showing import Shown
+from notebook_accel.sessions.kernel.namespace_sync import Inputs
+from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,19 +51,19 @@ class Session:
     """
 
     def __init__(self, num_processes: int | None = None, **options: Any) -> None:
-        self._crew = _crew(configuration.resolve({"num_processes": num_processes, **options}, environ={}))
+        self._pool = _start_pool(configuration.resolve({"num_processes": num_processes, **options}, environ={}))
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> Session:
         """A session with these options."""
         session = cls.__new__(cls)
-        session._crew = _crew(config)
+        session._pool = _start_pool(config)
         return session
 
     @property
     def job(self) -> Job:
         """The run that the ranks belong to, which the panel shows."""
-        return self._crew.job
+        return self._pool.job
 
     def execute(self, source: str, *, ranks: Sequence[int] | None = None) -> Shown:
         """Runs Python code in the ranks' ``__main__``.
@@ -110,7 +110,7 @@ class Session:
         Returns:
             How the values are shown, and the values if they were wanted.
         """
-        shown, values = self._run_cell(cell, _request(cell, namespace, push), ranks, wants_values=wants_values)
+        shown, values = self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
         return shown, values if wants_values else None
 
     def start_cell(
@@ -121,15 +121,15 @@ class Session:
         Raises:
             PayloadError: Something that it needs can't be sent.
         """
-        request = _request(cell, namespace, push)
+        inputs = _inputs(cell, namespace, push)
         handle = BackgroundCell(cell.label, self.stacks)
-        handle.start(lambda: self._run_cell(cell, request, ranks, wants_values=True, background=handle))
+        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, background=handle))
         return handle
 
     def _run_cell(
         self,
         cell: Cell,
-        request: Request,
+        inputs: Inputs,
         ranks: Sequence[int] | None,
         *,
         wants_values: bool,
@@ -138,7 +138,7 @@ class Session:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
         what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._crew.ask(messages.Execute, ranks, request, called=cell.label, background=background, **what)
+        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, background=background, **what)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
         return shown, Results([value for _, value in answers.values()])
 
@@ -151,10 +151,10 @@ class Session:
         """
         namespace = sys.modules["__main__"].__dict__
         names = {name: namespace[name] for name in dependencies.used_by(function, namespace)}
-        request = Request({name: value for name, value in names.items() if value is not function},
+        inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
         called = getattr(function, "__name__", "a function")
-        return Results([value for _, value in self._crew.ask(messages.Call, None, request, called=called).values()])
+        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, called=called).values()])
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
         """Binds names in the ranks, by value, whatever they have under them: ``session.push(x=3)``.
@@ -167,7 +167,7 @@ class Session:
             PayloadError: Something can't be sent.
         """
         if names:
-            self._crew.ask(messages.Take, ranks, Request(names, tuple(names)), called=f"push of {', '.join(names)}")
+            self._pool.ask(messages.Take, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """A rank's value of a name; a tuple for several. Tensors come on the CPU. Nothing is bound here.
@@ -181,7 +181,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """The ranks' values of some names: a dictionary for each rank."""
-        answers = self._crew.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
+        answers = self._pool.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
@@ -193,7 +193,7 @@ class Session:
         Returns:
             The ranks that were started again.
         """
-        return self._crew.restart(ranks)
+        return self._pool.restart(ranks)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Where every rank stands, also one that hangs in a collective."""
@@ -210,11 +210,11 @@ class Session:
         Raises:
             RunError: Nothing has failed there, or nobody can be asked for commands.
         """
-        self._crew.debug(rank)
+        self._pool.debug(rank)
 
     def complete(self, text: str) -> list[str]:
         """What could stand at the end of some code, as rank 0 has it; nothing while it is busy."""
-        return self._crew.look(text=text, describes=False) or []
+        return self._pool.look(text=text, describes=False) or []
 
     def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
         """Lines about a dotted name, as rank 0 has it; none if it hasn't.
@@ -226,11 +226,11 @@ class Session:
         Returns:
             The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
         """
-        return self._crew.look(text=path, describes=True, timeout_s=timeout_s)
+        return self._pool.look(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Ends the session and its ranks, and waits for that."""
-        self._crew.close()
+        self._pool.close()
 
     @property
     def is_over(self) -> bool:
@@ -245,7 +245,7 @@ class Session:
 
     def __repr__(self) -> str:
         job = self.job
-        state = "ended" if job.done else f"{len(self._crew.alive)} of {job.world_size} ranks are there"
+        state = "ended" if job.done else f"{len(self._pool.alive)} of {job.world_size} ranks are there"
         return f"<Session {job.name!r}: {state}, on {job.devices}>"
 
 
@@ -253,18 +253,18 @@ def _parsed(source: str) -> Cell:
     return cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
 
 
-def _request(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Request:
+def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Inputs:
     """What a cell needs of the notebook's names."""
     captured = cell.captured(namespace, push)
     names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
-    return Request(names, push, cell.may_stay(names, push), cell.submodules(names))
+    return Inputs(names, push, cell.may_stay(names, push), cell.submodules(names))
 
 
-def _crew(config: LaunchConfig) -> Crew:
+def _start_pool(config: LaunchConfig) -> RankPool:
     if config.start_method not in ("auto", "spawn"):
         raise ConfigError(
             f"start_method={config.start_method!r} can't be used for a session.",
             why="Its ranks are processes that stay, and that start clean.",
             fix="leave out start_method",
         )
-    return Crew(config)
+    return RankPool(config)

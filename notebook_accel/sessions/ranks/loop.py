@@ -16,22 +16,21 @@ from typing import Any
 
 from notebook_accel import reporting
 from notebook_accel.launching import result_files
-from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, mime_bundles, nccl, streams, worker
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
-from notebook_accel.sessions import showing
 from notebook_accel.sessions.listener import join_session
-from notebook_accel.sessions.ranks import looking
-from notebook_accel.sessions.ranks.modes import Modes
-from notebook_accel.sessions.ranks.names import Names
+from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description
 
 __all__ = ["serve"]
 
 _ABORT_PATIENCE_S = 2.0
+_MOST_SHOWN_CHARACTERS = 20_000
 _BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
+_DEVICES = ("cpu", "cuda")  # that have an autocast of their own
 
 
 def serve(folder: str, secret: bytes) -> None:
@@ -55,7 +54,7 @@ class _Rank:
         self._rank = rank
         self._connection = connection
         self._namespace = sys.modules["__main__"].__dict__
-        self._names = Names(self._namespace)
+        self._tracker = NamespaceTracker(self._namespace)
         self._pid = os.getpid()
         self._lacks_delivery = False
         self._traceback: types.TracebackType | None = None  # of the last error in the user's code
@@ -89,7 +88,7 @@ class _Rank:
                 reporting.reporter().forget_unread()
             if "values" in facts:
                 facts, descriptors = self._sealed(facts, opened)
-            bound, unbound = self._names.changes()
+            bound, unbound = self._tracker.changes()
             streams.flush()
             reply = messages.Reply(
                 number=order.number,
@@ -105,7 +104,7 @@ class _Rank:
 
     def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
         """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
-        modes = Modes()
+        modes = _TorchModes()
         try:
             interruption.forget(sent_s)
             if is_interruptible:
@@ -127,7 +126,7 @@ class _Rank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {}
         self._keep(error)
-        said = failure.describe(error, self._spec, self._names.definitions)
+        said = failure.describe(error, self._spec, self._tracker.definitions)
         frames = traceback.walk_tb(error.__traceback__)
         breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
         return {
@@ -152,7 +151,7 @@ class _Rank:
                 descriptor,
                 values,
                 rank=self._rank,
-                origins=self._names.definitions,
+                origins=self._tracker.definitions,
                 advice="take something else of it, such as numbers, tensors or a state_dict()",
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
@@ -168,7 +167,7 @@ class _Rank:
             raise OSError("this rank has no room for another open file")
         with interruption.only_noted():  # it has all of it or nothing
             self._show_sources(order.delivery.sources)
-            call = self._names.take(order.delivery, message.descriptors[0])
+            call = self._tracker.take(order.delivery, message.descriptors[0])
             self._lacks_delivery = False
         return call
 
@@ -186,7 +185,7 @@ class _Rank:
         self._show_sources({order.label: (order.label, order.source)})
         with self._displaying(order.number):
             value = worker.run_cell(order.source, order.label, self._namespace)
-        facts: dict[str, Any] = {"shown": {} if value is None else showing.bundle(value)}
+        facts: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value
         if order.wants_value:
@@ -220,7 +219,7 @@ class _Rank:
         return {"values": {name: self._namespace[name] for name in order.names}}
 
     def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
-        look = looking.description if order.describes else looking.completions
+        look = description if order.describes else completions
         return {"lines": look(self._namespace, order.text)}
 
     def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
@@ -241,10 +240,10 @@ class _Rank:
                 if isinstance(order, messages.Typed) and order.number == number:
                     return order.line
 
-    def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
+    def _inspect_group(self, _order: messages.InspectGroup, _: Message) -> dict[str, Any]:
         regrouping = _regrouping()
         regrouping.abandon_passes()
-        return {"standing": regrouping.standing()}
+        return {"group_calls": regrouping.standing()}
 
     def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
         return {}
@@ -260,7 +259,7 @@ _DOINGS: dict[type, Any] = {
     messages.Fetch: _Rank._fetch,
     messages.Look: _Rank._look,
     messages.Debug: _Rank._debug,
-    messages.Standing: _Rank._stand,
+    messages.InspectGroup: _Rank._inspect_group,
     messages.Settle: _Rank._settle,
     messages.Renew: _Rank._renew,
 }
@@ -271,3 +270,42 @@ _INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debu
 def _regrouping() -> Any:
     """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
     return importlib.import_module("notebook_accel.training.regrouping")
+
+
+class _TorchModes:
+    """The modes of this thread as they are now; none where torch hasn't been imported."""
+
+    def __init__(self) -> None:
+        self._torch: Any = sys.modules.get("torch")
+        if self._torch is not None:
+            self._has_gradients = self._torch.is_grad_enabled()
+            self._autocast = [self._torch.is_autocast_enabled(device) for device in _DEVICES]
+            self._nesting = self._autocast_nesting()
+
+    def restore(self) -> None:
+        """Makes them what they were."""
+        if self._torch is None:
+            return
+        self._torch.set_grad_enabled(self._has_gradients)
+        for device, was_enabled in zip(_DEVICES, self._autocast, strict=True):
+            self._torch.set_autocast_enabled(device, was_enabled)
+        for _ in range(self._autocast_nesting() - self._nesting):
+            self._torch.autocast_decrement_nesting()
+        if self._nesting == 0:
+            self._torch.clear_autocast_cache()
+
+    def _autocast_nesting(self) -> int:
+        """How many autocasts there are around each other; the outermost one's end empties the cache of weights."""
+        self._torch.autocast_increment_nesting()
+        return int(self._torch.autocast_decrement_nesting())
+
+
+def _bundle(value: Any) -> dict[str, str]:
+    """How a value is shown, by mime type. Runs in a rank."""
+    data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
+    text = data["text/plain"]
+    if len(text) > _MOST_SHOWN_CHARACTERS:
+        data["text/plain"] = (
+            f"{text[:_MOST_SHOWN_CHARACTERS]} … and {len(text) - _MOST_SHOWN_CHARACTERS:,} more characters"
+        )
+    return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}
