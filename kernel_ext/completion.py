@@ -30,7 +30,7 @@ def register(
     commands: Iterable[str] = (),
     options_of: Callable[[str], Mapping[str, list[str]]] = lambda _: {},
 ) -> None:
-    """Completes a magic's line.
+    """Complete a magic's line.
 
     Args:
         shell: Where.
@@ -53,7 +53,7 @@ def register(
 
 
 def unregister(shell: InteractiveShell, magic: str) -> None:
-    """Takes that away. IPython can add completers and has no way to remove one."""
+    """Take that away. IPython can add completers and has no way to remove one."""
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:
         dispatcher.strs.pop(magic, None)

@@ -110,7 +110,7 @@ class _Widgets:
         return root
 
     def _offer_sources(self) -> None:
-        """Lists what there is to start from. What the fields show stays as it is."""
+        """List what there is to start from. What the fields show stays as it is."""
         self._filling = True
         self._sources = self._draft.sources()
         self._source.options = [(_label(source, self._draft), index) for index, source in enumerate(self._sources)]
@@ -125,7 +125,7 @@ class _Widgets:
             self._fill()
 
     def _fill(self) -> None:
-        """Brings the fields to what the draft says."""
+        """Bring the fields to what the draft says."""
         self._filling = True
         for field in self._fields.values():
             field.fill()
@@ -146,7 +146,7 @@ class _Widgets:
         self._rare.layout.display = "" if self._more.value else "none"
 
     def _show(self, said: str = "") -> None:
-        """Shows what the draft says now.
+        """Show what the draft says now.
 
         Args:
             said: How the last write ended; empty if nothing was written.
@@ -201,21 +201,21 @@ class _Field:
             self.input = ipywidgets.Text(description=option.name, placeholder=placeholder)
 
     def fill(self) -> None:
-        """Brings the input to what the draft says."""
+        """Bring the input to what the draft says."""
         value = self._draft.values[self._option.name]
         if self._option.choices:
             self.input.options = self._option.choices
         self.input.value = value if self._option.kind is bool else config.to_text(value)
 
     def read(self) -> None:
-        """Brings the draft to what the input says."""
+        """Bring the draft to what the input says."""
         value = self.input.value
         self._draft.values[self._option.name] = (
             value if self._option.kind is bool else config.from_text(self._option, value)
         )
 
     def show(self) -> bool:
-        """Shows the note and the choices that fit; returns whether the value is allowed."""
+        """Show the note and the choices that fit; returns whether the value is allowed."""
         name, note = self._option.name, html.escape(self._option.help)
         error = self._draft.error(name)
         if error is not None:

@@ -28,7 +28,7 @@ class CudaWatch:
         self._was_xla_initialized = False
 
     def start(self) -> None:
-        """Begins to watch. What was initialised before can't be told any more."""
+        """Begin to watch. What was initialised before can't be told any more."""
         self._was_initialized = device_state.is_cuda_initialized()
         self._was_xla_initialized = device_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
@@ -36,7 +36,7 @@ class CudaWatch:
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Ends it. An entry in torch's queue stays: it does nothing but take a note."""
+        """End it. An entry in torch's queue stays: it does nothing but take a note."""
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._after_cell)
         self._leave_imports()

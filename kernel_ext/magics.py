@@ -182,7 +182,7 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:
-        """Defines the function that the cell launches here too, with what it needs.
+        """Define the function that the cell launches here too, with what it needs.
 
         Names that the notebook has already stay as they are.
         """
@@ -203,7 +203,7 @@ class Magics:
 
 
 def register(shell: InteractiveShell) -> None:
-    """Makes the magics known to a shell, starts warming the template, and imports what the first launch will show."""
+    """Make the magics known to a shell, starts warming the template, and imports what the first launch will show."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
     if owner is not None and not isinstance(getattr(owner, "__self__", None), Magics):
         print(
@@ -232,7 +232,7 @@ def register(shell: InteractiveShell) -> None:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Takes the magics away, stops every run and ends the processes that were kept ready."""
+    """Take the magics away, stops every run and ends the processes that were kept ready."""
     owner = getattr(shell.magics_manager.magics["cell"].get(_NAME), "__self__", None)
     if isinstance(owner, Magics):
         owner.watch.stop()

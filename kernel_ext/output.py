@@ -111,7 +111,7 @@ class OutputLog:
         self._by_rank.pop(rank, None)
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> None:
-        """Appends lines.
+        """Append lines.
 
         Args:
             rank: The rank that has printed them.
@@ -140,7 +140,7 @@ class OutputLog:
         return from_head + from_tail[::-1]
 
     def _keep(self, line: RankLine) -> None:
-        """Takes a line that no other rank can join any more."""
+        """Take a line that no other rank can join any more."""
         if len(self._head) < _HEAD_LINES and not self._has_gap:
             self._head.append(line)
         else:

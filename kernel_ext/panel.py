@@ -41,7 +41,7 @@ _MEAN, _EACH = "Mean", "Each rank"
 
 
 def open_view(job: Job) -> PanelView | _ShownRun | None:
-    """Opens the panel of a run, or returns ``None`` where nobody would see it.
+    """Open the panel of a run, or returns ``None`` where nobody would see it.
 
     The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
     """
@@ -85,11 +85,11 @@ class PanelView:
         self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
-        """Draws what is new. Without events, only the clock moves, once a second."""
+        """Draw what is new. Without events, only the clock moves, once a second."""
         self._shown.in_cell(self._refresh)
 
     def close(self) -> None:
-        """Replaces what is displayed by the final state as plain HTML and text. The run has ended."""
+        """Replace what is displayed by the final state as plain HTML and text. The run has ended."""
         self._shown.in_cell(self._close)
 
     def _refresh(self) -> None:
@@ -226,7 +226,7 @@ class _AskedStacks:
         self.said = "not asked yet"
 
     def ask(self) -> None:
-        """Asks, unless that is being done."""
+        """Ask, unless that is being done."""
         if self._asking is None or not self._asking.is_alive():
             self.said = "asking every rank …"
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
@@ -242,7 +242,7 @@ class _AskedStacks:
 
 
 def warm() -> None:
-    """Imports ipywidgets where there is one, so that the first panel need not wait for it."""
+    """Import ipywidgets where there is one, so that the first panel need not wait for it."""
     with contextlib.suppress(ImportError):
         importlib.import_module("ipywidgets")
 
@@ -352,7 +352,7 @@ class _PanelWidgets:
         return bool(self._chart_tools.layout.display == "")
 
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
-        """Shows those that do something now.
+        """Show those that do something now.
 
         Args:
             are_live: Whether a click arrives.
@@ -380,7 +380,7 @@ class _PanelWidgets:
             widget.layout.display = "" if is_shown else "none"
 
     def close(self, summary: str) -> None:
-        """Leaves the final state as the only thing in the root and closes everything else."""
+        """Leave the final state as the only thing in the root and closes everything else."""
         import ipywidgets
 
         parts = self.root.children
@@ -391,7 +391,7 @@ class _PanelWidgets:
 
 
 def _close(widget: Any) -> None:
-    """Closes a widget and what is in it, with the models of their layouts and styles, so that no comm stays open."""
+    """Close a widget and what is in it, with the models of their layouts and styles, so that no comm stays open."""
     for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
         if part is not None:
             _close(part) if hasattr(part, "layout") else part.close()
@@ -450,12 +450,12 @@ class _ShownRun:
         )
 
     def show(self, data: dict[str, Any]) -> None:
-        """Displays a mime bundle in the run's place, instead of what is there."""
+        """Display a mime bundle in the run's place, instead of what is there."""
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
     def show_summary(self, now_s: float, hint: str = "") -> None:
-        """Displays how the run has ended, as HTML and text that need no kernel."""
+        """Display how the run has ended, as HTML and text that need no kernel."""
         facts, state = self.facts(now_s, hint), self._job.state
         with self._job.state_lock:
             html = render.summary_html(facts, state, self.output, now_s)
@@ -463,11 +463,11 @@ class _ShownRun:
         self.show({"text/html": html, "text/plain": text})
 
     def refresh(self) -> None:
-        """Takes the events, so that they don't pile up."""
+        """Take the events, so that they don't pile up."""
         self.take_events()
 
     def close(self) -> None:
-        """Displays the summary. The run has ended."""
+        """Display the summary. The run has ended."""
         self.take_events()
         self.show_summary(time.monotonic())
 

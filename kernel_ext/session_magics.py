@@ -130,7 +130,7 @@ class SessionMagics:
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
-        """Ends the session, if there is one."""
+        """End the session, if there is one."""
         with held():
             session, self.session = self.session, None
             if session is not None:
@@ -187,7 +187,7 @@ class SessionMagics:
         return handle
 
     def rank(self, line: str, cell: str) -> Shown | None:
-        """Runs a cell on some ranks of the session only.
+        """Run a cell on some ranks of the session only.
 
         %%rank 0        on rank 0
         %%rank 0,2-3    on ranks 0, 2 and 3
@@ -203,7 +203,7 @@ class SessionMagics:
     # Names ------------------------------------------------------------------------------------------------------------
 
     def push(self, line: str) -> None:
-        """Binds names of the notebook in the session's ranks, by value, whatever they have under them.
+        """Bind names of the notebook in the session's ranks, by value, whatever they have under them.
 
         %push model lr         on all ranks
         %push lr --rank 1      on rank 1; also 0,2-3
@@ -217,7 +217,7 @@ class SessionMagics:
         session.push(given.rank, **{name: self._shell.user_ns[name] for name in given.names})
 
     def pull(self, line: str) -> None:
-        """Binds names in the notebook to what a rank of the session has, by value.
+        """Bind names in the notebook to what a rank of the session has, by value.
 
         %pull losses           rank 0's
         %pull losses --rank 1

@@ -1,6 +1,6 @@
-"""How ranks come to their session: a socket in a folder that only this user can look into, and a secret.
+"""Ranks join their session through a socket in a folder that only this user can read, with a secret.
 
-The folder, and not a socket pair that the rank is forked with, because a rank that is started again has to come too.
+A socket pair that ranks inherit wouldn't do: a rank that is started again has to join too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _NAME = "session"
 
 
 class JoinedRank:
-    """A rank that has come.
+    """A rank that has joined.
 
     Attributes:
         rank: Its number.
-        connection: The line to it.
-        pidfd: Leads to its process, whatever becomes of the process's number.
-        was_taken: Set when somebody looks after it.
+        connection: The connection to it.
+        pidfd: Refers to its process, even if the process ID is reused.
+        was_taken: Set once the rank's connection is served.
     """
 
     def __init__(self, rank: int, connection: Connection, pidfd: int) -> None:
@@ -49,20 +49,20 @@ class JoinedRank:
         self.was_taken = Latch()
 
     def close(self) -> None:
-        """Closes both."""
+        """Close the connection and the pidfd."""
         self.connection.close()
         os.close(self.pidfd)
 
 
 class Listener:
-    """Where ranks come to.
+    """The session's end of the socket that ranks join through.
 
     Attributes:
-        folder: Its folder, which ranks are told.
-        secret: Which they prove to have been told.
+        folder: The socket's folder.
+        secret: Ranks send it to prove that they belong to the session.
 
     Raises:
-        LaunchError: There is no room for it.
+        LaunchError: The folder can't be made.
     """
 
     def __init__(self) -> None:
@@ -80,22 +80,22 @@ class Listener:
         self._socket.settimeout(_LOOK_PERIOD_S)
 
     def close(self) -> None:
-        """Nobody can come any more."""
+        """Stop listening and remove the folder."""
         self._socket.close()
         if self._hold is not None:
             os.close(self._hold)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def joining(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[JoinedRank]:
-        """The next so many ranks, as they come.
+        """Yield ranks as they join, until ``count`` have.
 
         Args:
-            count: How many are waited for.
-            timeout_s: How long for all of them.
-            check: Called now and then; raises if it is no use to wait.
+            count: Number of ranks to wait for.
+            timeout_s: Deadline for all of them together.
+            check: Called repeatedly; raises if waiting is useless.
 
         Raises:
-            LaunchError: They didn't come in time.
+            LaunchError: Some ranks didn't join in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while count:
@@ -109,7 +109,7 @@ class Listener:
                     yield joined
 
     def _received(self, sock: socket.socket) -> JoinedRank | None:
-        """Who has come; ``None`` if it is nobody of ours."""
+        """Check who has connected. Return the rank, or ``None`` for anything else."""
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
@@ -124,7 +124,7 @@ class Listener:
 
 
 def join_session(folder: str, hello: messages.Hello) -> Connection:
-    """A rank's line to its session."""
+    """Connect a rank to its session."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short_path(pathlib.Path(folder)) as path:
         sock.connect(path)
@@ -135,7 +135,7 @@ def join_session(folder: str, hello: messages.Hello) -> Connection:
 
 @contextlib.contextmanager
 def _short_path(folder: pathlib.Path) -> Iterator[str]:
-    """A path to the socket in the folder that is short enough for the system, however long the folder's own is."""
+    """Yield a path to the folder's socket that is short enough for the system, however long the folder's path is."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{_NAME}"

@@ -1,4 +1,4 @@
-"""After a cell that did not end well: whether the ranks' process group can be trusted, and if not, another one."""
+"""Group recovery: after a cell that didn't end well, check the ranks' process group and replace a broken one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["GroupRecovery"]
 
 
 class Ask(Protocol):
-    """Asks ranks something that runs nothing of the user's."""
+    """Sends ranks a request that runs no user code."""
 
     def __call__(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
     ) -> Mapping[int, RankAnswer]:
-        """Their answers, of those that are still there."""
+        """Return the answers of the ranks that are still alive."""
 
 
 class GroupRecovery:
-    """Keeps count of the groups, and makes a new one where that is needed.
+    """Checks the ranks' process group after a failure, and makes a new one where needed.
 
     Args:
         world_size: Number of ranks.
-        ask: Asks ranks.
+        ask: Sends ranks a request.
 
     Attributes:
-        renewals: How often a group was given up.
+        renewals: Number of groups given up.
     """
 
     def __init__(self, world_size: int, ask: Ask) -> None:
@@ -38,22 +38,22 @@ class GroupRecovery:
         self.renewals = 0
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
-        """Looks where the ranks stand, and makes a new group if that isn't together. Says what is lost by that.
+        """Make a new group if the ranks have entered different collectives. Report what that loses.
 
         Args:
-            alive: The ranks that are there.
-            is_broken: Whether it is known already that the group can't be trusted, or one that was about to be made.
+            alive: The ranks that are alive.
+            is_broken: Whether the group, or one about to be made, is already known to be unusable.
         """
         if not alive:
             return
         answers = self._ask(messages.InspectGroup, alive)
-        standings = [answer.reply.group_calls for answer in answers.values()]
-        if is_broken or len(alive) < self._world_size or any(standing != standings[0] for standing in standings):
-            # Whether this package has made it comes first, and ranks that differ in that can't make one together.
-            origins = {None if standing is None else standing[0] for standing in standings}
+        calls = [answer.reply.group_calls for answer in answers.values()]
+        if is_broken or len(alive) < self._world_size or any(of_rank != calls[0] for of_rank in calls):
+            # The first number tells whether this package made the group. Ranks that differ there can't share one.
+            origins = {None if of_rank is None else of_rank[0] for of_rank in calls}
             had_one = origins != {None}
             rejoins = had_one and len(origins) == 1 and len(alive) == self._world_size
-            # Twice, since the end of the old one may have come in between.
+            # Twice, since the old group's end may have disturbed the first attempt.
             rejoins = rejoins and (self._renew(alive, rejoins=True) or self._renew(alive, rejoins=True))
             if not rejoins:
                 self.leave(alive)
@@ -63,12 +63,12 @@ class GroupRecovery:
                 )
 
     def leave(self, alive: Sequence[int]) -> None:
-        """Has these ranks leave their group."""
-        # An interrupt that leaves one in there would have it wait for ranks that are in another one.
+        """Make these ranks leave their group."""
+        # Twice: a rank that an interrupt leaves in the old group would wait there for ranks that are in another.
         _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
 
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
-        """Has these ranks leave their group and, if it ``rejoins``, make another; returns whether all have."""
+        """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
         self.renewals += 1
         answers = self._ask(messages.Renew, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, answer in answers.items():

@@ -1,10 +1,10 @@
-"""What the ranks of a session have of the notebook's, so that it is sent once, and again when it has changed.
+"""Namespace sync: which notebook variables each rank has, so that a value is sent once, and again after a change.
 
-An object that the ranks have, and that another one refers to, is sent as a reference: an optimizer that is sent later
-than its model moves the parameters of the model that the ranks have, not of a copy.
+An object that the ranks already have is sent as a reference: an optimizer that is sent after its model updates the
+parameters of the model that the ranks have, not of a copy.
 
-What counts as a change: the name is bound to something else; a small object is pickled differently than before; a
-tensor, or a parameter of a model, was written to, which torch counts. What is written into a large array isn't seen.
+A variable has changed if its name is bound to something else, if a small object pickles differently than before, or if
+a tensor or a model's parameter was written to, which torch counts. Writes into a large array go unnoticed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _BY_NAME = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionTyp
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What is to be sent.
+    """Notebook variables and objects that a request needs.
 
     Attributes:
-        names: Names and values of the notebook that code uses.
-        by_force: Names that the ranks get whatever they have under them.
-        may_stay: Names that are sent if they can be, and stay behind if not.
+        names: Notebook variables that the code uses.
+        by_force: Names that replace whatever the ranks have under them.
+        may_stay: Names that are left out if they can't be sent.
         submodules: Modules to import.
         call: A function with its arguments.
     """
@@ -51,7 +51,7 @@ class Inputs:
 
 
 class Fingerprint:
-    """How a value was when it was sent. Holds large values weakly, so as not to keep them in the notebook's memory."""
+    """A value as it was when it was sent. Refers to large values weakly, so that it doesn't keep them in memory."""
 
     def __init__(self, value: Any, pickled_bytes: int) -> None:
         self._refer = _reference(value)
@@ -59,7 +59,7 @@ class Fingerprint:
         self._versions = _versions(value)
 
     def matches(self, value: Any) -> bool:
-        """Return whether the value is as it was."""
+        """Return whether the value is unchanged."""
         if self._refer() is not value or self._versions != _versions(value):
             return False
         return self._digest is None or self._digest == _digest(value)
@@ -70,11 +70,11 @@ class Parcel:
     """A sealed file for some ranks.
 
     Attributes:
-        ranks: Which.
-        delivery: What the message says of it.
-        descriptor: The file's.
-        fingerprints: How the values of its names were.
-        again: Those of its names that ranks had as they were before.
+        ranks: The ranks that get it.
+        delivery: Its description, for the message.
+        descriptor: The file's descriptor.
+        fingerprints: Fingerprints of its variables.
+        again: Those of its names that ranks have with an earlier value.
     """
 
     ranks: tuple[int, ...]
@@ -86,7 +86,7 @@ class Parcel:
 
 @dataclasses.dataclass
 class _Rank:
-    """What one rank has: its own names, names as they came from the notebook, and numbered objects."""
+    """A rank's own names, the notebook's values that it was sent, and the numbers of objects that it has."""
 
     own: set[str] = dataclasses.field(default_factory=set)
     fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Rank:
 
 
 class NamespaceSync:
-    """The account of all ranks of a session. Used by the thread that runs cells."""
+    """Keeps track of what the ranks of a session have. Used by the thread that runs cells."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = [_Rank() for _ in range(world_size)]
@@ -102,30 +102,30 @@ class NamespaceSync:
         self._numbers: dict[int, int] = {}
         self._next = 0
 
-    # What ranks have ------------------------------------------------------------------------------------------------
+    # State of the ranks ---------------------------------------------------------------------------------------------
 
     def note(self, rank: int, bound: Iterable[str], unbound: Iterable[str]) -> None:
-        """A rank has names of its own now, and some no longer."""
+        """Note the names that a rank has bound itself, and those that it no longer has."""
         own = self._ranks[rank].own
         own.update(bound)
         own.difference_update(unbound)
 
     def forget(self, rank: int) -> None:
-        """A rank has come in place of one that is gone, and has nothing."""
+        """Forget what a rank had. A fresh process has taken its place."""
         self._ranks[rank] = _Rank()
 
     @property
     def origins(self) -> Mapping[int, Any]:
-        """The notebook's objects by number, for what ranks send back."""
+        """The notebook's objects by number, to which values that ranks send back refer."""
         return {number: refer() for number, refer in self._objects.items()}
 
-    # What is sent ---------------------------------------------------------------------------------------------------
+    # Sending ---------------------------------------------------------------------------------------------------------
 
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
-        """Seals what these ranks don't have yet; ranks that need the same share a file, which is the caller's to close.
+        """Seal what these ranks don't have yet. Ranks that need the same share a file, which the caller closes.
 
         Raises:
-            PayloadError: Something can't be sent.
+            PayloadError: A value can't be sent.
         """
         made: list[Parcel] = []
         try:
@@ -139,7 +139,7 @@ class NamespaceSync:
         return made
 
     def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
-        """Its ranks have it, but for those that have come to an end before they could open it, or all of it."""
+        """Note that a parcel's ranks have it, except those that failed before they had opened all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]
             if rank in lacking:
@@ -169,12 +169,15 @@ class NamespaceSync:
         )
 
     def _is_anywhere_own(self, name: str) -> bool:
-        """Then it isn't sent by itself: one rank would have its own, and another the notebook's, and nobody knew."""
+        """Return whether some rank has a value of its own under this name.
+
+        Such a name isn't sent unasked: some ranks would have their own value and others the notebook's, unnoticed.
+        """
         return any(name in state.own for state in self._ranks)
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
-        # What ranks have otherwise than it is now, or are to have as it is now, is no longer what they are referred to.
+        # Values that ranks have in an older state, or are to get afresh, can't be sent as references.
         afresh = [names[name] for name in names if name in had or name in inputs.by_force]
         stale = {id(part) for value in afresh for part in _shareable(value)}
         known = set.intersection(*(self._ranks[rank].numbers for rank in ranks))
@@ -191,7 +194,7 @@ class NamespaceSync:
         except BaseException:
             os.close(descriptor)
             raise
-        is_kept = inputs.call is None  # of what is called once only the classes: their instances may stay
+        is_kept = inputs.call is None  # of a call only the classes are kept: their instances may outlive it
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
             shipped=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.shipped],
@@ -219,7 +222,7 @@ class NamespaceSync:
             if self._numbers.get(key) == number:
                 del self._numbers[key]
 
-        # Functions and classes are kept: an instance may come back, and is to be one of this very class.
+        # Functions and classes are held strongly: an instance that comes back must belong to this very class.
         is_definition = isinstance(obj, (type, types.FunctionType))
         self._objects[number] = (lambda: obj) if is_definition else weakref.ref(obj, gone)
         self._numbers[key] = number
@@ -229,7 +232,7 @@ class NamespaceSync:
 def _pickled(
     names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]
 ) -> tuple[serialization.Pickled, dict[str, Any]]:
-    """The pickle, and which of the names are in it."""
+    """Return the pickle, and the names that it contains."""
     try:
         done = _pickle(names, inputs, origins)
     except PayloadError:
@@ -264,7 +267,7 @@ def _cannot_be_sent(value: Any, origins: Mapping[int, Any]) -> bool:
 
 
 def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
-    with held() as interrupts, interrupts.opened():  # how the user's objects are pickled is the user's code
+    with held() as interrupts, interrupts.opened():  # pickling runs methods of the user's objects
         return serialization.pickle_by_value(value, roots=roots, namespace=_namespace(), origins=origins)
 
 
@@ -273,7 +276,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _shareable(value: Any) -> list[Any]:
-    """A value, if others can refer to it, and what of it others usually refer to: a model's parameters."""
+    """Return the objects in a value that others commonly refer to: the value itself and a model's parameters."""
     if isinstance(value, _BY_NAME):
         return []
     parts = [*_parameters(value)]
@@ -285,9 +288,9 @@ def _shareable(value: Any) -> list[Any]:
 
 
 def _parameters(value: Any) -> list[Any]:
-    """Those of a model or of an optimizer. A kernel that hasn't imported torch has neither."""
+    """Return the parameters of a model or optimizer. A kernel that hasn't imported torch has neither."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "optim"):  # half imported, in another thread
+    if torch is None or not hasattr(torch, "optim"):  # half imported by another thread
         return []
     if isinstance(value, torch.nn.Module):
         return [*value.parameters()]
@@ -297,7 +300,7 @@ def _parameters(value: Any) -> list[Any]:
 
 
 def _versions(value: Any) -> int:
-    """How often the tensors in there were written to."""
+    """Return how often the tensors in a value were written to."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "optim"):
         return 0
@@ -310,7 +313,7 @@ def _versions(value: Any) -> int:
 def _digest(value: Any) -> int | None:
     try:
         pickled = _by_value(value, {"it": value}, {})
-    except PayloadError:  # no longer to be sent: then ranks keep what they have
+    except PayloadError:  # it can't be sent any more: ranks keep what they have
         return None
     return zlib.crc32(pickled.data)
 

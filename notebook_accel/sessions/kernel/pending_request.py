@@ -1,4 +1,4 @@
-"""Waiting for the ranks' answers, whatever comes: one fails, one dies, the kernel is interrupted."""
+"""Wait for the ranks' answers to a request, while ranks may fail or die and the kernel may be interrupted."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from notebook_accel.sessions.kernel.rank_connections import RankConnections, Ran
 __all__ = ["Console", "PendingRequest"]
 
 _TICK_S = 0.1
-_HEAD_START_S = 0.2  # for the others to fail by themselves, when one has
-_ALONE_S = 3.0  # that some ranks may need longer than the others, before it is looked whether they wait for these
+_HEAD_START_S = 0.2  # when one rank has failed, for others to fail by themselves
+_ALONE_S = 3.0  # that ranks may take longer than the others before their stacks are inspected
 _STACKS_DEADLINE_S = 2.0
-_PATIENCE_S = 60.0  # with a rank that goes on although it was interrupted, as in a long call of C++ code
+_PATIENCE_S = 60.0  # with an interrupted rank that goes on, such as in a long call of C++ code
 
 
 class PendingRequest:
-    """Asks ranks something and waits for the end of it.
+    """Sends ranks a request and waits for its end.
 
     Args:
-        connections: Brings it to them.
-        output: Shows what they print and display meanwhile; ``None``: nothing.
-        grace_s: How long a rank may take to come to an end that was interrupted, until something is said about it.
-        console: Who answers a rank's debugger.
-        stacks: Gives where the ranks stand, at most after so many seconds, if it is to be said when one waits in vain.
+        connections: The connections to the ranks.
+        output: Shows what ranks print and display meanwhile; ``None`` to show nothing.
+        grace_s: Time that an interrupted rank may take to end before a message reports it.
+        console: Answers a rank's debugger.
+        stacks: Returns the ranks' stacks, given a deadline in seconds, to report ranks that wait in vain.
 
     Attributes:
-        interrupted: Ranks that were interrupted, because of the kernel's interrupt or of another rank.
+        interrupted: Ranks that were interrupted, by the kernel or because another rank failed.
         killed: Ranks that went on all the same, and were killed.
-        interrupt: The kernel's interrupt, if it has come, or what else has ended the waiting.
+        interrupt: The kernel's interrupt, or another exception that ended the waiting.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class PendingRequest:
         self._output = output
         self._grace_s = grace_s
         self._console = console
-        self._stacks = stacks  # until it was said who waits in vain
-        self._alone_s: float | None = None  # since when ranks go on without the others
-        self._look_s = _ALONE_S  # how long they then may, before it is looked where they stand
+        self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
+        self._alone_s: float | None = None  # since when some ranks go on alone
+        self._look_s = _ALONE_S  # time from then until their stacks are inspected
         self._interrupt_s: float | None = None
         self._said = False
-        self._interrupts: collections.deque[BaseException] = collections.deque()  # that nobody has heeded yet
+        self._interrupts: collections.deque[BaseException] = collections.deque()  # not acted upon yet
         self.interrupted: list[int] = []
         self.killed: list[int] = []
         self.interrupt: BaseException | None = None
 
     def ask(self, request: RankRequest) -> None:
-        """Sends it and waits until every rank has answered or is gone. The kernel's interrupt is kept, not raised.
+        """Send the request and wait until every rank has answered or died. The kernel's interrupt is kept, not raised.
 
-        So is what else is raised here: the ranks would be left to themselves.
+        So is any other exception: the ranks would be left to themselves.
         """
         is_over = False
         with held() as interrupts, interrupts.taken_by(lambda interrupt: self.interrupt_by(interrupt, request)):
@@ -82,9 +82,9 @@ class PendingRequest:
         self._heed(request)
 
     def interrupt_by(self, interrupt: BaseException, request: RankRequest) -> None:
-        """Interrupts the ranks; the second time, kills those that go on.
+        """Interrupt the ranks. The second time, kill those that go on.
 
-        Any thread may call it, and a signal handler in the middle of anything: it is only noted here.
+        Only notes it: any thread may call this, and a signal handler in the middle of anything.
         """
         self._interrupts.append(interrupt)
         request.notify()
@@ -114,7 +114,7 @@ class PendingRequest:
                 self._look_for_waiting(request, now_s)
             request.wait(_TICK_S)
             self._listen(request)
-            if self._output is not None and time.monotonic() >= show_s:  # a short cell's in order of rank, at its end
+            if self._output is not None and time.monotonic() >= show_s:  # a short cell's only at its end, by rank
                 self._output.show_new()
                 show_s = time.monotonic() + _TICK_S
         self._listen(request)
@@ -151,12 +151,12 @@ class PendingRequest:
             )
 
     def _look_for_waiting(self, request: RankRequest, now_s: float) -> None:
-        """Says which ranks are in a collective when the others have ended what was asked, or weren't asked."""
+        """Report ranks that wait in a collective while the other ranks have nothing to do."""
         self._alone_s = self._alone_s or now_s
         if self._stacks is None or now_s - self._alone_s < self._look_s:
             return
         self._look_s *= 2
-        with contextlib.suppress(NotebookAccelError):  # not in time, or the session is over
+        with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
             waiting = [stack for stack in self._stacks(_STACKS_DEADLINE_S) if stack.rank in request.pending]
             lines = [f"rank {stack.rank} waits for others at {stack.user_line}"
                      for stack in waiting if stack.waits_in not in ("", "backward")]  # fmt: skip
@@ -173,10 +173,10 @@ class PendingRequest:
 
 
 class Console:
-    """Asks the user with ``input()``, which a kernel hands on to its front end.
+    """The user's end of a debugger: asks with ``input()``, which a kernel forwards to its front end.
 
     Attributes:
-        refusal: Why nobody could be asked, if that is so.
+        refusal: The error to raise if nobody could be asked.
     """
 
     def __init__(self) -> None:
@@ -184,10 +184,10 @@ class Console:
         self.refusal: RunError | None = None
 
     def answer(self, text: str) -> str:
-        """What the user types for this, with the end of the line; empty when there will be no more.
+        """Return the line that the user types, with its newline; empty when there will be no more.
 
         Args:
-            text: What the debugger says, its prompt at the end.
+            text: The debugger's output, with its prompt at the end.
         """
         if self._has_ended:
             return ""
@@ -199,7 +199,7 @@ class Console:
                 return input(prompt) + "\n"
         except (EOFError, KeyboardInterrupt):
             sys.stdout.write("\n")
-        except NotImplementedError:  # how a kernel says that its front end can't ask
+        except NotImplementedError:  # raised by a kernel whose front end can't ask
             self.refusal = RunError(
                 "A debugger asks for commands, and nobody can be asked here.",
                 why="What runs this notebook, such as nbconvert or papermill, has nobody who could type something.",

@@ -1,4 +1,4 @@
-"""The ranks of a session: how they are started, asked, started again and ended."""
+"""The ranks of a session: start them, send them requests, restart them and end them."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _LOOK_PERIOD_S = 0.1
 
 
 class RankPool:
-    """All ranks of one session, and what is known about them.
+    """All ranks of one session, and their state.
 
     Args:
         config: The options.
 
     Attributes:
-        job: The run that they belong to.
-        namespace_sync: What they have of the notebook's.
+        job: The run that the ranks belong to.
+        namespace_sync: The notebook variables that the ranks have.
 
     Raises:
-        LaunchError: They could not be started.
+        LaunchError: The ranks could not be started.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
         self._numbers = itertools.count(1)
         self._queue = RequestQueue()
         self._is_closed = False
-        self._failed_rank: int | None = None  # where the last error was
-        self._killed: set[int] = set()  # since they went on although they were interrupted
+        self._failed_rank: int | None = None  # the rank of the last error
+        self._killed: set[int] = set()  # for going on after an interrupt
         self._output: Output | None = None
         self._job: Job | None = None
         with held() as interrupts:
@@ -68,10 +68,10 @@ class RankPool:
             except BaseException:
                 self.close()
                 raise
-            atexit.register(self.close)  # before the engine's own, which would leave the meeting's folder
+            atexit.register(self.close)  # runs before the engine's own, which would leave the listener's folder
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
-        with interrupts.opened():  # a cluster may take its time
+        with interrupts.opened():  # a cluster may take long
             launcher.launch_function(
                 loop.serve,
                 (str(self._listener.folder), self._listener.secret),
@@ -90,12 +90,12 @@ class RankPool:
         self._welcome(range(self.job.world_size), interrupts.check)
 
     def _launched(self, job: Job) -> None:
-        self._job = job  # at once: an interrupt may come
+        self._job = job  # before anything else: an interrupt may strike
         foreground.show_panel(job)
 
     @property
     def alive(self) -> list[int]:
-        """The ranks that are there."""
+        """The ranks that are alive."""
         return self._connections.ranks
 
     def ask(
@@ -108,33 +108,33 @@ class RankPool:
         background: BackgroundCell | None = None,
         **what: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
-        """Asks ranks something that runs the user's code, and waits for the end; replies and values by rank.
+        """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
 
-        If the ranks are busy, it waits for its turn.
+        Wait for a turn while the ranks are busy.
 
         Args:
-            make: The kind of the message.
-            ranks: Which of them. Default: all.
-            inputs: What of the notebook they need for it.
-            called: What it is, in words.
-            background: The handle of it, if it is asked in the background.
-            what: What else the message says.
+            make: The type of the message.
+            ranks: The ranks to ask. Default: all.
+            inputs: Notebook variables that the ranks need for it.
+            called: The request in words.
+            background: The cell's handle, for a cell in the background.
+            what: The message's other fields.
 
         Raises:
-            PayloadError: Something that they need can't be sent.
-            RankFailedError: A rank has raised something, or died.
-            ResultError: A value can't be had; those that can are in the error.
-            RunError: A rank isn't there.
-            KeyboardInterrupt: The kernel was interrupted, and so were they.
+            PayloadError: Something that the ranks need can't be sent.
+            RankFailedError: A rank raised an error, or died.
+            ResultError: A value can't be sent or unpickled; the others are in the error.
+            RunError: A rank is dead.
+            KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
-        self._chosen(ranks)  # what can't be is said before it waits
+        self._chosen(ranks)  # refuse before waiting
         with held() as interrupts:
             check = background.check if background is not None else lambda: self._check_waiting(interrupts)
             with self._queue.turn(called, says=background is None, check=check):
                 return self._ask(make, self._chosen(ranks), inputs, what, background)
 
     def debug(self, rank: int | None) -> None:
-        """Lets the user look around where the last error of a rank was raised; by default of the one that failed last.
+        """Open a debugger at a rank's last error; by default on the rank that failed last.
 
         Raises:
             RunError: Nothing has failed there, or nobody can be asked.
@@ -149,11 +149,11 @@ class RankPool:
             pending_request = PendingRequest(self._connections, self._output, self.job.config.grace_s, console=console)
             self._start_output()
             self._have_answered(pending_request, request)
-            interrupts.heeded()  # one has ended the debugger, as it should
+            interrupts.heeded()  # one may have ended the debugger, as it should
             answers = dict(request.answers)
             self._connections.drop(request)
             self._finish_output(answers)
-            # What was typed may have called something that only all ranks can do together.
+            # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
         if request.lost:
             raise self._how_it_died(rank)
@@ -163,7 +163,7 @@ class RankPool:
             raise RunError(line)
 
     def look(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
-        """What rank 0 knows about a piece of code; ``None`` while it is busy or gone, or if it says nothing in time."""
+        """Ask rank 0 about a piece of code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
         with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
@@ -177,7 +177,7 @@ class RankPool:
             return None if answer is None else answer.reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
-        """Starts ranks again: those that have died, or these. Returns which."""
+        """Start these ranks again, by default those that have died. Return which."""
         with held() as interrupts, self._queue.turn("the restart", check=lambda: self._check_waiting(interrupts)):
             return self._restart(ranks)
 
@@ -188,17 +188,17 @@ class RankPool:
         for rank in chosen:
             self._connections.kill(rank)
         for rank in chosen:
-            failures.how_it_died(self.job, rank)  # waits until that is known
+            failures.how_it_died(self.job, rank)  # waits for the agent's report
             self.namespace_sync.forget(rank)
             self._killed.discard(rank)
             self.job.respawn(rank)
         if chosen:
             self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
-            self._welcome(chosen, lambda: None)  # begun, it is ended: who weren't welcomed would belong to nobody
+            self._welcome(chosen, lambda: None)  # uninterruptible: unwelcomed ranks would belong to nobody
         return chosen
 
     def close(self) -> None:
-        """Ends the ranks, and waits for that. Those that are idle end by themselves."""
+        """End the ranks and wait for that. Idle ones exit by themselves."""
         if not self._is_closed:
             with held() as interrupts:
                 self._close(interrupts)
@@ -216,8 +216,8 @@ class RankPool:
             finally:
                 self._job.kill()
                 self._job.wait(_END_DEADLINE_S)
-            with contextlib.suppress(NotebookAccelError):  # one that has failed has said so
-                self._job.results(0)  # which closes the files for them
+            with contextlib.suppress(NotebookAccelError):  # the job has already reported its failure
+                self._job.results(0)  # closes the files for results
         if self._output is not None:
             self._output.close()
         self._listener.close()
@@ -322,7 +322,7 @@ class RankPool:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             self._raise(request, pending_request, replies)
-        if pending_request.interrupt is not None:  # all had just ended
+        if pending_request.interrupt is not None:  # all ranks had just finished
             raise pending_request.interrupt
         return {
             rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(request), strict=True)
@@ -351,10 +351,10 @@ class RankPool:
         raise failure
 
     def _values(self, request: RankRequest) -> list[Any]:
-        """What has come with the answers, in order of rank.
+        """Return the values that came with the answers, in order of rank.
 
         Raises:
-            ResultError: Some of it can't be had; the rest is in the error.
+            ResultError: A value can't be unpickled; the others are in the error.
         """
         openings = {
             rank: Opening(answer.value, rank) for rank, answer in sorted(request.answers.items()) if answer.value >= 0
@@ -377,9 +377,10 @@ class RankPool:
         return answers
 
     def _have_answered(self, pending_request: PendingRequest, request: RankRequest) -> None:
-        """Asks, and waits until no interrupt of that can end what is asked next: ranks may have answered just before.
+        """Ask, and wait until no interrupt of this request can hit the next one.
 
-        A signal is not when it is sent where it is sent to, but is before what is sent on the line after it.
+        Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
+        written to the connection afterwards; so each interrupted rank answers one more, empty request.
         """
         pending_request.ask(request)
         self._killed.update(pending_request.killed)
@@ -406,7 +407,10 @@ class _Turn:
 
 
 class RequestQueue:
-    """The queue. Each waits in a thread of its own, with the interrupts held."""
+    """Gives the ranks to one request at a time, in order of arrival.
+
+    Each request waits in a thread of its own, with the interrupts held.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -414,17 +418,17 @@ class RequestQueue:
 
     @property
     def labels(self) -> list[str]:
-        """What the ranks are busy with, and then what waits, in words."""
+        """The request that has the ranks, and those that wait, in words."""
         return [turn.what for turn in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(self, what: str, *, says: bool = True, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Waits until the ranks are free, and has them in the body.
+        """Wait until the ranks are free, and keep them for the body.
 
         Args:
-            what: For what, in words.
-            says: Whether to say that it waits, and for what.
-            check: Called now and then while it waits; what it raises ends that and nothing else.
+            what: The request in words.
+            says: Whether to print that it waits, and for what.
+            check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
         """
         mine = _Turn(what)
         try:
@@ -440,7 +444,7 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def if_free(self, what: str) -> Iterator[bool]:
-        """Has the ranks in the body if they are free, which it gives; else they are with somebody else."""
+        """Keep the ranks for the body if they are free now. Yields whether they are."""
         mine = _Turn(what)
         with self._lock:
             is_free = not self._queue
@@ -452,7 +456,10 @@ class RequestQueue:
             self._leave(mine)
 
     def _join(self, turn: _Turn) -> str:
-        """What the ranks are busy with, empty if they are free: later that may be the turn itself."""
+        """Join the queue. Return the label of the request that has the ranks, empty if they are free.
+
+        Looked up under the lock: a moment later the first request may be the caller's own.
+        """
         with self._lock:
             self._queue.append(turn)
             self._queue[0].is_mine.set()

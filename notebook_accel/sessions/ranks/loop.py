@@ -1,6 +1,6 @@
-"""The function that a session launches: each rank waits in it for what the notebook wants next, and does it.
+"""The function that a session launches: each rank waits in it for requests and carries them out.
 
-Runs in a rank, in its main thread. Between cells an interrupt means nothing; in one it is raised in the user's code.
+Runs in a rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's code.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["serve"]
 
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
-_BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
-_DEVICES = ("cpu", "cuda")  # that have an autocast of their own
+_BACKWARD = "_engine_run_backward"  # torch's function, in a traceback: gradients were on their way to other ranks
+_DEVICES = ("cpu", "cuda")  # device types with an autocast of their own
 
 
 def serve(folder: str, secret: bytes) -> None:
-    """Joins the session and does what it says, until it is over or its kernel has gone.
+    """Join the session and carry out its requests, until it is over or its kernel is gone.
 
     Args:
-        folder: Where the session's kernel listens.
-        secret: Only the session's ranks have it.
+        folder: Folder of the session's socket.
+        secret: Known only to the session's ranks.
     """
     interruption.note_only()
     nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
-        os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
+        os.register_at_fork(after_in_child=connection.close)  # a DataLoader worker must not hold the connection open
         with contextlib.suppress(ClosedError):
             _Rank(rank, connection).serve()
 
@@ -57,7 +57,7 @@ class _Rank:
         self._tracker = NamespaceTracker(self._namespace)
         self._pid = os.getpid()
         self._lacks_delivery = False
-        self._traceback: types.TracebackType | None = None  # of the last error in the user's code
+        self._traceback: types.TracebackType | None = None  # of the last error in user code
         world_size = int(os.environ["WORLD_SIZE"])
         self._spec = JobSpec(
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
@@ -70,20 +70,20 @@ class _Rank:
                     order = messages.decode_for_rank(message.body)
                     if isinstance(order, messages.Welcome):
                         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
-                    elif not isinstance(order, messages.Typed):  # for a debugger that has just ended
+                    elif not isinstance(order, messages.Typed):  # meant for a debugger that has just ended
                         self._answer(order, message)
                 finally:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
 
     def _answer(self, order: Any, message: Message) -> None:
-        do = _DOINGS[type(order)]
+        do = _HANDLERS[type(order)]
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            # An interrupt may come before it is looked at.
+            # An interrupt may strike before the delivery is opened.
             self._lacks_delivery = getattr(order, "delivery", None) is not None
-            facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
-            if facts.get("breaks_group"):  # what is on a GPU may wait in it for ever
+            facts = self._run(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
+            if facts.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
             if "values" in facts:
@@ -102,8 +102,8 @@ class _Rank:
             )
             self._connection.send(messages.encode(reply), descriptors)
 
-    def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
-        """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
+    def _run(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
+        """Carry out a request. Interrupts that arrived since it was sent are raised in the user's code."""
         modes = _TorchModes()
         try:
             interruption.forget(sent_s)
@@ -136,7 +136,7 @@ class _Rank:
         }
 
     def _keep(self, error: BaseException) -> None:
-        """For a debugger, until the next error: also what the frames hold, as IPython does in the notebook."""
+        """Keep an error and its frames for the debugger until the next one, as IPython does in the notebook."""
         tb = failure.without_our_frames(error.__traceback__)
         if tb is not None:
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
@@ -158,14 +158,14 @@ class _Rank:
             return {**facts, **self._failed(error)}, []
         return facts, [descriptor]
 
-    # What can be asked ----------------------------------------------------------------------------------------------
+    # Requests -----------------------------------------------------------------------------------------------------
 
     def _take(self, order: messages.Take | messages.Execute | messages.Call, message: Message) -> Any:
         if order.delivery is None:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
-        with interruption.only_noted():  # it has all of it or nothing
+        with interruption.only_noted():  # all of it arrives, or nothing
             self._show_sources(order.delivery.sources)
             call = self._tracker.take(order.delivery, message.descriptors[0])
             self._lacks_delivery = False
@@ -200,7 +200,7 @@ class _Rank:
 
     @contextlib.contextmanager
     def _displaying(self, number: int) -> Iterator[None]:
-        """What is displayed in the body, and figures that it leaves open, appear under its cell."""
+        """Send what the body displays, and figures that it leaves open, to the cell."""
 
         def show(event: events.Display) -> None:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
@@ -230,7 +230,7 @@ class _Rank:
         return {}
 
     def _typed(self, number: int, text: str) -> str:
-        """What the user types after this text."""
+        """Send the user this text and return the line that they type."""
         streams.flush()
         prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
         self._connection.send(messages.encode(prompt))
@@ -252,7 +252,7 @@ class _Rank:
         return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
 
 
-_DOINGS: dict[type, Any] = {
+_HANDLERS: dict[type, Any] = {
     messages.Execute: _Rank._execute,
     messages.Call: _Rank._call,
     messages.Take: _Rank._just_take,
@@ -268,12 +268,16 @@ _INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debu
 
 
 def _regrouping() -> Any:
-    """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
+    """Import the module for process groups. It imports torch, and the kernel imports this module: so only in a rank."""
     return importlib.import_module("notebook_accel.training.regrouping")
 
 
 class _TorchModes:
-    """The modes of this thread as they are now; none where torch hasn't been imported."""
+    """Grad mode and autocast of this thread, as they are now; nothing where torch hasn't been imported.
+
+    An interrupt may strike in the middle of a context's exit and leave its mode on. A rank without gradients, or with
+    autocast on cached weights, would be useless from then on without anybody noticing.
+    """
 
     def __init__(self) -> None:
         self._torch: Any = sys.modules.get("torch")
@@ -283,7 +287,7 @@ class _TorchModes:
             self._nesting = self._autocast_nesting()
 
     def restore(self) -> None:
-        """Makes them what they were."""
+        """Restore the modes."""
         if self._torch is None:
             return
         self._torch.set_grad_enabled(self._has_gradients)
@@ -295,13 +299,13 @@ class _TorchModes:
             self._torch.clear_autocast_cache()
 
     def _autocast_nesting(self) -> int:
-        """How many autocasts there are around each other; the outermost one's end empties the cache of weights."""
+        """Return the depth of nested autocasts. The end of the outermost one clears the weight cache."""
         self._torch.autocast_increment_nesting()
         return int(self._torch.autocast_decrement_nesting())
 
 
 def _bundle(value: Any) -> dict[str, str]:
-    """How a value is shown, by mime type. Runs in a rank."""
+    """Return a value's mime bundle, with long text cut off."""
     data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
     text = data["text/plain"]
     if len(text) > _MOST_SHOWN_CHARACTERS:

@@ -1,6 +1,6 @@
-"""The names of a rank's ``__main__``: which came from the notebook, and which are the rank's own. Runs in a rank.
+"""A rank's ``__main__``: which variables came from the notebook, and lookups for completion and ``?``. Runs in a rank.
 
-What a cell of the session has assigned is the rank's own, and stays, whatever the notebook has under that name.
+A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ __all__ = ["NamespaceTracker", "SealedDelivery", "completions", "description"]
 
 _NOTHING = object()
 
-# What a sealed file of the kernel's holds: names and values, objects that both sides number, modules to import, and
-# what is called with which arguments.
+# Contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
 SealedDelivery = tuple[
     dict[str, Any], list[Any], tuple[str, ...], "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None"
 ]
@@ -33,40 +32,40 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class NamespaceTracker:
-    """The names of one rank.
+    """Keeps apart a rank's own variables and those that came from the notebook.
 
     Args:
-        namespace: Its ``__main__``.
+        namespace: The rank's ``__main__``.
 
     Attributes:
-        objects: What came from the notebook and can be referred to, by the number that both sides know it by.
+        objects: Objects from the notebook that later deliveries can refer to, by number.
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
-        self._given = set(namespace)  # what every rank has from its start
+        self._given = set(namespace)  # names that every rank has from its start
         self._taken: dict[str, Any] = {}
         self._own: set[str] = set()
         self.objects: dict[int, Any] = {}
 
     @property
     def definitions(self) -> Mapping[int, Any]:
-        """The notebook's functions and classes, as which they go back to it."""
+        """The notebook's functions and classes, which go back to it as references."""
         kinds = (type, types.FunctionType)
         return {number: obj for number, obj in self.objects.items() if isinstance(obj, kinds)}
 
     def take(self, delivery: Delivery, descriptor: int) -> Any:
-        """Opens what the notebook has sent and binds its names; returns what is to be called, if anything."""
+        """Open a delivery and bind its names. Return the call that it contains, if any."""
         before = dict(self._namespace)
         try:
             opened = serialization.open_sealed(descriptor, namespace=self._namespace, origins=self.objects)
-        except BaseException:  # what has come so far would be taken for the rank's own, and never be sent again
+        except BaseException:  # names that did arrive would count as the rank's own, and never be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
             self._namespace.update(before)
             raise
         names, shared, submodules, call = opened.value
-        # A function brings along the values of the names that it uses. Those that the rank has, it must not change.
+        # A function brings along the globals that it uses. They must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.shipped if name is not None and name not in before}
         arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
@@ -78,24 +77,24 @@ class NamespaceTracker:
         numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.shipped)], strict=True)
         self.objects.update((number, obj) for number, obj in numbered if number >= 0)
         for name in submodules:
-            with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
+            with contextlib.suppress(ImportError):  # code that needs it will raise, where it needs it
                 importlib.import_module(name)
         return call
 
     def is_own(self, name: str) -> bool:
-        """Return whether the rank has something under this name that isn't as it came from the notebook."""
+        """Return whether the rank itself has bound this name, to something other than the notebook's value."""
         value = self._namespace.get(name, _NOTHING)
         return value is not _NOTHING and name not in self._given and self._taken.get(name, _NOTHING) is not value
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """The names that have become its own since the last call, and those that no longer are."""
+        """Return the names that became the rank's own since the last call, and those that no longer are."""
         own = {name for name in self._namespace if self.is_own(name)}
         before, self._own = self._own, own
         return sorted(own - before), sorted(before - own)
 
 
 def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
-    """What could stand for the dotted name at the end of ``text``, as a whole: ``model.weight`` for ``model.w``."""
+    """Complete the dotted name at the end of ``text``. Return whole names: ``model.weight`` for ``model.w``."""
     found = _DOTTED.search(text)
     path = found[0] if found is not None else ""
     owner, dot, begun = path.rpartition(".")
@@ -109,7 +108,7 @@ def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
 
 
 def description(namespace: Mapping[str, Any], path: str) -> list[str]:
-    """Lines about what a dotted name stands for; none if there is no such name."""
+    """Return lines that describe a dotted name; none if there is no such name."""
     obj = _resolve(namespace, path)
     if obj is _NOT_THERE:
         return []
@@ -117,7 +116,7 @@ def description(namespace: Mapping[str, Any], path: str) -> list[str]:
     try:
         if callable(obj):
             lines.append(f"Signature: {path.rpartition('.')[2]}{inspect.signature(obj)}")
-    except (TypeError, ValueError):  # some built-in ones have none
+    except (TypeError, ValueError):  # some built-in functions have none
         pass
     lines.append(f"Type: {type(obj).__name__}")
     shape = getattr(obj, "shape", None)
@@ -145,11 +144,11 @@ def _resolve(namespace: Mapping[str, Any], path: str) -> Any:
 
 
 def _attribute(obj: Any, name: str) -> Any:
-    """An attribute that is there already. A property could compute anything, even something that all ranks do."""
+    """Return an attribute without running code. A property could compute anything, even a collective."""
     if not name.isidentifier() or keyword.iskeyword(name):
         return _NOT_THERE
     found = inspect.getattr_static(obj, name, _NOT_THERE)
-    if found is _NOT_THERE:  # a part of a torch module is in one of three dictionaries
+    if found is _NOT_THERE:  # torch keeps a module's parts in three dictionaries
         parts = (
             vars(obj).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers") if hasattr(obj, "__dict__")
         )
@@ -162,5 +161,5 @@ def _attribute(obj: Any, name: str) -> Any:
 
 
 def _dir(obj: Any) -> list[str]:
-    names: list[object] = list(dir(obj))  # a __dir__ of the user's may give anything
+    names: list[object] = list(dir(obj))  # the user's __dir__ may return anything
     return [name for name in names if isinstance(name, str)]
