@@ -1,4 +1,8 @@
-"""Small pieces of HTML, and how numbers are written for people. Everything that becomes HTML here is escaped."""
+"""The panel's style sheet, small pieces of HTML, and numbers as people read them. All text is escaped.
+
+Colours follow the front end's theme: JupyterLab's variables first, then VS Code's, then a palette of our own, chosen by
+the front end's mark on the page or else by the system's preference.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +30,17 @@ _LARGEST_COUNT = 1e12
 
 
 def badge(word: str) -> str:
-    """A word in a frame, in the colour of the state of that name."""
+    """Frame a word, in the colour of the state of that name."""
     return f'<span class="nba-badge nba-{html.escape(word)}">{html.escape(word)}</span>'
 
 
 def faint(text: str) -> str:
-    """Text that is less important."""
+    """Print text in a fainter colour."""
     return f'<span class="nba-faint">{html.escape(text)}</span>'
 
 
 def bar(value: float, total: float, label: str, kind: str = "") -> str:
-    """A bar that is filled as far as ``value`` is of ``total``; ``label`` is its attributes."""
+    """Draw a bar filled to ``value`` of ``total``, with ``label`` as its attributes."""
     share = min(max(value / total, 0.0), 1.0)
     return (
         f'<div class="nba-bar {kind}" {label} aria-valuemin="0" aria-valuenow="{value}" aria-valuemax="{total}">'
@@ -45,22 +49,22 @@ def bar(value: float, total: float, label: str, kind: str = "") -> str:
 
 
 def scrolled(body: str) -> str:
-    """Something that may be long, in a box that scrolls, with its end in view."""
+    """Put long content into a box that scrolls, with its end in view."""
     return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 line``, ``2,000 lines``."""
+    """Return ``1 line`` or ``2,000 lines``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def shortened(text: str, characters: int) -> str:
-    """A text that may be cut off at its end."""
+    """Cut off the end of a long text."""
     return text if len(text) <= characters else f"{text[: characters - 1]}…"
 
 
 def rate(steps_per_s: float | None) -> str:
-    """Steps a second, with three digits or so."""
+    """Return steps a second with about three digits."""
     if steps_per_s is None:
         return UNKNOWN
     if steps_per_s >= 1:
@@ -69,7 +73,7 @@ def rate(steps_per_s: float | None) -> str:
 
 
 def in_digits(value: float | None) -> str:
-    """A metric. Counts are exact, and no large number that people can read gets an exponent."""
+    """Format a metric. Counts are exact, and large readable numbers get no exponent."""
     if value is None:
         return UNKNOWN
     if value.is_integer() and abs(value) < _LARGEST_COUNT:
@@ -78,7 +82,7 @@ def in_digits(value: float | None) -> str:
 
 
 def sizes_in_words(used_bytes: int, total_bytes: int) -> list[str]:
-    """Both sizes, with the unit once if it is the same; the total only if it is known."""
+    """Return both sizes, naming a shared unit once; without the total if that is unknown."""
     used, total = sizes.in_words(used_bytes), sizes.in_words(total_bytes)
     if not total_bytes:
         return [used]
@@ -283,9 +287,9 @@ STYLE = (
     f".nba-panel{{{_LIGHT}}}@media (prefers-color-scheme:dark){{.nba-panel{{{_DARK}}}}}"
     f"{_LIGHT_MARKS}{{{_LIGHT}}}{_DARK_MARKS}{{{_DARK}}}{_RULES}{_CURVES}"
 )
-"""The text of a ``style`` element. Every rule is below ``.nba-panel``, so that nothing else on the page changes."""
+"""The panel's style sheet. Every rule is below ``.nba-panel``, so that nothing else on the page changes."""
 
-# Of two classes, and so above the panel's own rules, also where another panel further down brings those once more.
+# Selectors with two classes win over the panel's own rules, even where a panel further down repeats those.
 _FORM_RULES = """
 .nba-panel.nba-form .nba-top > .widget-html { min-width: 0; }
 .nba-panel.nba-form .nba-fields { padding: 10px 14px 12px; border-bottom: 1px solid var(--nba-line); gap: 6px; }

@@ -1,8 +1,8 @@
-"""The live panel under a cell: a run's state in widgets that change as it does.
+"""The live panel under a cell: a run's state in widgets that follow it.
 
-Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, what the widgets showed is
-replaced by the same as plain HTML, so that a saved notebook shows it without a kernel. A page that was reloaded in the
-meantime can't be told to replace it; for such a page the outermost widget stays open and shows that HTML too.
+Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, plain HTML replaces the
+widgets, so that a saved notebook shows it without a kernel. A page that was reloaded in the meantime can't be told to
+replace them; for such a page the outermost widget stays open and shows that HTML too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PanelView", "open_view", "warm"]
 
-_SLOW_PERIOD_S = 1.0  # for what costs more to draw, or to read
+_SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
 _VIEWS = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
@@ -41,7 +41,7 @@ _MEAN, _EACH = "Mean", "Each rank"
 
 
 def open_view(job: Job) -> PanelView | _ShownRun | None:
-    """Open the panel of a run, or returns ``None`` where nobody would see it.
+    """Open the panel of a run. Return ``None`` where nobody would see it.
 
     The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
     """
@@ -60,7 +60,7 @@ class PanelView:
     """A run's panel. Constructing it displays it under the running cell.
 
     Args:
-        job: The run. Its events are taken by nobody else.
+        job: The run. Nobody else may take its events.
     """
 
     def __init__(self, job: Job) -> None:
@@ -69,7 +69,7 @@ class PanelView:
         self._state = job.state
         self._stacks = _AskedStacks(job, self._on_change)
         self._drawn = _Drawn()
-        self._has_changed = False  # what people have chosen
+        self._has_changed = False  # something that people choose
         self._clicked: Literal["", "stop", "interrupt"] = ""
         self._widgets = _PanelWidgets(
             job.world_size,
@@ -85,11 +85,11 @@ class PanelView:
         self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
-        """Draw what is new. Without events, only the clock moves, once a second."""
+        """Draw what is new. Without events only the clock moves, once a second."""
         self._shown.in_cell(self._refresh)
 
     def close(self) -> None:
-        """Replace what is displayed by the final state as plain HTML and text. The run has ended."""
+        """Replace the widgets with the final state as plain HTML and text. The run has ended."""
         self._shown.in_cell(self._close)
 
     def _refresh(self) -> None:
@@ -108,13 +108,13 @@ class PanelView:
         self._widgets.close(html)
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
-        facts = self._shown.facts(now_s, self._hint())  # before the lock, since the job's error takes another
+        facts = self._shown.facts(now_s, self._hint())  # before the lock: the job's error takes another one
         with self._job.state_lock:
             self._draw_state(facts, now_s, kinds)
         self._drawn.second = int(now_s - self._job.started_s)
 
     def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
-        # A widget sends nothing when it is given the value that it has.
+        # Setting a widget to the value that it has sends nothing.
         widgets, state, drawn = self._widgets, self._state, self._drawn
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
@@ -139,7 +139,7 @@ class PanelView:
             )
 
     def _is_body_due(self, now_s: float) -> bool:
-        """Return whether what is below the table has changed by itself. A file isn't read five times a second."""
+        """Return whether the part below the table has changed by itself. A log file is read once a second at most."""
         period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
         return self._drawn.output and now_s - self._drawn.body_s >= period_s
 
@@ -170,21 +170,21 @@ class PanelView:
         return "" if self._is_clickable() else "interrupt the kernel to stop"
 
     def _is_clickable(self) -> bool:
-        """Whether something happens on a click: a cell that waits for the run may keep the kernel from hearing of it.
+        """Return whether a click has an effect: a cell that waits for the run may keep the kernel from reading it.
 
-        A run of this very process can't be stopped from outside.
+        A run in the kernel's own process can't be stopped from outside.
         """
         job = self._job
         return job.run_here is None and (job.is_background or self._clicks.are_delivered)
 
-    # Called in whatever thread a click comes in: nothing is drawn there.
+    # Called in the thread in which a click arrives, where nothing may be drawn.
 
     def _on_stop(self) -> None:
         self._clicked, self._has_changed = "stop", True
         self._job.stop()
 
     def _on_interrupt(self) -> None:
-        if self._job.on_death == "keep":  # a session: what its ranks do now ends, and they stay
+        if self._job.on_death == "keep":  # a session: interrupt its request, keep its ranks
             self._has_changed = True
             self._job.interrupt(escalate=False)
         elif not self._clicked:
@@ -197,7 +197,7 @@ class PanelView:
 
 @dataclasses.dataclass
 class _Drawn:
-    """What was drawn when, and what has come since: whether there was output, and metrics."""
+    """When each part was last drawn, and whether output or metrics have arrived since."""
 
     second: int = -1
     body_s: float = -_SLOW_PERIOD_S
@@ -207,15 +207,15 @@ class _Drawn:
 
 
 class _AskedStacks:
-    """The last answer of a run's ranks.
+    """The ranks' stacks, asked for in the background so that drawing never waits.
 
     Args:
         job: The run.
-        on_change: Called when there is an answer, in a thread of its own.
+        on_change: Called when the answers are there, in another thread.
 
     Attributes:
-        texts: Where each rank stands; empty before the first answer.
-        said: What to say of them all: that they are being asked, when they were, or why they could not be.
+        texts: Each rank's stack; empty before the first answer.
+        said: A line above them: ranks are being asked, when they answered, or why they could not.
     """
 
     def __init__(self, job: Job, on_change: Callable[[], None]) -> None:
@@ -226,7 +226,7 @@ class _AskedStacks:
         self.said = "not asked yet"
 
     def ask(self) -> None:
-        """Ask, unless that is being done."""
+        """Ask for the stacks, unless that is under way."""
         if self._asking is None or not self._asking.is_alive():
             self.said = "asking every rank …"
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
@@ -242,20 +242,23 @@ class _AskedStacks:
 
 
 def warm() -> None:
-    """Import ipywidgets where there is one, so that the first panel need not wait for it."""
+    """Import ipywidgets if it is installed, so that the first panel needn't wait for it."""
     with contextlib.suppress(ImportError):
         importlib.import_module("ipywidgets")
 
 
 class _PanelWidgets:
-    """The panel's widgets.
+    """The panel's widgets, and what people choose and click in them.
+
+    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted and
+    passed on to the panel's callbacks. Widgets change when the panel is drawn, in one thread.
 
     Args:
         world_size: Number of ranks.
-        on_stop: What the button Stop does.
-        on_interrupt: What the button Interrupt does.
-        on_ask: Asks the ranks where they stand.
-        on_change: Called after every other choice. In these threads nothing may take long.
+        on_stop: Called by the button Stop.
+        on_interrupt: Called by the button Interrupt.
+        on_ask: Asks for the ranks' stacks.
+        on_change: Called after every other choice. All four run in a click's thread and must be quick.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class _PanelWidgets:
         on_ask: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
-        import ipywidgets  # not above: plain scripts import the panel too, to be told that they have none
+        import ipywidgets  # not above: plain scripts import this module too, to find that they need no panel
 
         self.header, self.table, self.errors, self.body, self.chart = (ipywidgets.HTML() for _ in range(5))
         self._stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
@@ -327,7 +330,7 @@ class _PanelWidgets:
 
     @property
     def choice(self) -> Choice:
-        """What is to be seen below the table."""
+        """The choice of what is shown below the table."""
         rank = None if self._rank.value == -1 else self._rank.value
         return Choice(_VIEWS[self._view.value], rank, self._search.value.strip())  # type: ignore[arg-type]
 
@@ -338,7 +341,7 @@ class _PanelWidgets:
 
     @property
     def metric(self) -> str:
-        """The metric of the chart, empty for the first one."""
+        """The chart's metric, empty for the first one."""
         return self._metric.value or ""
 
     @property
@@ -348,16 +351,16 @@ class _PanelWidgets:
 
     @property
     def names_chart(self) -> bool:
-        """True if what people choose from says already what the chart shows."""
+        """True if the visible controls already name the chart's metric."""
         return bool(self._chart_tools.layout.display == "")
 
     def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
-        """Show those that do something now.
+        """Show the controls that have an effect now.
 
         Args:
-            are_live: Whether a click arrives.
-            metrics: What the chart can show.
-            clicked: ``stop`` or ``interrupt`` after such a click; empty before.
+            are_live: Whether clicks arrive.
+            metrics: The metrics that the chart can show.
+            clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
         """
         if self._metric.options != metrics:
@@ -380,7 +383,7 @@ class _PanelWidgets:
             widget.layout.display = "" if is_shown else "none"
 
     def close(self, summary: str) -> None:
-        """Leave the final state as the only thing in the root and closes everything else."""
+        """Leave the final state as the root's only content, and close all other widgets."""
         import ipywidgets
 
         parts = self.root.children
@@ -391,7 +394,7 @@ class _PanelWidgets:
 
 
 def _close(widget: Any) -> None:
-    """Close a widget and what is in it, with the models of their layouts and styles, so that no comm stays open."""
+    """Close a widget, its children, and their layouts' and styles' models, so that no comm stays open."""
     for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
         if part is not None:
             _close(part) if hasattr(part, "layout") else part.close()
@@ -399,27 +402,30 @@ def _close(widget: Any) -> None:
 
 
 class _ShownRun:
-    """A run, and its one place under the running cell. As a view it shows the summary when it is closed.
+    """A run's output and its one place under the running cell. As a view it shows the summary when it is closed.
+
+    It serves the live panel, and alone is the view of a run that has ended before a panel opened: making widgets would
+    take longer than a short run.
 
     Args:
-        job: The run. Its events are taken by nobody else.
+        job: The run. Nobody else may take its events.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.output = OutputLog(job.world_size, functools.partial(line_prefix, job))
-        # Another thread may draw, while a later cell is running: what is displayed belongs under this cell, which
-        # ipykernel keeps in a context variable (since version 7).
+        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
+        # a context variable (since version 7).
         self._cell_context = contextvars.copy_context()
         self._display_id = uuid.uuid4().hex
         self._is_there = False
 
     def in_cell(self, act: Callable[[], None]) -> None:
-        """Does something whose messages to front ends belong under the run's cell."""
+        """Call a function whose messages to front ends belong under the run's cell."""
         self._cell_context.copy().run(act)
 
     def take_events(self) -> set[type[events.Event]]:
-        """Take the new events: keep output, display what ranks display. Return which kinds of events came."""
+        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
         kinds: set[type[events.Event]] = set()
         for rank, event in self._job.events():
             kinds.add(type(event))
@@ -431,7 +437,7 @@ class _ShownRun:
         return kinds
 
     def facts(self, now_s: float, hint: str = "") -> render.RunFacts:
-        """What is shown besides what the ranks say."""
+        """Return what is shown besides the ranks' own state."""
         job = self._job
         end_s = now_s if job.ended_s is None else job.ended_s
         error = job.error
@@ -450,12 +456,12 @@ class _ShownRun:
         )
 
     def show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the run's place, instead of what is there."""
+        """Display a mime bundle in the run's place, replacing what is there."""
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
     def show_summary(self, now_s: float, hint: str = "") -> None:
-        """Display how the run has ended, as HTML and text that need no kernel."""
+        """Display the run's end as HTML and text that need no kernel."""
         facts, state = self.facts(now_s, hint), self._job.state
         with self._job.state_lock:
             html = render.summary_html(facts, state, self.output, now_s)

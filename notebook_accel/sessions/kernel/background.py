@@ -91,7 +91,8 @@ class BackgroundCell:
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the cell's ranks, which keep their variables.
 
-        A second call kills the ranks that go on. A cell that still waits for its turn doesn't start. Doesn't wait for the end.
+        A second call kills the ranks that go on. A cell that still waits for its turn doesn't start. Doesn't wait for
+        the end.
         """
         with self._lock:
             self._is_interrupted = True
