@@ -243,7 +243,7 @@ class Accelerator(ProcessState):
             device_placement=self._is_placed(device_placement),
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
-            before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
+            before_training_pass=self.gradient_state.refuse_missing_ranks,
         )
         return self._once(model, lambda: prepare(model, self._backend, self._precision))
 
