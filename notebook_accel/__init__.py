@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.session import Session
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
-    from notebook_accel.training.availability import is_rich_available
-    from notebook_accel.training.batch_size import find_executable_batch_size
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
     from notebook_accel.training.handlers import (
@@ -44,10 +42,9 @@ if TYPE_CHECKING:
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
     )
     from notebook_accel.training.loaders import skip_first_batches
-    from notebook_accel.training.process_control import DistributedType, PartialState
-    from notebook_accel.training.profiling import ProfileKwargs
     from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.refusals import (
         DeepSpeedPlugin,
@@ -63,7 +60,9 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
         prepare_pippy,
     )
-    from notebook_accel.training.states import AcceleratorState
+    from notebook_accel.training.states import AcceleratorState, DistributedType, PartialState
+    from notebook_accel.utils.imports import is_rich_available
+    from notebook_accel.utils.memory import find_executable_batch_size
 
 __version__ = "0.1.0"
 
@@ -80,20 +79,20 @@ _HOME = {
     "DataLoaderConfiguration": "training.data",
     "DeepSpeedPlugin": "training.refusals",
     "DistributedDataParallelKwargs": "training.handlers",
-    "DistributedType": "training.process_control",
+    "DistributedType": "training.states",
     "FullyShardedDataParallelPlugin": "training.refusals",
     "GradScalerKwargs": "training.handlers",
     "GradientAccumulationPlugin": "training.accumulation",
     "InitProcessGroupKwargs": "training.handlers",
-    "Job": "launching.job",
+    "Job": "launching.kernel.job",
     "LaunchConfig": "config",
     "LaunchError": "errors",
     "NotebookAccelError": "errors",
     "ParallelismConfig": "training.refusals",
-    "PartialState": "training.process_control",
+    "PartialState": "training.states",
     "PayloadError": "errors",
     "PreflightError": "errors",
-    "ProfileKwargs": "training.profiling",
+    "ProfileKwargs": "training.handlers",
     "ProjectConfiguration": "training.checkpoint_folders",
     "RankFailedError": "errors",
     "ResultError": "errors",
@@ -101,26 +100,26 @@ _HOME = {
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",
-    "Session": "sessions.session",
+    "Session": "sessions.kernel.session",
     "TrainingError": "errors",
     "cpu_offload": "training.refusals",
-    "debug_launcher": "launching.notebook_launcher",
+    "debug_launcher": "launching.kernel.notebook_launcher",
     "disk_offload": "training.refusals",
     "dispatch_model": "training.refusals",
-    "find_executable_batch_size": "training.batch_size",
+    "find_executable_batch_size": "utils.memory",
     "infer_auto_device_map": "training.refusals",
     "init_empty_weights": "training.refusals",
     "init_on_device": "training.refusals",
-    "is_rich_available": "training.availability",
+    "is_rich_available": "utils.imports",
     "load_checkpoint_and_dispatch": "training.refusals",
     "load_checkpoint_in_model": "training.refusals",
-    "notebook_launcher": "launching.notebook_launcher",
+    "notebook_launcher": "launching.kernel.notebook_launcher",
     "prepare_data_loader": "training.data",
     "prepare_pippy": "training.refusals",
     "report": "reporting",
     "skip_first_batches": "training.loaders",
     "synchronize_rng_states": "training.random_state",
-    "write_basic_config": "launching.configuring",
+    "write_basic_config": "launching.kernel.configuring",
 }
 
 __all__ = [
@@ -187,7 +186,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     if name in ("debug_launcher", "notebook_launcher"):  # whoever looks at them in a notebook is about to launch
-        importlib.import_module(f"{__name__}.launching.local").engine().warm_in_kernel()
+        importlib.import_module(f"{__name__}.launching.kernel.local").engine().warm_in_kernel()
     return value
 
 
