@@ -45,7 +45,7 @@ class _Order:
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     """Show, stop and inspect runs.
 
-    %distributed [status]        list the runs in progress, or show how the last one ended
+    %distributed status          list the runs in progress, or show how the last one ended
     %distributed stop            stop a run
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
@@ -55,7 +55,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     The first four take --run NAME (or its number), to choose among several runs or to name an earlier one.
 
     Examples:
-      %distributed                       list the runs in progress
+      %distributed                       the same as %distributed status
       %distributed logs 1                print the last lines of rank 1
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
@@ -89,7 +89,7 @@ def _read(command: str, words: list[str]) -> _Order:
             order = dataclasses.replace(order, rank=int(word))
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
-            raise UsageError(f"%distributed {command}: there is no use for {word!r}.{hint}")
+            raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
     return order
 
 

@@ -1,4 +1,4 @@
-"""Which cell has initialised CUDA. The queue is torch's own; a test on a CPU has to run it in torch's place."""
+"""Tests that note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
 
 from __future__ import annotations
 
