@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 def name(text: str) -> str:
     """Check that a word is a Python identifier."""
     if not text.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is no name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid name")
     return text
 
 

@@ -30,7 +30,7 @@ _LISTED_RUNS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class _Order:
+class _Arguments:
     """The arguments after the command's name.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Order:
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     """Show, stop and inspect runs.
 
-    %distributed [status]        list the runs in progress, or show how the last one ended
+    %distributed status          list the runs in progress, or show how the last one ended
     %distributed stop            stop a run
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
@@ -55,7 +55,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     The first four take --run NAME (or its number), to choose among several runs or to name an earlier one.
 
     Examples:
-      %distributed                       list the runs in progress
+      %distributed                       the same as %distributed status
       %distributed logs 1                print the last lines of rank 1
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
@@ -75,26 +75,26 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
     return COMMANDS[command](_read(command, words))
 
 
-def _read(command: str, words: list[str]) -> _Order:
+def _read(command: str, words: list[str]) -> _Arguments:
     """Parse the words after the command: a rank, for commands that take one, and ``--run``."""
-    order = _Order()
+    given = _Arguments()
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
     while waiting:
         word = waiting.pop(0)
         if word == "--run" and command in _OF_A_RUN:
             if not waiting:
                 raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
-            order = dataclasses.replace(order, run=waiting.pop(0))
-        elif word.isdecimal() and command in _OF_A_RANK and order.rank is None:
-            order = dataclasses.replace(order, rank=int(word))
+            given = dataclasses.replace(given, run=waiting.pop(0))
+        elif word.isdecimal() and command in _OF_A_RANK and given.rank is None:
+            given = dataclasses.replace(given, rank=int(word))
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
-            raise UsageError(f"%distributed {command}: there is no use for {word!r}.{hint}")
-    return order
+            raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
+    return given
 
 
-def _status(order: _Order) -> None:
-    entries = [registry.find(order.run)] if order.run else registry.latest()
+def _status(given: _Arguments) -> None:
+    entries = [registry.find(given.run)] if given.run else registry.latest()
     if not entries:
         print("No run has been started.")
     for entry in entries:
@@ -129,27 +129,27 @@ def _print_run(entry: registry.Entry) -> None:
             print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
 
 
-def _stop(order: _Order) -> None:
-    job = _running(order)
+def _stop(given: _Arguments) -> None:
+    job = _running(given)
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
 
 
-def _running(order: _Order) -> Job:
-    entry = registry.find(order.run, running=True)
+def _running(given: _Arguments) -> Job:
+    entry = registry.find(given.run, running=True)
     job = entry.job
     if job is None:  # it ended between the two lines above
         raise NotebookAccelError(f"The run {entry.name!r} has just ended.")
     return job
 
 
-def _logs(order: _Order) -> None:
-    entry = registry.find(order.run)
+def _logs(given: _Arguments) -> None:
+    entry = registry.find(given.run)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
-    for rank in _ranks(order, entry.name, len(entry.log_files)):
+    for rank in _ranks(given, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
         print(
@@ -158,31 +158,31 @@ def _logs(order: _Order) -> None:
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
-def _stacks(order: _Order) -> None:
-    job = _running(order)
-    ranks = _ranks(order, job.name, job.world_size)
+def _stacks(given: _Arguments) -> None:
+    job = _running(given)
+    ranks = _ranks(given, job.name, job.world_size)
     stacks = job.stacks()
     print("\n".join(str(stacks[rank]) for rank in ranks))
 
 
-def _ranks(order: _Order, name: str, world_size: int) -> Sequence[int]:
-    if order.rank is None:
+def _ranks(given: _Arguments, name: str, world_size: int) -> Sequence[int]:
+    if given.rank is None:
         return range(world_size)
-    if order.rank >= world_size:
+    if given.rank >= world_size:
         has = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        raise NotebookAccelError(f"The run {name!r} has no rank {order.rank}: it has {has}.")
-    return [order.rank]
+        raise NotebookAccelError(f"The run {name!r} has no rank {given.rank}: it has {has}.")
+    return [given.rank]
 
 
-def _config(_: _Order) -> ConfigForm:
+def _config(_: _Arguments) -> ConfigForm:
     return ConfigForm()
 
 
-def _doctor(_: _Order) -> None:
+def _doctor(_: _Arguments) -> None:
     print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
-COMMANDS: dict[str, Callable[[_Order], ConfigForm | None]] = {
+COMMANDS: dict[str, Callable[[_Arguments], ConfigForm | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,

@@ -39,7 +39,8 @@ HELP = """\
 """
 
 _HINT = (
-    "%%distributed cells run there, %%rank 0 cells in one; %push and %pull bring names; %distributed stop ends them."
+    "%%distributed runs a cell on all of them, %%rank 0 on one; %push and %pull copy variables; %distributed stop ends "
+    "the session."
 )
 _ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`; an interrupt ends it earlier
 
@@ -93,7 +94,7 @@ class SessionMagics:
         elif command == "debug":
             ranks = parse_ranks(rest) if rest.strip() else [None]
             if len(ranks) > 1:
-                raise UsageError("%distributed debug: one rank at a time.")
+                raise UsageError("%distributed debug: one rank at a time, such as %distributed debug 1.")
             self._needed("%distributed debug").debug(ranks[0])
         else:
             self.close()
@@ -124,9 +125,9 @@ class SessionMagics:
         if not chosen:
             print("No rank has died. `%distributed restart 1` starts that one again, `%distributed restart all` all.")
             return
-        begin = "begins" if len(chosen) == 1 else "begin"
+        has = "has" if len(chosen) == 1 else "have"
         who = ranks_in_words(chosen).capitalize()
-        print(f"{who} {begin} anew, without names. There is no process group now: make a new Accelerator() on all "
+        print(f"{who} {has} restarted, without variables. The process group is gone: make a new Accelerator() on all "
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class SessionMagics:
         refused = [f"--{name}" for name in (*options.given(given), "args") if getattr(given, name)]
         if refused:
             raise UsageError(
-                f"%%distributed: {', '.join(refused)} can't be said of a cell in a session. Options belong to "
+                f"%%distributed: {', '.join(refused)} can't be used with a cell in a session. Options belong to "
                 "%distributed start; --fresh launches this cell by itself."
             )
         session = self._needed("%%distributed")
@@ -177,8 +178,8 @@ class SessionMagics:
     def _start_cell(self, session: Session, given: argparse.Namespace, parsed: Cell) -> BackgroundCell:
         if given.pull:
             raise UsageError(
-                f"%%distributed: --pull can't be said of a cell in the background. %pull {' '.join(given.pull)} in the "
-                "next cell waits until it has ended."
+                "%%distributed: --pull can't be used with a cell in the background. "
+                f"%pull {' '.join(given.pull)} in the next cell waits for its end."
             )
         with held():
             handle = session.start_cell(parsed, self._shell.user_ns, push=given.push)
@@ -196,7 +197,7 @@ class SessionMagics:
         """
         session = self._needed("%%rank")
         if not line.strip():
-            raise UsageError("%%rank: which? %%rank 0, or %%rank 0,2-3.")
+            raise UsageError("%%rank needs ranks: %%rank 0, or %%rank 0,2-3.")
         shown, _ = session.run_cell(self._read(cell), self._shell.user_ns, ranks=parse_ranks(line))
         return shown or None
 
@@ -226,7 +227,7 @@ class SessionMagics:
         given = self._names_parsers["%pull"].parse(split(line, "%pull"))
         ranks = given.rank or [0]
         if len(ranks) > 1:
-            raise UsageError("%pull: of one rank. session.pull_all brings those of several.")
+            raise UsageError("%pull copies from one rank. session.pull_all returns the values of several.")
         self._bind(session, given.names, ranks[0])
 
     def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
@@ -267,6 +268,6 @@ def parse_ranks(text: str) -> list[int]:
     for part in text.replace(" ", "").split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if found is None:
-            raise UsageError(f"{text.strip()!r} names no ranks; 0 does, and 0,2-3.")
+            raise UsageError(f"{text.strip()!r} names no ranks. Write 0, or 0,2-3.")
         ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
     return sorted(set(ranks))

@@ -68,7 +68,7 @@ class Listener:
     def __init__(self) -> None:
         folder = logs.make_folder("", "session")
         if folder is None:
-            raise LaunchError("No folder for the session's socket could be made among the temporary files.",
+            raise LaunchError("The folder for the session's socket could not be made among the temporary files.",
                               fix="make room there, or set TMPDIR to another folder")  # fmt: skip
         self.folder: pathlib.Path = folder
         self.secret = secrets.token_bytes(32)
@@ -101,7 +101,7 @@ class Listener:
         while count:
             check()
             if time.monotonic() > deadline_s:
-                raise LaunchError(f"{count} of the session's ranks have not come within {timeout_s:g} s.")
+                raise LaunchError(f"{count} of the session's ranks have not joined within {timeout_s:g} s.")
             with contextlib.suppress(TimeoutError):
                 joined = self._received(self._socket.accept()[0])
                 if joined is not None:

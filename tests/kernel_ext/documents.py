@@ -1,4 +1,4 @@
-"""Synthetic runs, and what a reader makes of the HTML that is drawn of them."""
+"""Synthetic runs, and the text and elements of HTML drawn from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of sessions in a real notebook share."""
+"""Helpers for tests of sessions in a real notebook."""
 
 from __future__ import annotations
 

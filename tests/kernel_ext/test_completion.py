@@ -1,4 +1,4 @@
-"""What the tab key offers in a magic's line, asked of a real kernel as a front end asks."""
+"""Tests of completion in a magic's line, requested from a real kernel as a front end does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cell has initialised CUDA. The queue is torch's own; a test on a CPU has to run it in torch's place."""
+"""Tests that note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def initialise():
         if getattr(call, "__self__", None).__class__.__name__ == "CudaWatch":
             call()
 """
-NOTED = "__import__('notebook_accel.launching.device_state').launching.checks.kernel_state._cuda_origin"
+NOTED = "__import__('notebook_accel.launching.device_state').launching.device_state._cuda_origin"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Cells of a session in the background: they take turns, and what they show is theirs."""
+"""Tests of a session's background cells: they take turns, and their output appears under them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session in a real notebook: cells run in it, names go there and come back, and nothing is overwritten silently."""
+"""Tests of a session in a real notebook: cells run in it, variables are copied both ways, nothing is lost silently."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_names_of_the_notebook_are_there_without_a_word(notebook: kernels.Kernel
     notebook.run("rate = 0.25")
     outcome = notebook.run("%%distributed\nhalved(4), len(words)")
     assert outcome.result == "ranks 0-1: (1.0, 2)"
-    assert outcome.stderr == "Sent again, since the notebook's has changed: rate\n"
+    assert outcome.stderr == "Sent again after a change in the notebook: rate\n"
     notebook.run("words.append('b')")
     assert shown(notebook, "%%distributed\nwords") == "ranks 0-1: ['a', 'b']"
 
@@ -188,7 +188,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_state(notebook: kernels.Kernel) -
     notebook.interrupt()
     outcome = cell.finish()
     assert outcome.error_name == "KeyboardInterrupt"
-    assert "the cell was interrupted on all ranks, which keep their names" in outcome.traceback
+    assert "the cell was interrupted on all ranks, which keep their variables" in outcome.traceback
     assert re.search(r"rank 1 was at In\[\d+\], line 4", outcome.traceback)
     assert shown(notebook, "%%distributed\nkept") == "rank 0: 0\nrank 1: 1"
 
@@ -229,14 +229,14 @@ def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("%%distributed -n 3\n1", "--num_processes can't be said of a cell in a session"),
-        ("%%distributed --background --pull rank\n1", "--pull can't be said of a cell in the background"),
+        ("%%distributed -n 3\n1", "--num_processes can't be used with a cell in a session"),
+        ("%%distributed --background --pull rank\n1", "--pull can't be used with a cell in the background"),
         ("%distributed debug 0-1", "%distributed debug: one rank at a time"),
         ("%distributed debug 2", "The session has no rank 2"),
         ("%%rank 2\n1", "The session has no rank 2: it has ranks 0 to 1"),
-        ("%%rank\n1", "%%rank: which?"),
+        ("%%rank\n1", "%%rank needs ranks"),
         ("%%rank one\n1", "'one' names no ranks"),
-        ("%pull rank --rank 0-1", "%pull: of one rank"),
+        ("%pull rank --rank 0-1", "%pull copies from one rank"),
         ("%push rate --nonsense 3", "%push: there is no option --nonsense"),
         ("%distributed start -n 2", "There is a session already"),
         ("%distributed begin", "there is no command 'begin'; there are status, stop"),
@@ -265,7 +265,7 @@ def test_from_start_to_stop(tmp_path: pathlib.Path) -> None:
         kernel.run(f"import os\nos.kill({SESSION}.job.ranks[1].pid, 9)")
         said = error(kernel, "%%distributed\nkept")
         assert "rank 1 of 2 was killed by SIGKILL" in said and "%distributed restart" in said
-        assert "Rank 1 begins anew" in kernel.run("%distributed restart").stdout
+        assert "Rank 1 has restarted" in kernel.run("%distributed restart").stdout
         assert shown(kernel, "%%distributed\n'kept' in globals()") == "rank 0: True\nrank 1: False"
         assert "The session has ended" in kernel.run("%distributed stop --run mine").stdout
         assert shown(kernel, "%%distributed -n 1 --use_cpu\n'kept' in globals()") == "[False]"

@@ -1,4 +1,4 @@
-"""Cells in the background: how they stand, and who is told when they fail."""
+"""Tests of cells in the background: their states, and who gets their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that die: the session says which and why, and a fresh one comes; the others keep what they have."""
+"""Tests of ranks that die: errors name them and the reason, restarts replace them, others keep their variables."""
 
 from __future__ import annotations
 

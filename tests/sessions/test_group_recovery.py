@@ -1,4 +1,4 @@
-"""Ranks that were stopped in the middle of what they do together go on, together."""
+"""Tests of group recovery: ranks that were interrupted in a collective go on in step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupts of the main thread at every step of what a session does there: nothing of it is left half done."""
+"""Tests that interrupt the main thread at every bytecode of a session: nothing is left half done."""
 
 from __future__ import annotations
 

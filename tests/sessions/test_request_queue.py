@@ -1,4 +1,4 @@
-"""Whose turn it is with the ranks."""
+"""Tests of the request queue."""
 
 from __future__ import annotations
 

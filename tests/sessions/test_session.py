@@ -1,4 +1,4 @@
-"""What a session is for: code runs in ranks that stay, and names travel when they are told to."""
+"""Tests of a session: code runs in ranks that stay, and variables are copied when asked for."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from notebook_accel.sessions.kernel.output import ranks_in_words
 
 __all__ = ["first_failure", "how_it_died", "interrupted"]
 
-_RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep what they have"
+_RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
 _DEATH_DEADLINE_S = 30.0  # the agent reports a death, which on a busy machine it may notice late
 _LOOK_PERIOD_S = 0.02
 
@@ -75,7 +75,7 @@ def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseE
         for rank, reply in replies.items()
         if reply.failed and reply.failed.line
     ]
-    text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their names.", *lines])
+    text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their variables.", *lines])
     interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return interrupt
 
@@ -91,11 +91,10 @@ def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
     if job.done:
         return _of_the_whole(job)
     if error is None:
-        return RunError(f"Rank {rank} of {job.name!r} no longer answers, and nobody says why.", fix=_RESTART)
+        return RunError(f"Rank {rank} of {job.name!r} no longer answers, for an unknown reason.", fix=_RESTART)
     if was_killed:
-        error.what = (
-            f"rank {rank} of {job.world_size} went on although it was interrupted, and was killed. Its names are lost."
-        )
+        who = f"rank {rank} of {job.world_size}"
+        error.what = f"{who} went on although it was interrupted, and was killed. Its variables are lost."
         error.why = ""
         error.args = (error.what,)
     error.fix = "; ".join(filter(None, [error.fix, _RESTART]))

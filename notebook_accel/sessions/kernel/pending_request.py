@@ -79,7 +79,7 @@ class PendingRequest:
                     is_over = True
                 except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
                     self.interrupt_by(interrupt, request)
-        self._heed(request)
+        self._act_on_interrupts(request)
 
     def interrupt_by(self, interrupt: BaseException, request: RankRequest) -> None:
         """Interrupt the ranks. The second time, kill those that go on.
@@ -89,7 +89,7 @@ class PendingRequest:
         self._interrupts.append(interrupt)
         request.notify()
 
-    def _heed(self, request: RankRequest) -> None:
+    def _act_on_interrupts(self, request: RankRequest) -> None:
         while self._interrupts:
             interrupt = self._interrupts.popleft()
             if self.interrupt is None:
@@ -102,14 +102,14 @@ class PendingRequest:
         show_s = time.monotonic() + _TICK_S
         while pending := request.pending:
             now_s = time.monotonic()
-            self._heed(request)
+            self._act_on_interrupts(request)
             if failed_s is None and (request.lost or any(a.reply.failed for a in list(request.answers.values()))):
                 failed_s = now_s
             is_over = self.interrupt is not None or (failed_s is not None and now_s - failed_s >= _HEAD_START_S)
             if is_over and request.was_sent and self._interrupt_s is None:
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
-                self._urge(request, now_s - self._interrupt_s)
+                self._press(request, now_s - self._interrupt_s)
             elif len(pending) < len(self._connections.ranks):
                 self._look_for_waiting(request, now_s)
             request.wait(_TICK_S)
@@ -137,7 +137,7 @@ class PendingRequest:
         for rank in ranks:
             self._connections.signal(rank, signal.SIGINT)
 
-    def _urge(self, request: RankRequest, since_s: float) -> None:
+    def _press(self, request: RankRequest, since_s: float) -> None:
         if since_s > _PATIENCE_S:
             self._kill(request)
         elif since_s > max(self._grace_s, 1.0) and not self._said:

@@ -96,7 +96,9 @@ class RankRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Word:
+class _FollowUp:
+    """A message about the request that a rank is busy with."""
+
     rank: int
     body: bytes
 
@@ -105,9 +107,9 @@ class RankConnections:
     """Sends requests to ranks and receives their answers."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, JoinedRank] = {}
+        self._joined: dict[int, JoinedRank] = {}
         self._closing = threading.Lock()  # keeps a descriptor open while it is used
-        self._outbox: collections.deque[RankRequest | JoinedRank | _Word | None] = collections.deque()
+        self._outbox: collections.deque[RankRequest | JoinedRank | _FollowUp | None] = collections.deque()
         self._requests: dict[int, RankRequest] = {}
         self._wake_end, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)[::-1]
         self._thread = threading.Thread(target=self._run, name="notebook-accel-session", daemon=True)
@@ -123,9 +125,9 @@ class RankConnections:
         self._put(request)
         request.was_asked = True
 
-    def tell(self, rank: int, word: messages.Typed) -> None:
+    def tell(self, rank: int, message: messages.Typed) -> None:
         """Send a rank a message about the request that it is busy with."""
-        self._put(_Word(rank, messages.encode(word)))
+        self._put(_FollowUp(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
         """Forget a request. Answers that still arrive are discarded."""
@@ -135,12 +137,12 @@ class RankConnections:
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a rank a signal. It may arrive late, but always before anything sent to the rank afterwards."""
         with self._closing:
-            line = self._lines.get(rank)
-            if line is not None:
+            joined = self._joined.get(rank)
+            if joined is not None:
                 with contextlib.suppress(ProcessLookupError):
                     # A stopped process would handle no other signal.
-                    pidfd_send_signal(line.pidfd, signal.SIGCONT)
-                    pidfd_send_signal(line.pidfd, number)
+                    pidfd_send_signal(joined.pidfd, signal.SIGCONT)
+                    pidfd_send_signal(joined.pidfd, number)
 
     def kill(self, rank: int) -> None:
         """Kill a rank. Its death is noticed when its connection closes."""
@@ -149,7 +151,7 @@ class RankConnections:
     @property
     def ranks(self) -> list[int]:
         """The ranks that are connected."""
-        return sorted(list(self._lines))  # noqa: C414 - the thread changes it, and a list is made in one step
+        return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and a list is made in one step
 
     def close(self) -> None:
         """End the thread and close the connections. Idle ranks exit when theirs closes."""
@@ -160,8 +162,8 @@ class RankConnections:
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
 
-    def _put(self, thing: RankRequest | JoinedRank | _Word | None) -> None:
-        self._outbox.append(thing)
+    def _put(self, item: RankRequest | JoinedRank | _FollowUp | None) -> None:
+        self._outbox.append(item)
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
             os.write(self._wake_end, b"x")
 
@@ -171,7 +173,7 @@ class RankConnections:
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         while True:
-            by_descriptor = {line.connection.fileno(): rank for rank, line in self._lines.items()}
+            by_descriptor = {joined.connection.fileno(): rank for rank, joined in self._joined.items()}
             for descriptor, _ in poll.poll():
                 if descriptor == self._woken:
                     with contextlib.suppress(BlockingIOError):
@@ -179,48 +181,48 @@ class RankConnections:
                 elif descriptor in by_descriptor:
                     self._read(poll, by_descriptor[descriptor])
             while self._outbox:
-                thing = self._outbox.popleft()
-                if thing is None:
-                    for rank in list(self._lines):
+                item = self._outbox.popleft()
+                if item is None:
+                    for rank in list(self._joined):
                         self._lose(poll, rank)
                     return
-                if isinstance(thing, JoinedRank):
-                    self._lose(poll, thing.rank)
-                    thing.connection.set_send_deadline(_SEND_DEADLINE_S)
-                    self._lines[thing.rank] = thing
-                    poll.register(thing.connection.fileno(), select.POLLIN)
-                    thing.was_taken.set()
-                elif isinstance(thing, _Word):
-                    self._send_to(poll, thing.rank, thing.body)
-                elif not thing.was_sent:
-                    self._send(poll, thing)
+                if isinstance(item, JoinedRank):
+                    self._lose(poll, item.rank)
+                    item.connection.set_send_deadline(_SEND_DEADLINE_S)
+                    self._joined[item.rank] = item
+                    poll.register(item.connection.fileno(), select.POLLIN)
+                    item.was_taken.set()
+                elif isinstance(item, _FollowUp):
+                    self._send_to(poll, item.rank, item.body)
+                elif not item.was_sent:
+                    self._send(poll, item)
 
     def _send(self, poll: select.poll, request: RankRequest) -> None:
         self._requests[request.number] = request
         request.was_sent = True
         for rank, (body, descriptors) in request.orders.items():
-            if rank not in self._lines:
+            if rank not in self._joined:
                 request.lost.add(rank)
             self._send_to(poll, rank, body, descriptors)
         request.close_orders()
         request.notify()
 
     def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        line = self._lines.get(rank)
-        if line is not None:
+        joined = self._joined.get(rank)
+        if joined is not None:
             try:
-                line.connection.send(body, descriptors)
+                joined.connection.send(body, descriptors)
             except (ClosedError, TimeoutError):
                 self._lose(poll, rank)
 
     def _read(self, poll: select.poll, rank: int) -> None:
         try:
-            for message in self._lines[rank].connection.receive():
-                self._heard(rank, message)
+            for message in self._joined[rank].connection.receive():
+                self._received(rank, message)
         except (ClosedError, msgspec.DecodeError):
             self._lose(poll, rank)
 
-    def _heard(self, rank: int, message: Message) -> None:
+    def _received(self, rank: int, message: Message) -> None:
         said = messages.decode_from_rank(message.body)
         request = self._requests.get(said.number)
         if request is None or rank not in request.orders:
@@ -236,11 +238,11 @@ class RankConnections:
 
     def _lose(self, poll: select.poll, rank: int) -> None:
         with self._closing:
-            line = self._lines.pop(rank, None)
-            if line is None:
+            joined = self._joined.pop(rank, None)
+            if joined is None:
                 return
-            poll.unregister(line.connection.fileno())
-            line.close()
+            poll.unregister(joined.connection.fileno())
+            joined.close()
         for request in list(self._requests.values()):
             if rank in request.pending:
                 request.lost.add(rank)

@@ -127,11 +127,11 @@ class RankPool:
             RunError: A rank is dead.
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
-        self._chosen(ranks)  # refuse before waiting
+        self._check_alive(ranks)  # refuse before waiting
         with held() as interrupts:
             check = background.check if background is not None else lambda: self._check_waiting(interrupts)
             with self._queue.turn(called, says=background is None, check=check):
-                return self._ask(make, self._chosen(ranks), inputs, what, background)
+                return self._ask(make, self._check_alive(ranks), inputs, what, background)
 
     def debug(self, rank: int | None) -> None:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
@@ -140,15 +140,15 @@ class RankPool:
             RunError: Nothing has failed there, or nobody can be asked.
         """
         if rank is None and self._failed_rank is None:
-            raise RunError("Nothing has failed in this session yet, so there is nothing to look at.")
-        [rank] = self._chosen([self._failed_rank or 0 if rank is None else rank])
+            raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
+        [rank] = self._check_alive([self._failed_rank or 0 if rank is None else rank])
         console = Console()
         with held() as interrupts, self._queue.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
-            self._chosen([rank])
+            self._check_alive([rank])
             request = self._request(messages.Debug, {}, [rank], [])
             pending_request = PendingRequest(self._connections, self._output, self.job.config.grace_s, console=console)
             self._start_output()
-            self._have_answered(pending_request, request)
+            self._ask_and_settle(pending_request, request)
             interrupts.heeded()  # one may have ended the debugger, as it should
             answers = dict(request.answers)
             self._connections.drop(request)
@@ -184,7 +184,7 @@ class RankPool:
     def _restart(self, ranks: Sequence[int] | None) -> list[int]:
         self._refuse_ended()
         dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
-        chosen = dead if ranks is None else self._known(ranks)
+        chosen = dead if ranks is None else self._check_known(ranks)
         for rank in chosen:
             self._connections.kill(rank)
         for rank in chosen:
@@ -242,9 +242,9 @@ class RankPool:
             if death is not None:
                 raise death
 
-    def _chosen(self, ranks: Sequence[int] | None) -> list[int]:
+    def _check_alive(self, ranks: Sequence[int] | None) -> list[int]:
         self._refuse_ended()
-        chosen = list(range(self.job.world_size)) if ranks is None else self._known(ranks)
+        chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
         for rank in chosen:
             if rank not in self.alive:
                 raise self._how_it_died(rank)
@@ -253,7 +253,7 @@ class RankPool:
     def _how_it_died(self, rank: int) -> RunError:
         return failures.how_it_died(self.job, rank, was_killed=rank in self._killed)
 
-    def _known(self, ranks: Sequence[int]) -> list[int]:
+    def _check_known(self, ranks: Sequence[int]) -> list[int]:
         unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
         if unknown:
             raise ConfigError(
@@ -292,7 +292,7 @@ class RankPool:
         background: BackgroundCell | None,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         parcels = self.namespace_sync.pack(inputs, ranks)
-        self._say_what_is_sent_again(parcels)
+        self._report_sent_again(parcels)
         request = self._request(make, what, ranks, parcels)
         pending_request = PendingRequest(
             self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
@@ -302,13 +302,13 @@ class RankPool:
         try:
             if background is not None:
                 background.begin(pending_request, request)
-            self._have_answered(pending_request, request)
-            return self._concluded(request, pending_request, parcels)
+            self._ask_and_settle(pending_request, request)
+            return self._conclude(request, pending_request, parcels)
         finally:
             self.job.expect_steps([])
             self._connections.drop(request)
 
-    def _concluded(
+    def _conclude(
         self, request: RankRequest, pending_request: PendingRequest, parcels: list[Parcel]
     ) -> dict[int, tuple[messages.Reply, Any]]:
         replies = {rank: answer.reply for rank, answer in sorted(request.answers.items())}
@@ -321,7 +321,7 @@ class RankPool:
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
-            self._raise(request, pending_request, replies)
+            self._raise_failure(request, pending_request, replies)
         if pending_request.interrupt is not None:  # all ranks had just finished
             raise pending_request.interrupt
         return {
@@ -336,7 +336,7 @@ class RankPool:
         if self._output is not None:
             self._output.finish({rank: answer.reply for rank, answer in answers.items()})
 
-    def _raise(
+    def _raise_failure(
         self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
     ) -> None:
         if request.lost:
@@ -371,12 +371,12 @@ class RankPool:
     ) -> dict[int, RankAnswer]:
         request = self._request(make, what, ranks, [])
         pending_request = PendingRequest(self._connections, None, self.job.config.grace_s)
-        self._have_answered(pending_request, request)
+        self._ask_and_settle(pending_request, request)
         answers = dict(request.answers)
         self._connections.drop(request)
         return answers
 
-    def _have_answered(self, pending_request: PendingRequest, request: RankRequest) -> None:
+    def _ask_and_settle(self, pending_request: PendingRequest, request: RankRequest) -> None:
         """Ask, and wait until no interrupt of this request can hit the next one.
 
         Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
@@ -394,10 +394,10 @@ class RankPool:
         return f"busy with {first}{waiting}" if first else "idle"
 
     @staticmethod
-    def _say_what_is_sent_again(parcels: Sequence[Parcel]) -> None:
+    def _report_sent_again(parcels: Sequence[Parcel]) -> None:
         again = sorted({name for parcel in parcels for name in parcel.again})
         if again:
-            print(f"Sent again, since the notebook's has changed: {', '.join(again)}", file=sys.stderr)
+            print(f"Sent again after a change in the notebook: {', '.join(again)}", file=sys.stderr)
 
 
 class _Turn:

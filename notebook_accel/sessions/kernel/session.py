@@ -161,7 +161,7 @@ class Session:
         """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
 
         Args:
-            ranks: The ranks to run on. Default: all.
+            ranks: The ranks to copy them to. Default: all.
             names: The variables.
 
         Raises:

@@ -224,7 +224,7 @@ class _Rank:
 
     def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
         if self._traceback is None:
-            return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to look at."]}
+            return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to debug."]}
         debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
         debugging.post_mortem(self._traceback, self._rank, lambda text: self._typed(order.number, text))
         return {}
