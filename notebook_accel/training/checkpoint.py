@@ -90,14 +90,14 @@ def save(
         folders.start_draft(folder)
         return folder
 
-    folder: pathlib.Path = _together(backend, "begin a checkpoint", begin)[0]
+    folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
     draft = folders.draft_of(folder)
     try:
-        fingerprints = _together(
+        fingerprints = _on_all_ranks(
             backend, "write its part of a checkpoint", lambda: _write(backend, state, hooks, draft, safe)
         )
         publish = functools.partial(_publish, backend, state, folder, fingerprints[0])
-        _together(backend, "complete a checkpoint", publish if is_main else lambda: None)
+        _on_all_ranks(backend, "complete a checkpoint", publish if is_main else lambda: None)
     except BaseException:
         if is_main:
             folders.abandon(folder)
@@ -179,16 +179,16 @@ def load(
         folders.recover(folder)
         return folder
 
-    folder: pathlib.Path = _together(backend, "find a checkpoint", begin)[0]
-    own: list[_Read] = []
+    folder: pathlib.Path = _on_all_ranks(backend, "find a checkpoint", begin)[0]
+    own: list[_RankPart] = []
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
-    _together(backend, "read a checkpoint", lambda: own.append(read()))
-    _together(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
+    _on_all_ranks(backend, "read a checkpoint", lambda: own.append(read()))
+    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
     return folder
 
 
 @dataclasses.dataclass
-class _Read:
+class _RankPart:
     """A rank's part of a checkpoint in memory."""
 
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
@@ -204,7 +204,7 @@ def _read(
     *,
     strict: bool,
     weights_only: bool,
-) -> _Read:
+) -> _RankPart:
     manifest = folders.read_manifest(folder)
     _check_world_size(manifest, backend, folder)
     if not (state.models or state.loaders or any(state.states.values())):
@@ -229,10 +229,10 @@ def _read(
         for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
-    return _Read(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
+    return _RankPart(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
 
 
-def _apply(backend: Backend, state: CheckpointState, read: _Read, *, strict: bool) -> None:
+def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
     for model, saved in read.models:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
     for item, saved in read.states:
@@ -247,7 +247,7 @@ def _apply(backend: Backend, state: CheckpointState, read: _Read, *, strict: boo
     random_state.restore(read.own["random"], backend)
 
 
-def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
+def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every rank, and return the values by rank.
 
     Raises:
@@ -259,7 +259,7 @@ def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[An
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
         error = raised
-    text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _in_words(error)
+    text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _described(error)
     ends = collectives.gather_object(backend, [(value if error is None else None, text)])
     if isinstance(error, NotebookAccelError):
         raise error
@@ -269,7 +269,7 @@ def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[An
     return [value for value, _ in ends]
 
 
-def _in_words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

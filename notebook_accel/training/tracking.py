@@ -218,7 +218,7 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
             fix="an object with name, store_init_configuration(values), log(values, step) and finish()",
         )
     if item == "tensorboard" and not _has_tensorboard():
-        raise ConfigError("log_with='tensorboard' needs a package that isn't there.", fix="pip install tensorboard")
+        raise ConfigError("log_with='tensorboard' needs a package that isn't installed.", fix="pip install tensorboard")
     kind = _KNOWN[item] if isinstance(item, str) else item
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ConfigError(

@@ -83,7 +83,7 @@ def test_all_that_there_are(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is there")
 def test_tensorboard_that_is_not_installed(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="isn't there") as raised:
+    with pytest.raises(ConfigError, match="isn't installed") as raised:
         Accelerator(log_with="tensorboard", project_dir=tmp_path)
     assert raised.value.fix == "pip install tensorboard"
 
