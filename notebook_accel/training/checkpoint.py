@@ -209,7 +209,7 @@ def _read(
     _check_world_size(manifest, backend, folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
-            f"There is nothing to load the checkpoint {folder} into: nothing has been prepared.",
+            f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
             fix="accelerator.prepare(model, optimizer, ...) first, then load_state",
         )
     models = state.models[:]
@@ -277,8 +277,8 @@ def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pat
     saved, now = manifest["world_size"], backend.place.world_size
     if saved != now:
         raise CheckpointError(
-            f"The checkpoint {folder} was saved by {saved} ranks, and now there are {now}.",
-            why="Where each rank stands in its data and its random numbers can't be dealt out anew.",
+            f"The checkpoint {folder} was saved by {saved} ranks, and this run has {now}.",
+            why="The position in the data and the random numbers belong to each rank, and can't be redistributed.",
             fix=f"num_processes={saved}; or take the weights alone: "
             f'safetensors.torch.load_model(model, "{folder / "model.safetensors"}")',
         )
@@ -294,7 +294,7 @@ def _check_counts(
         is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
         if is_wrong:
             raise CheckpointError(
-                f"The checkpoint {folder} has {saved.get(name, 0)} of the kind {name!r}, and here there are {count}.",
+                f"The checkpoint {folder} has {saved.get(name, 0)} objects of kind {name!r}, this run has {count}.",
                 fix="prepare and register the same objects in the same order as when it was saved",
             )
 
@@ -324,8 +324,8 @@ def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values: {error}",
-            why="Reading it could run code, so that needs your word.",
-            fix="load_state(..., load_kwargs={'weights_only': False}), for a checkpoint that you trust",
+            why="Reading it could run code.",
+            fix="load_state(..., load_kwargs={'weights_only': False}), if you trust the checkpoint",
         ) from error
     except (OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
