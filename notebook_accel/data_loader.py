@@ -1,4 +1,4 @@
-"""Loaders, under the names that Accelerate's users import from there. The work is in ``training``."""
+"""The names that users of Accelerate import from ``accelerate.data_loader``."""
 
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard, skip_first_batches

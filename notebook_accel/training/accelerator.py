@@ -60,9 +60,9 @@ class Accelerator(ProcessState):
     Args:
         device_placement: Put models and batches on this rank's device.
         split_batches: Take the loaders' batch size as that of all ranks together. As in ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: what the launch was told, or ``"no"``.
-        gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: what the
-            launch was told, or 1.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: the launch's setting, or ``"no"``.
+        gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: the
+            launch's setting, or 1.
         gradient_accumulation_plugin: Further settings of accumulation.
         dataloader_config: How loaders are prepared.
         cpu: Compute on the CPU, even where there are GPUs.
@@ -145,32 +145,32 @@ class Accelerator(ProcessState):
 
     @property
     def split_batches(self) -> bool:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.even_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """As in ``DataLoaderConfiguration``."""
+        """The setting of ``DataLoaderConfiguration``."""
         return self._loading.use_stateful_dataloader
 
     @property

@@ -73,7 +73,7 @@ def resolve(
     said = plugin.num_steps if steps is None else steps
     if told is not None and said not in (None, told):
         warnings.warn(
-            f"The launch was told gradient_accumulation_steps={told}, and the Accelerator {said}, which counts.",
+            f"The launch sets gradient_accumulation_steps={told}, and the Accelerator {said}, which is used.",
             stacklevel=3,
         )
     if steps is None:
@@ -101,7 +101,7 @@ def _steps_of_launch(environ: Mapping[str, str]) -> int | None:
     text = environ.get(name, "")
     if text and not (text.isdecimal() and int(text) > 0):
         raise ConfigError(
-            f"The environment variable {name} is {text!r}, which is no number of steps.", fix=f"unset {name}"
+            f"The environment variable {name} is {text!r}, which isn't a number of steps.", fix=f"unset {name}"
         )
     return int(text) if text else None
 
@@ -191,12 +191,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As in the plugin."""
+        """The plugin's setting."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """As in the plugin."""
+        """The plugin's setting."""
         return self.plugin.sync_with_dataloader
 
     @property

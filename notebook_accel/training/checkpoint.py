@@ -90,14 +90,14 @@ def save(
         folders.start_draft(folder)
         return folder
 
-    folder: pathlib.Path = _together(backend, "begin a checkpoint", begin)[0]
+    folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
     draft = folders.draft_of(folder)
     try:
-        fingerprints = _together(
+        fingerprints = _on_all_ranks(
             backend, "write its part of a checkpoint", lambda: _write(backend, state, hooks, draft, safe)
         )
         publish = functools.partial(_publish, backend, state, folder, fingerprints[0])
-        _together(backend, "complete a checkpoint", publish if is_main else lambda: None)
+        _on_all_ranks(backend, "complete a checkpoint", publish if is_main else lambda: None)
     except BaseException:
         if is_main:
             folders.abandon(folder)
@@ -179,16 +179,16 @@ def load(
         folders.recover(folder)
         return folder
 
-    folder: pathlib.Path = _together(backend, "find a checkpoint", begin)[0]
-    own: list[_Read] = []
+    folder: pathlib.Path = _on_all_ranks(backend, "find a checkpoint", begin)[0]
+    own: list[_RankPart] = []
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
-    _together(backend, "read a checkpoint", lambda: own.append(read()))
-    _together(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
+    _on_all_ranks(backend, "read a checkpoint", lambda: own.append(read()))
+    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
     return folder
 
 
 @dataclasses.dataclass
-class _Read:
+class _RankPart:
     """A rank's part of a checkpoint in memory."""
 
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
@@ -204,12 +204,12 @@ def _read(
     *,
     strict: bool,
     weights_only: bool,
-) -> _Read:
+) -> _RankPart:
     manifest = folders.read_manifest(folder)
     _check_world_size(manifest, backend, folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
-            f"There is nothing to load the checkpoint {folder} into: nothing has been prepared.",
+            f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
             fix="accelerator.prepare(model, optimizer, ...) first, then load_state",
         )
     models = state.models[:]
@@ -229,10 +229,10 @@ def _read(
         for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
-    return _Read(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
+    return _RankPart(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
 
 
-def _apply(backend: Backend, state: CheckpointState, read: _Read, *, strict: bool) -> None:
+def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
     for model, saved in read.models:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
     for item, saved in read.states:
@@ -247,7 +247,7 @@ def _apply(backend: Backend, state: CheckpointState, read: _Read, *, strict: boo
     random_state.restore(read.own["random"], backend)
 
 
-def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
+def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every rank, and return the values by rank.
 
     Raises:
@@ -259,7 +259,7 @@ def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[An
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
         error = raised
-    text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _in_words(error)
+    text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _described(error)
     ends = collectives.gather_object(backend, [(value if error is None else None, text)])
     if isinstance(error, NotebookAccelError):
         raise error
@@ -269,7 +269,7 @@ def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[An
     return [value for value, _ in ends]
 
 
-def _in_words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -277,8 +277,8 @@ def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pat
     saved, now = manifest["world_size"], backend.place.world_size
     if saved != now:
         raise CheckpointError(
-            f"The checkpoint {folder} was saved by {saved} ranks, and now there are {now}.",
-            why="Where each rank stands in its data and its random numbers can't be dealt out anew.",
+            f"The checkpoint {folder} was saved by {saved} ranks, and this run has {now}.",
+            why="The position in the data and the random numbers belong to each rank, and can't be redistributed.",
             fix=f"num_processes={saved}; or take the weights alone: "
             f'safetensors.torch.load_model(model, "{folder / "model.safetensors"}")',
         )
@@ -294,7 +294,7 @@ def _check_counts(
         is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
         if is_wrong:
             raise CheckpointError(
-                f"The checkpoint {folder} has {saved.get(name, 0)} of the kind {name!r}, and here there are {count}.",
+                f"The checkpoint {folder} has {saved.get(name, 0)} objects of kind {name!r}, this run has {count}.",
                 fix="prepare and register the same objects in the same order as when it was saved",
             )
 
@@ -324,8 +324,8 @@ def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values: {error}",
-            why="Reading it could run code, so that needs your word.",
-            fix="load_state(..., load_kwargs={'weights_only': False}), for a checkpoint that you trust",
+            why="Reading it could run code.",
+            fix="load_state(..., load_kwargs={'weights_only': False}), if you trust the checkpoint",
         ) from error
     except (OSError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error

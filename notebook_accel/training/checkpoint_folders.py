@@ -67,7 +67,7 @@ class ProjectConfiguration:
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigError(f"total_limit is {self.total_limit}.", fix="a whole number from 1, or None to keep all")
         if self.save_on_each_node:
-            raise ConfigError("save_on_each_node=True isn't there yet.", fix="a project_dir that all machines see")
+            raise ConfigError("save_on_each_node=True isn't supported.", fix="a project_dir that all machines see")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

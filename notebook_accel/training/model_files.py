@@ -35,9 +35,9 @@ def write_weights(state: Mapping[str, Any], path: pathlib.Path, *, safe: bool) -
     if not safe:
         write_object(dict(state), path)
         return
-    distinct, same = _without_repetitions(state)
+    distinct, aliases = _deduplicated(state)
     with atomic_write(path) as draft:
-        save_file(distinct, draft, {**_FORMAT, **same})
+        save_file(distinct, draft, {**_FORMAT, **aliases})
 
 
 def write_object(value: Any, path: pathlib.Path) -> None:
@@ -71,10 +71,10 @@ def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
             return state
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it isn't a mapping
-            same = {name: kept for name, kept in (file.metadata() or {}).items() if kept in state}
+            aliases = {name: kept for name, kept in (file.metadata() or {}).items() if kept in state}
     except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
-    return {**state, **{name: state[kept] for name, kept in same.items()}}
+    return {**state, **{name: state[kept] for name, kept in aliases.items()}}
 
 
 def save_model(
@@ -93,13 +93,13 @@ def save_model(
         raise ConfigError(f"A model is saved to a folder; {folder} is a file.", fix="give it another name")
     folder.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    distinct, same = _without_repetitions(state) if safe_serialization else (dict(state), {})
+    distinct, aliases = _deduplicated(state) if safe_serialization else (dict(state), {})
     shards = _sharded(distinct, limit_bytes)
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
         places.update(dict.fromkeys(shard, name))
-        own = {again: first for again, first in same.items() if first in shard}
+        own = {again: first for again, first in aliases.items() if first in shard}
         with atomic_write(folder / name) as draft:
             save_file(shard, draft, {**_FORMAT, **own}) if safe_serialization else torch.save(shard, draft)
     names = {*places.values()}
@@ -113,12 +113,12 @@ def save_model(
             (folder / name).unlink()
 
 
-def _without_repetitions(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _deduplicated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return each tensor under its first name, without shared memory; and for each further name that first one."""
     first: dict[Any, str] = {}
     storages: set[Any] = set()
     distinct: dict[str, torch.Tensor] = {}
-    same: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -128,12 +128,12 @@ def _without_repetitions(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tens
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         place = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in first:
-            same[name] = first[place]
+            aliases[name] = first[place]
             continue
         first[place] = name
         distinct[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
         storages.add(storage)
-    return distinct, same
+    return distinct, aliases
 
 
 def _sharded(state: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:

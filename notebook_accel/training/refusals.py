@@ -32,7 +32,7 @@ __all__ = [
     "refuse",
 ]
 
-_WHOLE = "Each rank holds the whole model, as it was given to prepare."
+_WHOLE_MODEL = "Each rank holds the whole model, as it was given to prepare."
 _SHARDING = (
     "torch's own fully_shard(model), and don't give that model to prepare; or Accelerate itself, which runs in these "
     "ranks too"
@@ -61,8 +61,8 @@ def refuse(given: Mapping[str, Any]) -> None:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None and str(getattr(value, "value", value)).lower() != "no":
             raise ConfigError(
-                f"Accelerator({name}=...) isn't there.",
-                why=_WHOLE,
+                f"Accelerator({name}=...) isn't supported.",
+                why=_WHOLE_MODEL,
                 fix=_INSTEAD[name],
             )
 
@@ -84,11 +84,11 @@ class DynamoBackend(str, enum.Enum):
 
 
 class _Unsupported:
-    _why = _WHOLE
+    _why = _WHOLE_MODEL
     _fix = _SHARDING
 
     def __new__(cls, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(f"{cls.__name__} isn't there.", why=cls._why, fix=cls._fix)
+        raise ConfigError(f"{cls.__name__} isn't supported.", why=cls._why, fix=cls._fix)
 
 
 class DeepSpeedPlugin(_Unsupported):
@@ -140,7 +140,7 @@ class TERecipeKwargs(FP8RecipeKwargs):
 def _unsupported(name: str) -> Callable[..., NoReturn]:
     def refuse_to(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"{name} isn't there.",
+            f"{name} isn't supported.",
             why="Models that don't fit on one device are outside of this package.",
             fix=f"from accelerate import {name}: that works in these ranks too",
         )

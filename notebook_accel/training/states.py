@@ -85,8 +85,8 @@ class ProcessState:
         if not process_group.is_at(here, self._own_backend):
             raise TrainingError(
                 f"This {type(self).__name__} was made in the notebook, and this is rank {here.rank} of "
-                f"{here.world_size}, a fork of it.",
-                why="It knows of the notebook's process only: each rank would train by itself.",
+                f"{here.world_size}, a fork of the notebook.",
+                why="It belongs to the notebook's process: each rank would train by itself.",
                 fix="make it inside the cell or the function",
             )
 
@@ -103,7 +103,7 @@ class ProcessState:
         raise StaysError(
             self,
             f"this {type(self).__name__} stands for the process that it was made in, rank {self.process_index} of "
-            f"{self.num_processes}, and a copy would take itself for the same",
+            f"{self.num_processes}, and a copy elsewhere would act for that rank",
         )
 
     @property

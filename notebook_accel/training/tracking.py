@@ -166,7 +166,7 @@ def register_tracker_class(tracker: type) -> None:
     """
     name = getattr(tracker, "name", None)
     if not isinstance(name, str) or not callable(getattr(tracker, "log", None)):
-        raise ConfigError(f"{tracker.__name__} is no tracker.", fix="a class with name and log(values, step)")
+        raise ConfigError(f"{tracker.__name__} isn't a tracker.", fix="a class with name and log(values, step)")
     _KNOWN[name] = tracker
 
 
@@ -214,11 +214,11 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
         )
     if not isinstance(item, str) and not (hasattr(item, "name") and callable(getattr(item, "log", None))):
         raise ConfigError(
-            f"log_with has a {type(item).__name__}, which is no tracker.",
+            f"log_with has a {type(item).__name__}, which isn't a tracker.",
             fix="an object with name, store_init_configuration(values), log(values, step) and finish()",
         )
     if item == "tensorboard" and not _has_tensorboard():
-        raise ConfigError("log_with='tensorboard' needs a package that isn't there.", fix="pip install tensorboard")
+        raise ConfigError("log_with='tensorboard' needs a package that isn't installed.", fix="pip install tensorboard")
     kind = _KNOWN[item] if isinstance(item, str) else item
     if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
         raise ConfigError(
@@ -259,7 +259,7 @@ def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
         if tracker.name == name:
             return tracker.tracker if unwrap else tracker
     there = ", ".join(repr(tracker.name) for tracker in trackers) or "none: init_trackers wasn't called"
-    raise ConfigError(f"There is no tracker {name!r}.", fix=f"those that are there: {there}")
+    raise ConfigError(f"There is no tracker {name!r}.", fix=f"one of the run's trackers: {there}")
 
 
 def _plain(value: Any) -> Any:

@@ -1,189 +1,25 @@
-"""The names that users of Accelerate import from ``accelerate.utils``, in modules named as there."""
+"""The names that users of Accelerate import from ``accelerate.utils``, in modules named as there.
 
-from notebook_accel.training.refusals import (
-    infer_auto_device_map,
-    load_checkpoint_in_model,
-)
-from notebook_accel.utils.dataclasses import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
-    FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    LoggerType,
-    MegatronLMPlugin,
-    MSAMPRecipeKwargs,
-    ParallelismConfig,
-    PrecisionType,
-    ProfileKwargs,
-    ProjectConfiguration,
-    RNGType,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-)
-from notebook_accel.utils.environment import (
-    clear_environment,
-    get_int_from_env,
-    parse_choice_from_env,
-    parse_flag_from_env,
-    patch_environment,
-    str_to_bool,
-)
-from notebook_accel.utils.imports import (
-    is_bf16_available,
-    is_comet_ml_available,
-    is_cuda_available,
-    is_datasets_available,
-    is_deepspeed_available,
-    is_fp8_available,
-    is_fp16_available,
-    is_matplotlib_available,
-    is_megatron_lm_available,
-    is_mlflow_available,
-    is_mps_available,
-    is_npu_available,
-    is_pandas_available,
-    is_rich_available,
-    is_tensorboard_available,
-    is_torch_xla_available,
-    is_transformers_available,
-    is_wandb_available,
-    is_xpu_available,
-)
-from notebook_accel.utils.memory import (
-    find_executable_batch_size,
-    release_memory,
-)
-from notebook_accel.utils.operations import (
-    DistributedOperationException,
-    broadcast,
-    broadcast_object_list,
-    concatenate,
-    convert_outputs_to_fp32,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    gather,
-    gather_object,
-    honor_type,
-    is_torch_tensor,
-    listify,
-    pad_across_processes,
-    recursively_apply,
-    reduce,
-    send_to_device,
-    slice_tensors,
-)
-from notebook_accel.utils.other import (
-    extract_model_from_parallel,
-    is_compiled_module,
-    load,
-    save,
-    tqdm,
-    wait_for_everyone,
-    write_basic_config,
-)
-from notebook_accel.utils.random import (
-    set_seed,
-    synchronize_rng_state,
-    synchronize_rng_states,
-)
-from notebook_accel.utils.versions import (
-    compare_versions,
-    is_torch_version,
-)
+Each module lists its names in ``__all__``; together they are this package's.
+"""
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedOperationException",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "ParallelismConfig",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TERecipeKwargs",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelPlugin",
-    "broadcast",
-    "broadcast_object_list",
-    "clear_environment",
-    "compare_versions",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "extract_model_from_parallel",
-    "find_batch_size",
-    "find_device",
-    "find_executable_batch_size",
-    "gather",
-    "gather_object",
-    "get_int_from_env",
-    "honor_type",
-    "infer_auto_device_map",
-    "is_bf16_available",
-    "is_comet_ml_available",
-    "is_compiled_module",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mps_available",
-    "is_npu_available",
-    "is_pandas_available",
-    "is_rich_available",
-    "is_tensorboard_available",
-    "is_torch_tensor",
-    "is_torch_version",
-    "is_torch_xla_available",
-    "is_transformers_available",
-    "is_wandb_available",
-    "is_xpu_available",
-    "listify",
-    "load",
-    "load_checkpoint_in_model",
-    "pad_across_processes",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "recursively_apply",
-    "reduce",
-    "release_memory",
-    "save",
-    "send_to_device",
-    "set_seed",
-    "slice_tensors",
-    "str_to_bool",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "tqdm",
-    "wait_for_everyone",
-    "write_basic_config",
-]
+from notebook_accel.training.refusals import infer_auto_device_map, load_checkpoint_in_model
+from notebook_accel.utils import dataclasses, environment, imports, memory, operations, other, random, versions
+from notebook_accel.utils.dataclasses import *
+from notebook_accel.utils.environment import *
+from notebook_accel.utils.imports import *
+from notebook_accel.utils.memory import *
+from notebook_accel.utils.operations import *
+from notebook_accel.utils.other import *
+from notebook_accel.utils.random import *
+from notebook_accel.utils.versions import *
+
+__all__ = ["infer_auto_device_map", "load_checkpoint_in_model"]
+__all__ += dataclasses.__all__
+__all__ += environment.__all__
+__all__ += imports.__all__
+__all__ += memory.__all__
+__all__ += operations.__all__
+__all__ += other.__all__
+__all__ += random.__all__
+__all__ += versions.__all__

@@ -91,7 +91,7 @@ def find_executable_batch_size(
             _free_memory()
             steps = starting_batch_size // size
             sizes = (size, steps) if keep_effective_batch_size else (size,)
-            member = _member()
+            member = _join_existing()
             value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
             outcome, error = _Outcome(error), None  # it holds the frames, and they hold the tensors
             runs_out = _runs_out_anywhere(outcome)
@@ -144,7 +144,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _member() -> Backend | None:
+def _join_existing() -> Backend | None:
     """Join the group that exists already, so that it is renewed if it breaks even if nothing else uses it."""
     if torch_group.made_here() is None:
         return None
@@ -182,30 +182,30 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
             raise outcome.error
         return outcome.runs_out
     group = torch_group.made_here()
-    round_ = _Round(place.rank, place.world_size)
+    exchange = _Exchange(place.rank, place.world_size)
     if outcome.runs_out:
-        round_.announce_out_of_memory()
-    is_over = outcome.runs_out or (outcome.error is not None and round_.has_memory_run_out())
+        exchange.announce_out_of_memory()
+    is_over = outcome.runs_out or (outcome.error is not None and exchange.has_memory_run_out())
     if is_over and group is not None:
         group.give_up()  # ranks that wait for this one go on, and read what was announced
     if outcome.error is not None and not is_over:
-        round_.report(outcome.text, rejoins=False)
+        exchange.report(outcome.text, rejoins=False)
         raise outcome.error
     outcome.error = None  # an error here came from a peer without memory that gave up its group
     gc.collect()  # objects of the failed attempt only aren't reconnected
-    texts, rejoins = round_.exchange("", rejoins=group is not None and bool(group.members))
+    texts, rejoins = exchange.exchange_reports("", rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
         if text:
             raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
-    ran_out = round_.has_memory_run_out()
-    round_.leave()
-    del round_
+    ran_out = exchange.has_memory_run_out()
+    exchange.leave()
+    del exchange
     if ran_out and group is not None:
         group_recovery.renew_group(None, rejoins=rejoins, namespace={})
     return ran_out
 
 
-class _Round:
+class _Exchange:
     """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken.
 
     Args:
@@ -233,7 +233,7 @@ class _Round:
         """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
         self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
 
-    def exchange(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
+    def exchange_reports(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
         """Report, and return the exceptions by rank, and whether all ranks have an Accelerator.
 
         It returns as soon as one rank has reported an exception.

@@ -51,7 +51,7 @@ def test_steps_are_those_of_the_launch_unless_said(
 def test_what_is_said_counts_and_a_launch_that_was_told_otherwise_is_mentioned() -> None:
     told = {environment.GRADIENT_ACCUMULATION_STEPS: "4"}
     for steps, plugin in ((1, None), (None, GradientAccumulationPlugin(num_steps=1))):
-        with pytest.warns(UserWarning, match="was told gradient_accumulation_steps=4, and the Accelerator 1"):
+        with pytest.warns(UserWarning, match="launch sets gradient_accumulation_steps=4, and the Accelerator 1"):
             assert resolve(steps, plugin, told).num_steps == 1
     with pytest.raises(ConfigError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'auto'"):
         resolve(None, None, {environment.GRADIENT_ACCUMULATION_STEPS: "auto"})

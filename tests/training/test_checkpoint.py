@@ -218,7 +218,7 @@ def test_checkpoint_of_another_model(two_ranks: Ranks, tmp_path: pathlib.Path) -
 def test_checkpoint_of_another_world_size(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
     two_ranks.run(save_one, str(tmp_path / "state"))
     accelerator, _, _ = prepared()
-    with pytest.raises(CheckpointError, match="saved by 2 ranks, and now there are 1") as raised:
+    with pytest.raises(CheckpointError, match="saved by 2 ranks, and this run has 1") as raised:
         accelerator.load_state(tmp_path / "state")
     assert "num_processes=2" in raised.value.fix
     manifest = json.loads((tmp_path / "state" / "checkpoint.json").read_text())
