@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from notebook_accel import durations
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.formatting import format_clock
 
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
@@ -45,7 +45,7 @@ class AskedStacks:
     def _ask(self) -> None:
         try:
             self.texts = tuple(map(str, self._job.stacks()))
-            self.said = f"as of {durations.in_minutes(time.monotonic() - self._job.started_s)}"
+            self.said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
             self.said = str(error)
         self._on_change()

@@ -11,7 +11,8 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from notebook_accel.plain_text import AlikeLines, RankLine, line_prefix, plain_lines
+from notebook_accel.formatting import plain_lines
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
 
 __all__ = ["OutputLog"]

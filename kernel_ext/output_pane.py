@@ -10,7 +10,8 @@ from typing import Literal
 
 from kernel_ext.markup import counted, faint, scrolled
 from kernel_ext.output_log import OutputLog
-from notebook_accel.plain_text import RankLine, plain_lines
+from notebook_accel.formatting import plain_lines
+from notebook_accel.launching.views.rank_lines import RankLine
 
 __all__ = ["Choice", "errors_html", "log_html", "output_html", "output_lines", "stacks_html", "traceback_html",
            "whole_output_html"]  # fmt: skip

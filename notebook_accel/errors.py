@@ -29,7 +29,7 @@ import dataclasses
 import signal
 from typing import Any
 
-from notebook_accel import colours
+from notebook_accel.formatting import coloured, wants_colours
 
 __all__ = [
     "CellError",
@@ -76,7 +76,7 @@ class NotebookAccelError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
         text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
-        return [colours.coloured(text) if colours.are_wanted() else text]
+        return [coloured(text) if wants_colours() else text]
 
     def _advice_in_notebook(self) -> str:
         """What to type next, in a notebook; empty where the error says so itself."""

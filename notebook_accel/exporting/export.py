@@ -23,9 +23,9 @@ from notebook_accel.errors import CellError, ConfigError
 from notebook_accel.exporting import data_file, export_contents, plain_python
 from notebook_accel.exporting.export_contents import Contents
 from notebook_accel.exporting.script_body import Body
+from notebook_accel.formatting import format_size
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.sizes import in_words
 
 __all__ = ["Order", "export"]
 
@@ -247,7 +247,7 @@ def _sorted_imports(statements: Iterable[str]) -> list[str]:
 def _report(order: Order, contents: Contents) -> str:
     lines = [f"Written: {order.path}"]
     if contents.data:
-        size = in_words(order.data_path.stat().st_size)
+        size = format_size(order.data_path.stat().st_size)
         lines[0] += f", and {order.data_path} ({size}: {', '.join(contents.data)})"
     missing = _modules_beside_the_notebook(contents.imports)
     here = pathlib.Path.cwd()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from notebook_accel.errors import PayloadError
-from notebook_accel.sizes import in_words
+from notebook_accel.formatting import format_size
 
 __all__ = ["Failure", "OnDeviceError", "StaysError", "explain", "too_large"]
 
@@ -65,12 +65,12 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
     """
     ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])
     rest = sum(size_bytes for _, size_bytes in ordered[_MOST_LISTED:])
-    listed = [f"  {label}: {in_words(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
-    listed += [f"  others: {in_words(rest)}"] if rest else []
-    total = in_words(sum(sizes_bytes.values()))
+    listed = [f"  {label}: {format_size(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
+    listed += [f"  others: {format_size(rest)}"] if rest else []
+    total = format_size(sum(sizes_bytes.values()))
     return PayloadError(
         f"What is to be sent doesn't fit into memory: {'' if is_all else 'at least '}{total}, "
-        f"and {in_words(available_bytes)} can be had.",
+        f"and {format_size(available_bytes)} can be had.",
         path=ordered[0][0] if ordered else "",
         why="\n".join(["It would be copied once, for all that receive it:", *listed]),
         fix="load it inside the cell or the function instead, from a file that all of them map: "

@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
+from notebook_accel.formatting import rank_spans
 from notebook_accel.launching.ranks import mime_bundles
-from notebook_accel.plain_text import rank_spans
 
 __all__ = ["Shown", "bundle", "ranks_in_words"]
 

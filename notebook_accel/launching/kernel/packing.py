@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import PayloadError
+from notebook_accel.formatting import format_size
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.payload import serialization
-from notebook_accel.sizes import in_words
 
 __all__ = ["label_of", "pickled", "say_what_is_large", "say_what_loses_its_graph"]
 
@@ -70,7 +70,7 @@ def say_what_is_large(sizes_bytes: Mapping[str, int]) -> None:
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
     if large:
         ordered = sorted(large, key=lambda label: -large[label])
-        print("Sending to the ranks: " + ", ".join(f"{_name(label)} {in_words(large[label])}" for label in ordered))
+        print("Sending to the ranks: " + ", ".join(f"{_name(label)} {format_size(large[label])}" for label in ordered))
 
 
 def say_what_loses_its_graph(roots: Mapping[str, Any]) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from notebook_accel import code_places
 from notebook_accel.errors import SupervisorLostError
+from notebook_accel.formatting import format_size
 from notebook_accel.launching.state.rank import CRASH
 from notebook_accel.protocol.agent_messages import Reason
 from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
-from notebook_accel.sizes import in_words
 
 __all__ = ["of_crash", "of_death", "of_exception", "of_lost_process", "of_shortage"]
 
@@ -45,7 +45,7 @@ def of_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, st
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
             return "", _KILLED, ""
-        used = f"The rank had used up to {in_words(end.peak_bytes)}. " if end.peak_bytes else ""
+        used = f"The rank had used up to {format_size(end.peak_bytes)}. " if end.peak_bytes else ""
         fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
         return ": out of host memory", used + of_shortage(end.shortage), fix
     if end.signal == signal.SIGBUS:
@@ -53,9 +53,11 @@ def of_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, st
     if end.signal == signal.SIGSEGV and start_method == "fork":
         if end.shortage is None:
             many = "is one of them" if ranks == 1 else f"are {ranks} of them"
-            used = f": this rank had used up to {in_words(end.peak_bytes)}, and there {many}" if end.peak_bytes else ""
+            used = (
+                f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}" if end.peak_bytes else ""
+            )
             return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
-        used = f"This rank had used up to {in_words(end.peak_bytes)}; " if end.peak_bytes else ""
+        used = f"This rank had used up to {format_size(end.peak_bytes)}; " if end.peak_bytes else ""
         why = used + _EACH_ITS_OWN.format(ranks=ranks)
         return ": out of host memory", f"{of_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
     if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
@@ -91,7 +93,7 @@ def of_exception(
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
-            f"rank {rank}: {in_words(said.used_bytes)} of {in_words(said.total_bytes)}"
+            f"rank {rank}: {format_size(said.used_bytes)} of {format_size(said.total_bytes)}"
             + (" of the host's" if said.kind == "host" else "")
             for rank, said in sorted(memory.items())
         ]
@@ -116,7 +118,7 @@ def _of_missing_name(failed: Failed, left_out: Mapping[str, str]) -> str:
 def of_shortage(shortage: MemoryShortage) -> str:
     """How short of memory the machine was, in a sentence or two."""
     whose = "the machine" if shortage.is_machine else "the container"
-    left = f"Of the {in_words(shortage.limit_bytes)} that {whose} has, {in_words(shortage.free_bytes)} were left."
+    left = f"Of the {format_size(shortage.limit_bytes)} that {whose} has, {format_size(shortage.free_bytes)} were left."
     killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
     return f"{left} {killer}"
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import NodeLostError, RankEnd, RankFailedError, RunError, signal_name
+from notebook_accel.formatting import first_line, plain_lines
 from notebook_accel.launching.state import explanations
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.payload import serialization
-from notebook_accel.plain_text import first_line, plain_lines
 from notebook_accel.protocol.agent_messages import Failure
 from notebook_accel.protocol.events import Ended, Failed
 

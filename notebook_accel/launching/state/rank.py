@@ -22,7 +22,7 @@ import dataclasses
 from typing import Literal
 
 from notebook_accel.errors import signal_name
-from notebook_accel.plain_text import clipped, plain_lines, plain_text
+from notebook_accel.formatting import clipped, plain_lines, plain_text
 from notebook_accel.protocol import events
 
 __all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
-from notebook_accel.plain_text import clipped, plain_text
 from notebook_accel.protocol import events
 
 __all__ = ["RunState"]

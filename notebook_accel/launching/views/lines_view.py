@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock, plain_lines, plain_text
 from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.plain_text import AlikeLines, RankLine, plain_lines, plain_text
-from notebook_accel.plain_text import line_prefix as prefix
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine
+from notebook_accel.launching.views.rank_lines import line_prefix as prefix
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class LinesView:
         if described and described != self._shown:
             self._shown = described
             self._alike.settle()
-            time_shown = durations.in_minutes(now_s - self._job.started_s)
+            time_shown = format_clock(now_s - self._job.started_s)
             self._print(f"[{time_shown}] {line}" for line in described)
 
     def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
@@ -173,7 +173,7 @@ class LinesView:
             ranks = self._job.state.ranks
             described = rank_lines.lines(ranks, now_s)
             if folded and described:
-                described = [f"[{durations.in_minutes(now_s - self._job.started_s)}] {rank_lines.folded(ranks, now_s)}"]
+                described = [f"[{format_clock(now_s - self._job.started_s)}] {rank_lines.folded(ranks, now_s)}"]
         return described
 
 

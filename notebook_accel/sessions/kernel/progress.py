@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.kernel_display import KernelDisplay
@@ -87,5 +87,5 @@ class CellProgress:
         elif is_end or time.monotonic() >= self._began_s + self._period_s:
             self._shown = described
             self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)
-            taken = durations.in_minutes(time.monotonic() - self._began_s)
+            taken = format_clock(time.monotonic() - self._began_s)
             sys.stdout.writelines(f"[{taken}] {line}\n" for line in described)

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 
 from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
+from notebook_accel.formatting import format_count, format_size
 from notebook_accel.launching.kernel.checks import pjrt
 from notebook_accel.launching.kernel.checks.devices import Devices, visible
-from notebook_accel.sizes import counted, in_words
 
 __all__ = ["Gpu", "Machine", "host"]
 
@@ -86,10 +86,10 @@ class Machine:
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What to tell a person: pairs of a word and what there is."""
         facts = [("devices", self._devices())]
-        facts.append(("machine", f"{counted(self.cores, 'CPU core')}, {in_words(self.memory_bytes)} of memory"))
+        facts.append(("machine", f"{format_count(self.cores, 'CPU core')}, {format_size(self.memory_bytes)} of memory"))
         if self.tpus:
             kinds = " and ".join(sorted(set(self.tpus)))
-            facts.append(("TPU", f"{counted(len(self.tpus), 'chip')} {kinds}"))
+            facts.append(("TPU", f"{format_count(len(self.tpus), 'chip')} {kinds}"))
         if self.host:
             facts.append(("notebook", self.host))
         return tuple(facts)
@@ -98,7 +98,7 @@ class Machine:
         text = self.devices.describe(self.devices.available)
         if self.devices.kind == "CPU":
             return self.devices.finding.what if self.devices.finding else "no GPU: ranks run on the CPU"
-        kinds = dict.fromkeys(f"{gpu.name}, {in_words(gpu.memory_bytes)}" for gpu in self.gpus)
+        kinds = dict.fromkeys(f"{gpu.name}, {format_size(gpu.memory_bytes)}" for gpu in self.gpus)
         return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel.errors import Finding
-from notebook_accel.sizes import counted
+from notebook_accel.formatting import format_count
 
 __all__ = ["Platform", "chips", "find"]
 
@@ -77,7 +77,8 @@ class Platform:
     def _wrong_number(self, count: int) -> Finding:
         possible = "--num_processes 1" + (f" or --num_processes {self.processes}" if self.processes > 1 else "")
         return Finding(
-            f"{count} processes were asked for, and PJRT has {counted(self.processes * self.cores, 'TPU device')}.",
+            f"{count} processes were asked for, and PJRT has "
+            f"{format_count(self.processes * self.cores, 'TPU device')}.",
             f"It gives each process {self.cores} devices, for threads; a rank here is a process, and has one."
             if self.cores > 1
             else "It gives one device to one process, or all of them to as many processes.",
@@ -86,7 +87,7 @@ class Platform:
 
     def _idle_cores(self, count: int) -> Finding:
         return Finding(
-            f"{counted(count, 'rank')} will compute on {count} of this TPU's {self.processes * self.cores} cores.",
+            f"{format_count(count, 'rank')} will compute on {count} of this TPU's {self.processes * self.cores} cores.",
             f"Each of its chips has {self.cores}, for threads of one process. A rank here is a process and uses one; "
             "and gradients are averaged by way of the host, since PJRT joins all cores or none.",
             "leave it so; or take a TPU of a later generation (v4, v5e, v5p, v6e), which is used whole",

@@ -18,10 +18,10 @@ from typing import Any
 from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
+from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
 from notebook_accel.launching.kernel.checks import forkable
 from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.sizes import in_words
 
 __all__ = ["check", "warn"]
 
@@ -213,7 +213,7 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
         return None
     return Finding(
         f"There is too little memory for {ranks} {'process' if ranks == 1 else 'processes'}: "
-        f"{in_words(available_bytes)} can still be had.",
+        f"{format_size(available_bytes)} can still be had.",
         "The system would end a process, and nobody knows which: perhaps the kernel.",
         "del what is no longer needed, end other processes, or ask for fewer ranks",
     )
@@ -231,7 +231,7 @@ def _no_shared_memory() -> Finding | None:
     is_writable = os.access(_SHARED_MEMORY, os.W_OK)
     if free_bytes > _SHARED_BYTES and is_writable:
         return None
-    how = f"has {in_words(free_bytes)} left" if is_writable else "can't be written to"
+    how = f"has {format_size(free_bytes)} left" if is_writable else "can't be written to"
     return Finding(
         f"{_SHARED_MEMORY} {how}.",
         "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
