@@ -13,7 +13,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernel_ext.arguments import Parser, name, split
 from kernel_ext.session_help import SessionHelp, asked_about
 from notebook_accel import config as configuration
-from notebook_accel import options
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
@@ -56,7 +55,7 @@ class SessionMagics:
         self._shell = shell
         self._read = read
         self._start_parser = Parser("%distributed start")
-        options.add_flags(self._start_parser)
+        configuration.add_flags(self._start_parser)
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = SessionHelp(shell, lambda: self.session)
@@ -108,7 +107,7 @@ class SessionMagics:
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
-        config = configuration.resolve(options.given(given), file=configuration.default_path())
+        config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         with held():  # ranks that have started, and that nothing refers to, could not be ended
             self.session = Session.from_config(config)
         job = self.session.job
@@ -145,7 +144,7 @@ class SessionMagics:
 
     def cell(self, given: argparse.Namespace, cell: str) -> Shown | BackgroundCell | None:
         """A ``%%distributed`` cell, in the session."""
-        refused = [f"--{name}" for name in (*options.given(given), "args") if getattr(given, name)]
+        refused = [f"--{name}" for name in (*configuration.given_flags(given), "args") if getattr(given, name)]
         if refused:
             raise UsageError(
                 f"%%distributed: {', '.join(refused)} can't be said of a cell in a session. Options belong to "

@@ -6,10 +6,12 @@ names of Accelerate's ``default_config.yaml``, so that either tool reads the oth
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,7 +20,20 @@ from notebook_accel import config_file
 from notebook_accel.environment import is_false, is_true
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "to_text", "usable"]
+__all__ = [
+    "LaunchConfig",
+    "Option",
+    "add_flags",
+    "closest_flag",
+    "default_path",
+    "fields",
+    "from_text",
+    "given_flags",
+    "load",
+    "resolve",
+    "to_text",
+    "usable",
+]
 
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
@@ -351,3 +366,48 @@ def _is_of_kind(option: Option, value: Any) -> bool:
     if isinstance(value, bool):  # which Python counts as an int
         return option.kind is bool
     return isinstance(value, (int, float) if option.kind is float else option.kind)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
+    for option in fields():
+        flags = [f"--{option.name}", *_SHORT.get(option.name, ())]
+        text = option.help if option.default in (None, "", ()) else f"{option.help} Default: {option.default}."
+        text = text.replace("%", "%%")  # argparse formats it
+        if option.kind is bool:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            # Text that is no value of the type goes on to LaunchConfig as it is: complaints come from one place.
+            parser.add_argument(*flags, default=None, metavar=_metavar(option), type=_reader(option), help=text)
+
+
+_SHORT = {"num_processes": ("-n",)}
+
+
+def _metavar(option: Option) -> str:
+    if option.kind is tuple:
+        return "NAME,..."
+    return "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+
+
+def _reader(option: Option) -> Any:
+    def read(text: str) -> Any:
+        return from_text(option, text)
+
+    return read
+
+
+def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given as flags."""
+    return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
+
+
+def closest_flag(word: str, flags: Iterable[str]) -> str:
+    """The flag that somebody may have meant by one that isn't there; empty if there is none.
+
+    One of which it is a part, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of the same length.
+    """
+    name = word.partition("=")[0]
+    flags = list(flags)
+    longer = [flag for flag in flags if name.strip("-") in flag.strip("-").split("_")]
+    return next(iter([*longer, *difflib.get_close_matches(name, flags)]), "")

@@ -7,27 +7,31 @@ that isn't there is refused, and never passed over.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
+import select
 import signal
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import accelerate_flags, config, end_signals, environment, options
+from notebook_accel import accelerate_flags, config, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.ranks.script import Script
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EndSignal", "add_arguments", "end_signals_as_interrupts", "run", "silence_closed_streams"]
 
 _INTERRUPT = "KeyboardInterrupt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be said after ``launch``."""
-    options.add_flags(parser)
+    config.add_flags(parser)
     parser.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
     parser.add_argument("--cpu", action="store_true", help="The same as --use_cpu.")
     parser.add_argument("--multi_gpu", action="store_true", help="Refuse to run where there is no GPU.")
@@ -67,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     script.check()
     _set_variables(parsed)
     chosen = _options(parsed)
-    with end_signals.as_interrupts() as received:
+    with end_signals_as_interrupts() as received:
         try:
             named = chosen.replace(name=chosen.name or script.name[:80])
             foreground.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
@@ -95,7 +99,7 @@ def _set_variables(parsed: argparse.Namespace) -> None:
 
 
 def _options(parsed: argparse.Namespace) -> LaunchConfig:
-    given: dict[str, Any] = options.given(parsed)
+    given: dict[str, Any] = config.given_flags(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
     given |= _of_machines(parsed)
@@ -137,3 +141,50 @@ def _status(error: RankFailedError) -> int:
         return 128 + error.signal
     code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else error.exit_code
     return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+_STREAMS = (1, 2)
+
+
+class EndSignal:
+    """The signal that has come first; SIGINT as long as it was none of the others."""
+
+    number = signal.SIGINT
+
+    def _take(self, number: int, _: types.FrameType | None) -> None:
+        has_closed = silence_closed_streams()
+        if number == signal.SIGPIPE and not has_closed:  # a socket of somebody's, who gets an error for it
+            return
+        if self.number == signal.SIGINT:
+            self.number = signal.Signals(number)
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def end_signals_as_interrupts() -> Iterator[EndSignal]:
+    """In its block these signals raise ``KeyboardInterrupt`` in the main thread. What is ignored stays ignored."""
+    received = EndSignal()
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, received._take) for number in (*numbers, signal.SIGPIPE)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def silence_closed_streams() -> bool:
+    """Sends what would be written to a closed pipe or terminal nowhere; whether there was one."""
+    closed = [stream for stream in _STREAMS if _has_closed(stream)]
+    for stream in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
+    return bool(closed)
+
+
+def _has_closed(descriptor: int) -> bool:
+    """Return whether nobody can read what is written there."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -68,7 +68,7 @@ def test_in_a_process_that_has_never_seen_the_notebook() -> None:
     try:
         pickled = serialization.pickle_by_value(namespace["use"], roots={"use": namespace["use"]}, namespace=namespace)
         serialization.seal(descriptor, pickled)
-        code = f"from notebook_accel import serialization as s; print(s.open_sealed({descriptor}).value())"
+        code = f"from notebook_accel.payload import serialization as s; print(s.open_sealed({descriptor}).value())"
         command = [sys.executable, "-c", code]
         run = subprocess.run(
             command, pass_fds=[descriptor], capture_output=True, text=True, timeout=60, check=False, cwd=os.getcwd()

@@ -17,7 +17,7 @@ from typing import Any
 from notebook_accel.errors import CellError
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.notebook_sources import Definition, NotebookSources
-from notebook_accel.exporting.script_body import Body
+from notebook_accel.exporting.plain_python import Body
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 

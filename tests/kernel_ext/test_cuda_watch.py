@@ -16,7 +16,7 @@ def initialise():
         if getattr(call, "__self__", None).__class__.__name__ == "CudaWatch":
             call()
 """
-NOTED = "__import__('notebook_accel.launching.device_state').launching.checks.kernel_state._cuda_origin"
+NOTED = "__import__('notebook_accel.launching.device_state').launching.device_state._cuda_origin"
 
 
 @pytest.fixture

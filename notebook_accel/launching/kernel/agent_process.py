@@ -17,11 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from notebook_accel import environment
+from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
-from notebook_accel.latch import Latch
-from notebook_accel.launching.kernel import uninterruptible
 from notebook_accel.launching.kernel.control import Fed
 from notebook_accel.launching.kernel.sealing import Sealed
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
@@ -30,6 +28,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.protocol.elastic_options import Elastic
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["AgentProcess", "Part", "TemplateLine"]
 

@@ -17,9 +17,8 @@ from typing import Any, Literal
 from notebook_accel import config, config_file
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching.kernel.checks import preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.checks.machine import Machine
+from notebook_accel.launching.kernel import preflight
+from notebook_accel.launching.kernel.devices import Devices, Machine
 from notebook_accel.launching.ray import options as ray_options
 
 __all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]

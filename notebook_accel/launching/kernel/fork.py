@@ -23,10 +23,10 @@ import types
 import warnings
 from typing import Any, NoReturn
 
+from notebook_accel import uninterruptible
 from notebook_accel.errors import ProcessStartError
-from notebook_accel.latch import Latch
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import local, sealing, uninterruptible
+from notebook_accel.launching.kernel import local, sealing
 from notebook_accel.launching.kernel.agent_process import TemplateLine
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
@@ -34,6 +34,7 @@ from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.channel import Connection
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["ForkEngine"]
 

@@ -22,19 +22,19 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.latch import Latch
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.control import Control
 from notebook_accel.launching.result_files import ResultFiles
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.state import explanations, failures
+from notebook_accel.launching.state import failures
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
 from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Ending", "Job"]
 
@@ -449,7 +449,7 @@ class Job:
                 why="A batch system such as Slurm does that before it takes the machine back.",
             )
         if self._reason in ("template lost", "elastic lost"):
-            return explanations.of_lost_process(self._reason, self.state.memory_shortage)
+            return failures.lost_process_error(self._reason, self.state.memory_shortage)
         if self._elsewhere is not None:
             return self._failures.elsewhere(self.state, self._elsewhere)
         failure = self._failures.first(self.state)

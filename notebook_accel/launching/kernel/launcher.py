@@ -10,10 +10,9 @@ from typing import Any
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError
-from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, registry, smoke_test
+from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry, smoke_test
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.checks import preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import Engine, Request
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from notebook_accel import config
+from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import packing, sealing, uninterruptible
+from notebook_accel.launching.kernel import packing, sealing
 from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job

@@ -6,10 +6,11 @@ import dataclasses
 
 import msgspec
 
+from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching.kernel import packing, sealing, uninterruptible
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel import packing, sealing
+from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connecting, options

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 from notebook_accel import code_places
-from notebook_accel.latch import Latch
 from notebook_accel.launching.spec import Source
 from notebook_accel.protocol.agent_messages import Condition, RankDump
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
 

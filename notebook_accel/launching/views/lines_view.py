@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from notebook_accel.formatting import format_clock, plain_lines, plain_text
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
 from notebook_accel.launching.views.rank_lines import line_prefix as prefix
 from notebook_accel.protocol import events
 

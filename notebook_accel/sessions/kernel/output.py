@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from notebook_accel.formatting import format_clock
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.kernel_display import KernelDisplay
+from notebook_accel.launching.views.rank_lines import KernelDisplay
 from notebook_accel.protocol.events import Display
 
 __all__ = ["CellProgress"]

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from notebook_accel.latch import Latch
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Turns"]
 

@@ -17,14 +17,28 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
-from notebook_accel.launching.kernel.checks import pjrt
+from notebook_accel.formatting import format_count, format_size
 
-__all__ = ["Build", "Devices", "UncountableError", "build_of_torch", "visible", "visible_gpus"]
+__all__ = [
+    "Build",
+    "Devices",
+    "Gpu",
+    "Machine",
+    "Platform",
+    "UncountableError",
+    "build_of_torch",
+    "chips",
+    "find_platform",
+    "notebook_service",
+    "visible",
+    "visible_gpus",
+]
 
 Build = Literal["cuda", "hip", "xpu", "cpu"]
 
@@ -72,13 +86,13 @@ class Devices:
 
     kind: Literal["CPU", "GPU", "TPU", "XLA CPU"]
     available: int
-    platform: pjrt.Platform | None = None
+    platform: Platform | None = None
     finding: Finding | None = None
 
     @classmethod
     def find(cls, config: LaunchConfig) -> Devices:
         """Those of this machine, with these options."""
-        platform = None if config.use_cpu else pjrt.find()
+        platform = None if config.use_cpu else find_platform()
         if platform is not None:
             return cls(platform.kind, 1 if config.start_method == "inline" else platform.processes, platform)
         if config.use_cpu:
@@ -299,3 +313,233 @@ def _named(vendor: str) -> str:
                 names += re.findall(r"Model:\s*(.*\S)", file.read_text())
     named = f" ({', '.join(dict.fromkeys(names))})" if names else ""
     return f"an {vendor} GPU{named}"
+
+
+_ASKED_FOR = "PJRT_DEVICE"
+_CPU_DEVICES = "CPU_NUM_DEVICES"
+_KIND = "TPU_ACCELERATOR_TYPE"  # such as v3-8; set where the bus is hidden
+_GOOGLE = "0x1ae0"
+# The PCI devices that are TPUs. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
+_TPUS = {"0x0027": "v2 or v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
+_TWO_CORES = re.compile(r"v[23]\b")
+_UNKNOWN = "of some kind"
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """What PJRT would give.
+
+    Attributes:
+        kind: The devices: TPUs, or the CPU in the place of one.
+        processes: The most processes that would have a device of their own, and how many ranks run by default.
+        cores: Devices that each of them would have. A rank is a process and computes on one.
+    """
+
+    # Where a process has several devices, torch_xla gives each to a thread. Ranks can't be threads here, for two
+    # reasons. What Python has once in a process they would share: the names that a cell assigns, the model, random
+    # generators, variables, standard output, interrupts. And where it can be tried, on the CPU, it doesn't hold.
+    # Threads that end a step at the same time each compile it, and wait for each other's collectives in vain until PJRT
+    # ends the process (tests/xla/two_threads.py: always). A lock around that doesn't help, since the end of a step
+    # waits for the step before, which waits for the other thread. With ends of steps in turns, one run of fifty has
+    # still crashed, while both threads were in an all-reduce.
+
+    kind: Literal["TPU", "XLA CPU"]
+    processes: int
+    cores: int = 1
+
+    def variables(self) -> dict[str, str]:
+        """What tells a rank to use it."""
+        return {_ASKED_FOR: "TPU"} if self.kind == "TPU" else {_ASKED_FOR: "CPU", _CPU_DEVICES: "1"}
+
+    def findings(self, count: int) -> list[Finding]:
+        """What speaks against so many ranks on it."""
+        found = []
+        if not _is_installed("torch_xla"):
+            found.append(
+                Finding(
+                    "This machine has a TPU, and torch_xla isn't installed.",
+                    "PyTorch reaches a TPU through it.",
+                    "pip install 'torch_xla[tpu]', of the same version as torch; or --use_cpu",
+                )
+            )
+        if self.kind == "TPU" and count not in (1, self.processes):
+            found.append(self._wrong_number(count))
+        elif self.cores > 1:
+            found.append(self._idle_cores(count))
+        return found
+
+    def _wrong_number(self, count: int) -> Finding:
+        possible = "--num_processes 1" + (f" or --num_processes {self.processes}" if self.processes > 1 else "")
+        return Finding(
+            f"{count} processes were asked for, and PJRT has "
+            f"{format_count(self.processes * self.cores, 'TPU device')}.",
+            f"It gives each process {self.cores} devices, for threads; a rank here is a process, and has one."
+            if self.cores > 1
+            else "It gives one device to one process, or all of them to as many processes.",
+            f"{possible}; or --use_cpu",
+        )
+
+    def _idle_cores(self, count: int) -> Finding:
+        return Finding(
+            f"{format_count(count, 'rank')} will compute on {count} of this TPU's {self.processes * self.cores} cores.",
+            f"Each of its chips has {self.cores}, for threads of one process. A rank here is a process and uses one; "
+            "and gradients are averaged by way of the host, since PJRT joins all cores or none.",
+            "leave it so; or take a TPU of a later generation (v4, v5e, v5p, v6e), which is used whole",
+            refuses=False,
+        )
+
+
+def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
+    """What PJRT would give, ``None`` if there is nothing or if ``PJRT_DEVICE`` says so.
+
+    Args:
+        environ: ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is installed. Any number
+            of ranks can have that; ``CPU_NUM_DEVICES`` do by default.
+        root: The folder that ``/dev`` and ``/sys`` are in.
+    """
+    asked = environ.get(_ASKED_FOR, "").upper()
+    if asked == "CPU":
+        count = environ.get(_CPU_DEVICES, "")
+        return Platform("XLA CPU", max(1, int(count)) if count.isdigit() else 1) if _is_installed("torch_xla") else None
+    if asked not in ("", "TPU"):
+        return None
+    kinds = chips(root) if root != _ROOT else _chips_here()
+    if not kinds and asked == "TPU":
+        # Later TPUs have a driver that is not theirs alone, so this needs somebody's word.
+        kinds = (_UNKNOWN,) * sum(path.name.isdigit() for path in root.glob("dev/vfio/*"))
+    if not kinds:
+        return None
+    kind = environ.get(_KIND, "") if kinds[0] == _UNKNOWN else kinds[0]
+    return Platform("TPU", len(kinds), 2 if _TWO_CORES.match(kind) else 1)
+
+
+def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
+    """The generation of each TPU chip on the PCI bus; where the bus is hidden, of each that the driver shows."""
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        with contextlib.suppress(OSError):  # a device that may not be looked at
+            if (device / "vendor").read_text().strip() == _GOOGLE:
+                found.append(_TPUS.get((device / "device").read_text().strip(), ""))
+    known = tuple(filter(None, found))
+    # The driver's files are accel0, accel1, …; in the folder accel, where other vendors' are, they would have another
+    # name.
+    return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
+
+
+@functools.cache  # it is looked for at every launch, and TPUs come with a machine
+def _chips_here() -> tuple[str, ...]:
+    return chips()
+
+
+_BF16_SINCE = (
+    8,
+    0,
+)  # compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
+# Of three signs of a service one may be left over from something else, such as a package of that name that somebody
+# has installed, or a variable in an image; two are not.
+_SIGNS = {
+    "Colab": ("content", "google.colab", "COLAB_RELEASE_TAG"),
+    "Kaggle": ("kaggle/working", "kaggle_secrets", "KAGGLE_KERNEL_RUN_TYPE"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU that ranks would see.
+
+    Attributes:
+        name: Such as ``NVIDIA A100-SXM4-80GB``.
+        memory_bytes: All of its memory.
+        capability: CUDA's compute capability, such as ``(8, 0)``.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """This machine.
+
+    Attributes:
+        devices: What ranks run on unless they are told otherwise.
+        gpus: The GPUs that ranks would see. Empty also where they could not be asked.
+        cores: CPU cores that this process may use, by a container's quota too.
+        memory_bytes: Memory that this process may use.
+        host: ``Colab`` or ``Kaggle``, empty elsewhere.
+        tpus: The TPU chips, by their generation, such as ``("v5e", "v5e")``.
+    """
+
+    devices: Devices
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 1
+    memory_bytes: int = 0
+    host: str = ""
+    tpus: tuple[str, ...] = ()
+
+    @classmethod
+    def find(cls) -> Machine:
+        """What is there."""
+        devices, gpus = Devices.find(LaunchConfig()), tuple(_gpus(os.environ))
+        return cls(devices, gpus, host_memory.cores(), host_memory.total_bytes(), notebook_service(), chips())
+
+    def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
+        """Each precision, and why it doesn't fit the devices; empty if it does."""
+        reasons = {"no": "", "bf16": "", "fp16": ""}
+        if use_cpu or self.devices.kind != "GPU":
+            reasons["fp16"] = "needs a GPU"
+        elif old := [gpu.name for gpu in self.gpus if gpu.capability < _BF16_SINCE]:
+            reasons["bf16"] = f"is slow on {old[0]}, which has to imitate it"
+        return reasons
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What to tell a person: pairs of a word and what there is."""
+        facts = [("devices", self._devices())]
+        facts.append(("machine", f"{format_count(self.cores, 'CPU core')}, {format_size(self.memory_bytes)} of memory"))
+        if self.tpus:
+            kinds = " and ".join(sorted(set(self.tpus)))
+            facts.append(("TPU", f"{format_count(len(self.tpus), 'chip')} {kinds}"))
+        if self.host:
+            facts.append(("notebook", self.host))
+        return tuple(facts)
+
+    def _devices(self) -> str:
+        text = self.devices.describe(self.devices.available)
+        if self.devices.kind == "CPU":
+            return self.devices.finding.what if self.devices.finding else "no GPU: ranks run on the CPU"
+        kinds = dict.fromkeys(f"{gpu.name}, {format_size(gpu.memory_bytes)}" for gpu in self.gpus)
+        return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
+
+
+def _gpus(environ: Mapping[str, str]) -> Iterator[Gpu]:
+    """Those that a new process would see, asked of the driver's management library, which leaves CUDA asleep."""
+    with contextlib.suppress(Exception):  # no library, no driver, no permission, a part of a GPU: nothing to tell
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], environ.get("CUDA_VISIBLE_DEVICES"))
+            for handle in (handles[index] for index in seen or ()):
+                name = nvml.nvmlDeviceGetName(handle)
+                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+                memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+                yield Gpu(name if isinstance(name, str) else name.decode(), memory_bytes, (major, minor))
+        finally:
+            nvml.nvmlShutdown()
+
+
+def notebook_service(root: pathlib.Path = pathlib.Path("/"), environ: Mapping[str, str] = os.environ) -> str:
+    """Whose notebook service this is: ``Colab``, ``Kaggle``, or empty. Two of three signs have to be there."""
+    for name, (folder, module, variable) in _SIGNS.items():
+        signs = ((root / folder).is_dir(), _is_installed(module), variable in environ)
+        if sum(signs) >= 2:
+            return name
+    return ""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent isn't there, or is something odd
+        return False
