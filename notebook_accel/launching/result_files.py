@@ -13,18 +13,48 @@ import os
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import msgspec
 
 from notebook_accel.errors import PayloadError, ResultError
-from notebook_accel.launching.results import Results
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.serialization import Beside, Pickled
 from notebook_accel.payload.tensor_memory import Blocks
 
-__all__ = ["Opening", "ResultFiles", "result_error", "write"]
+__all__ = ["Opening", "ResultFiles", "Results", "result_error", "write_result_file"]
+
+
+class Results(Sequence[Any]):
+    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+
+    @overload
+    def __getitem__(self, rank: int) -> Any: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Any]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        return self._values[rank]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Results):
+            return self._values == other._values
+        return self._values == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it holds whatever ranks return, like a list
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
 
 _Keys = tuple[str, ...]
 
@@ -70,7 +100,7 @@ def _label(key: str, rank: int) -> str:
 # In a rank ------------------------------------------------------------------------------------------------------------
 
 
-def write(
+def write_result_file(
     descriptor: int,
     values: Mapping[str, Any],
     *,

@@ -18,9 +18,8 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching import result_files
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.results import Results
+from notebook_accel.launching.result_files import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
@@ -54,7 +53,7 @@ def job() -> Iterator[Job]:
 
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
-    result_files.write(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
+    write_result_file(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
     job.deliver(rank, events.Finished(result_bytes=1))
     job.deliver(rank, events.Ended(exit_code=0))
 

@@ -21,7 +21,7 @@ from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.control import Fed
-from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.launching.kernel.run_payload import Sealed
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages

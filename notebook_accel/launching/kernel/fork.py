@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from notebook_accel import uninterruptible
 from notebook_accel.errors import ProcessStartError
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import local, sealing
+from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import TemplateLine
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
@@ -55,7 +55,7 @@ class ForkEngine:
         nothing = serialization.pickle_by_value(None, roots={})
         pickled = dataclasses.replace(nothing, shipped=shipped)
         inherited = Inherited(request.target, shipped)
-        with sealing.sealed(request, pickled) as sealed:
+        with run_payload.sealed(request, pickled) as sealed:
             local.engine().launch_forked(sealed, lambda log: _Forking(inherited, log).template())
         return sealed.job
 

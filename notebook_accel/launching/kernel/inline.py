@@ -18,11 +18,11 @@ import msgspec
 from notebook_accel import environment, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
-from notebook_accel.launching.kernel import sources
+from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import failure, store, worker
-from notebook_accel.launching.results import Results
+from notebook_accel.launching.result_files import Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.protocol import events
 
@@ -40,7 +40,7 @@ class InlineEngine:
                 fix="leave out background, or start_method",
             )
         namespace = sys.modules["__main__"].__dict__
-        found = sources.of_functions([*namespace.values(), request.target.function])
+        found = run_payload.notebook_sources([*namespace.values(), request.target.function])
         spec = msgspec.structs.replace(request.spec, sources=found | dict(request.spec.sources))
         port = request.config.main_process_port or 0
         try:

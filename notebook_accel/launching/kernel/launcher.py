@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError
-from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry, smoke_test
+from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
+from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import Engine, Request
@@ -132,7 +134,7 @@ def try_out(config: LaunchConfig) -> float:
     def start(target: Target, options: LaunchConfig, attended: threading.Lock) -> Job:
         return _start(target, {}, options, devices, cluster, name=options.name, attended=attended)
 
-    return smoke_test.run(start, config)
+    return _run_smoke_test(start, config)
 
 
 def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
@@ -269,3 +271,58 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     elif (config.num_processes or 0) > devices.available:
         variables[environment.OVERSUBSCRIBE] = "true"
     return variables
+
+
+_SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs take their time to find each other
+
+
+def _run_smoke_test(start: Callable[[Target, LaunchConfig, threading.Lock], Job], config: LaunchConfig) -> float:
+    """Hold a trial run and return the seconds that it took.
+
+    Args:
+        start: Starts ranks, which end when the lock is free.
+        config: The options of the launch that it stands for.
+
+    Raises:
+        PreflightError: It has failed, or took too long.
+    """
+    started_s = time.monotonic()
+    attended = threading.Lock()
+    try:
+        with attended:
+            job = start(Target(names={}, function=_use_device), _smoke_test_config(config), attended)
+            if job.run_here is not None:
+                job.run_here()
+            job.results()
+    except RunError as error:
+        finding = Finding(
+            "The trial run before the launch has failed: its ranks met, used their devices and summed a number, "
+            "or tried to.",
+            str(error),
+            "mend that first; notebook-accel doctor --trial tries again. Without the debug mode there is no trial run",
+        )
+        raise PreflightError((finding,)) from error
+    return time.monotonic() - started_s
+
+
+def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
+    """Ranks of this machine alone, once."""
+    alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
+    alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
+    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", **alone)
+
+
+def _use_device() -> str:
+    """Runs in each rank; the device that it has used."""
+    torch = importlib.import_module("torch")
+    backend = importlib.import_module("notebook_accel.training.process_group").join()
+    try:
+        ones = torch.ones(64, 64, device=backend.device)
+        backend.all_reduce(ones)
+        total = float((ones @ ones).mean())
+        expected = 64 * backend.place.world_size**2
+        if total != expected:
+            raise RuntimeError(f"{backend.device} computes {total} where {expected} is right")
+    finally:
+        backend.leave()
+    return str(backend.device)

@@ -15,11 +15,11 @@ from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import packing, sealing
+from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.launching.kernel.run_payload import Sealed
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.elastic_options import Elastic
 
@@ -72,7 +72,7 @@ class LocalEngine:
 
     def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
         """The same, with an elastic process that says when they are started, if there are options for one."""
-        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
+        pickled, left_out = run_payload.pickle_target(request.target, request.roots, request.may_stay)
         if elastic is not None:
             names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
             elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
@@ -87,7 +87,7 @@ class LocalEngine:
         left_out: Mapping[str, str],
         elastic: Elastic | None,
     ) -> Job:
-        with sealing.sealed(request, pickled, left_out) as sealed:
+        with run_payload.sealed(request, pickled, left_out) as sealed:
             check_size(len(sealed.result_files))
             with self._lock:
                 agent = self._running_agent()

@@ -27,8 +27,9 @@ from typing import Any
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import result_files, stack_dumps
+from notebook_accel.launching import stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
+from notebook_accel.launching.result_files import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol import agent_messages as messages
@@ -306,7 +307,7 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 def _write_result(
     result: int, rank: int, values: Mapping[str, Any], shipped: list[Any], missing: Mapping[str, str] | None = None
 ) -> int:
-    return result_files.write(
+    return write_result_file(
         result,
         values,
         rank=rank,

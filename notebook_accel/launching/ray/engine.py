@@ -9,7 +9,7 @@ import msgspec
 from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching.kernel import packing, sealing
+from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
@@ -63,11 +63,11 @@ class RayEngine:
             )
         # The nodes have an environment, folders and an import path of their own.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
-        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
+        pickled, left_out = run_payload.pickle_target(request.target, request.roots, request.may_stay)
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
-            with sealing.sealed(dataclasses.replace(request, spec=there), pickled, left_out) as sealed:
+            with run_payload.sealed(dataclasses.replace(request, spec=there), pickled, left_out) as sealed:
                 run = ClusterRun(
                     sealed.job, self._cluster, sealed.payload, sealed.result_files, resources, request.variables
                 )

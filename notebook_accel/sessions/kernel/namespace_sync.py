@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching.kernel import packing, sources
+from notebook_accel.launching.kernel import run_payload
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions.kernel.interrupts import held
@@ -183,7 +183,7 @@ class Ledger:
         }
         pickled, names = _pickled(names, request, origins)
         sizes = pickled.sizes_bytes
-        stamps = {name: Stamp(value, sizes.get(packing.label_of(name), 0)) for name, value in names.items()}
+        stamps = {name: Stamp(value, sizes.get(run_payload.variable_label(name), 0)) for name, value in names.items()}
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
             serialization.seal(descriptor, pickled)
@@ -198,7 +198,8 @@ class Ledger:
             by_force=[name for name in request.by_force if name in names],
             forgotten=sorted(number for number in known if self._object(number) is None),
             sources={
-                name: (source.label, source.text) for name, source in sources.of_functions(pickled.shipped).items()
+                name: (source.label, source.text)
+                for name, source in run_payload.notebook_sources(pickled.shipped).items()
             },
         )
         return Parcel(ranks, delivery, descriptor, stamps, tuple(sorted(had.difference(request.by_force))))
@@ -238,13 +239,13 @@ def _pickled(
             raise
         names = {name: value for name, value in names.items() if name not in staying}
         done = _pickle(names, request, origins)
-    packing.say_what_is_large(done.sizes_bytes)
-    packing.say_what_loses_its_graph({packing.label_of(name): value for name, value in names.items()})
+    run_payload.report_large(done.sizes_bytes)
+    run_payload.report_lost_graphs({run_payload.variable_label(name): value for name, value in names.items()})
     return done, names
 
 
 def _pickle(names: dict[str, Any], request: Request, origins: Mapping[int, Any]) -> serialization.Pickled:
-    roots = {packing.label_of(name): value for name, value in names.items()}
+    roots = {run_payload.variable_label(name): value for name, value in names.items()}
     if request.call is not None:
         function, args, kwargs = request.call
         roots |= {f'function "{getattr(function, "__name__", type(function).__name__)}"': function}

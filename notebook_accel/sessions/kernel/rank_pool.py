@@ -12,10 +12,9 @@ from typing import Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
-from notebook_accel.launching import result_files
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Opening
+from notebook_accel.launching.result_files import Opening, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.background import BackgroundCell
@@ -356,7 +355,7 @@ class Crew:
         }
         for opening in openings.values():
             opening.proceed(self.ledger.origins)
-        error = result_files.result_error(openings)
+        error = result_error(openings)
         if error is not None:
             raise error
         return [openings[rank].outcome if rank in openings else None for rank in sorted(question.answers)]
