@@ -85,7 +85,7 @@ _HOME = {
     "GradScalerKwargs": "training.handlers",
     "GradientAccumulationPlugin": "training.accumulation",
     "InitProcessGroupKwargs": "training.handlers",
-    "Job": "launching.job",
+    "Job": "launching.kernel.job",
     "LaunchConfig": "config",
     "LaunchError": "errors",
     "NotebookAccelError": "errors",
@@ -101,10 +101,10 @@ _HOME = {
     "RunError": "errors",
     "RunStoppedError": "errors",
     "RunTimeoutError": "errors",
-    "Session": "sessions.session",
+    "Session": "sessions.kernel.session",
     "TrainingError": "errors",
     "cpu_offload": "training.refusals",
-    "debug_launcher": "launching.notebook_launcher",
+    "debug_launcher": "launching.kernel.notebook_launcher",
     "disk_offload": "training.refusals",
     "dispatch_model": "training.refusals",
     "find_executable_batch_size": "training.batch_size",
@@ -114,13 +114,13 @@ _HOME = {
     "is_rich_available": "training.availability",
     "load_checkpoint_and_dispatch": "training.refusals",
     "load_checkpoint_in_model": "training.refusals",
-    "notebook_launcher": "launching.notebook_launcher",
+    "notebook_launcher": "launching.kernel.notebook_launcher",
     "prepare_data_loader": "training.data",
     "prepare_pippy": "training.refusals",
     "report": "reporting",
     "skip_first_batches": "training.skipping",
     "synchronize_rng_states": "training.random_state",
-    "write_basic_config": "launching.configuring",
+    "write_basic_config": "launching.kernel.configuring",
 }
 
 __all__ = [
@@ -187,7 +187,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     if name in ("debug_launcher", "notebook_launcher"):  # whoever looks at them in a notebook is about to launch
-        importlib.import_module(f"{__name__}.launching.local").engine().warm_in_kernel()
+        importlib.import_module(f"{__name__}.launching.kernel.local").engine().warm_in_kernel()
     return value
 
 
