@@ -22,7 +22,7 @@ from notebook_accel.exporting import export
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel import foreground, launcher, local
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import definitions
 from notebook_accel.launching.views import view
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.configuring import write_basic_config
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
-    from notebook_accel.launching.result_files import Results
+    from notebook_accel.launching.results import Results
     from notebook_accel.reporting import report
     from notebook_accel.sessions.kernel.session import Session
     from notebook_accel.training.accelerator import Accelerator

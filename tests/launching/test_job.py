@@ -19,7 +19,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Results, write_result_file
+from notebook_accel.launching.results import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events

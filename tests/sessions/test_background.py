@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel import background
 from notebook_accel.sessions.kernel.background import BackgroundCell

@@ -12,7 +12,7 @@ import torch
 from notebook_accel import environment
 from notebook_accel.errors import CellError, ConfigError, PayloadError, RankFailedError, ResultError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.sessions.kernel import rank_pool
 from notebook_accel.sessions.kernel.session import Session
 from tests import kernels

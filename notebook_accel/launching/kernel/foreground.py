@@ -13,7 +13,7 @@ from typing import TypeVar
 from notebook_accel.errors import RunError
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
 
 __all__ = ["draw_in_background", "launched", "show_panel"]

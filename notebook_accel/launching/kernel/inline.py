@@ -22,7 +22,7 @@ from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.engine import Request
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import failure, store, worker
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.protocol import events
 

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.control import Control
-from notebook_accel.launching.result_files import ResultFiles, Results
+from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.state import failures
 from notebook_accel.launching.state.rank import RankState

@@ -11,7 +11,7 @@ from notebook_accel import config as configuration
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

@@ -29,7 +29,7 @@ from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
-from notebook_accel.launching.result_files import write_result_file
+from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol import agent_messages as messages

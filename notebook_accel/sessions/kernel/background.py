@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from notebook_accel.errors import RunStoppedError, RunTimeoutError
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.pending_request import Asking

@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Opening, result_error
+from notebook_accel.launching.results import Opening, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.background import BackgroundCell

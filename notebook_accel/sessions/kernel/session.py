@@ -14,7 +14,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Results
+from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import dependencies

@@ -16,7 +16,7 @@ from typing import Any
 
 from notebook_accel import reporting
 from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
-from notebook_accel.launching.result_files import write_result_file
+from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events

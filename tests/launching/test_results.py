@@ -17,7 +17,7 @@ import torch
 
 from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError, ResultError
-from notebook_accel.launching.result_files import Opening, ResultFiles, result_error, write_result_file
+from notebook_accel.launching.results import Opening, ResultFiles, result_error, write_result_file
 from notebook_accel.payload import memory_files
 
 
