@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
-from notebook_accel.launching.kernel.control import Fed
+from notebook_accel.launching.kernel.engine import RunHandle
 from notebook_accel.launching.kernel.run_payload import Sealed
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
@@ -63,7 +63,7 @@ class Part(NamedTuple):
         listening: Where the ranks' store is to be, if it is to be here.
     """
 
-    job: Fed
+    job: RunHandle
     payload: int
     result_files: list[int]
     places: list[messages.Place]
@@ -77,7 +77,7 @@ class AgentProcess:
         self.is_lost = False
         self._is_idle = is_idle
         self._is_closing = False
-        self._jobs: dict[str, Fed] = {}
+        self._jobs: dict[str, RunHandle] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
         self._connection, self._theirs = Connection.pair()
@@ -116,11 +116,11 @@ class AgentProcess:
         """True if a run is on its way or runs."""
         return bool(self._jobs)
 
-    def expect(self, job: Fed) -> None:
+    def expect(self, job: RunHandle) -> None:
         """A job will be launched here."""
         self._jobs[job.id] = job
 
-    def forget(self, job: Fed) -> None:
+    def forget(self, job: RunHandle) -> None:
         """It won't."""
         self._jobs.pop(job.id, None)
 
@@ -140,7 +140,7 @@ class AgentProcess:
         listening = [] if part.listening is None else [part.listening.fileno()]
         self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
 
-    def _launch(self, job: Fed, files: Sequence[int], **how: Any) -> None:
+    def _launch(self, job: RunHandle, files: Sequence[int], **how: Any) -> None:
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
             job_id=job.id,

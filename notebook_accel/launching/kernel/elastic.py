@@ -12,7 +12,7 @@ from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol.elastic_options import Elastic, Meeting
 
@@ -37,7 +37,7 @@ def is_wanted(config: LaunchConfig) -> bool:
 class ElasticEngine:
     """Runs ranks that are started again when one has failed, and those of one node among several."""
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts the run's elastic process, which has the ranks started. See ``Engine``."""
         return local.engine().launch_elastic(request, options(request.config))
 

@@ -1,28 +1,89 @@
-"""The seam between the launcher and whatever runs ranks."""
+"""The seams between the launcher, a run's handle and whatever runs ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import OnDeath
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.events import Event
 
-__all__ = ["Engine", "Request"]
+if TYPE_CHECKING:
+    from notebook_accel.launching.kernel.job import Job
 
-_numbers = itertools.count(1)
+__all__ = ["Engine", "LaunchRequest", "RunControl", "RunHandle"]
+
+
+class RunControl(Protocol):
+    """What an engine lets one do with a run that it has started."""
+
+    def interrupt(self, *, escalate: bool) -> None:
+        """Raises KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
+
+    def stop(self) -> None:
+        """Ends the ranks: SIGTERM, and SIGKILL after the grace."""
+
+    def kill(self) -> None:
+        """Ends the ranks at once."""
+
+    def inspect(self) -> None:
+        """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
+
+    def release(self) -> None:
+        """Lets go the ranks of a part of a run: every rank of it has finished, on all nodes."""
+
+    def respawn(self, rank: int) -> None:
+        """Starts a rank that is gone once more."""
+
+
+class RunHandle(Protocol):
+    """What an engine feeds: a run's handle, or what passes it on to one that is elsewhere."""
+
+    @property
+    def id(self) -> str:
+        """Unique among the kernel's runs."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that feed it."""
+
+    @property
+    def config(self) -> LaunchConfig:
+        """Its options."""
+
+    @property
+    def on_death(self) -> OnDeath:
+        """What becomes of the other ranks when one has died."""
+
+    @property
+    def log_folder(self) -> pathlib.Path | None:
+        """Where the ranks' logs are to be."""
+
+    def attach(self, control: RunControl) -> None:
+        """Takes the engine's handle."""
+
+    def deliver(self, rank: int, event: Event) -> None:
+        """Takes one event of a rank."""
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        """Takes where the ranks stand."""
+
+    def start(self, starting: Starting) -> None:
+        """The ranks are started, or started again."""
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        """It is over: every rank is gone. ``elsewhere`` is what has ended it, if that was on another node."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """A launch that nothing speaks against, before anything of it is on its way.
 
     Attributes:
@@ -50,33 +111,11 @@ class Request:
     bind: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
 
-    def make_job(
-        self,
-        spec: JobSpec,
-        *,
-        shipped: Sequence[Any] = (),
-        result_files: Sequence[int] = (),
-        log_folder: pathlib.Path | None = None,
-    ) -> Job:
-        """The handle on the run, for an engine to start."""
-        return Job(
-            f"{os.getpid()}-{next(_numbers)}",
-            spec,
-            self.config,
-            devices=self.devices,
-            is_background=self.attended is None,
-            shipped=shipped,
-            result_files=result_files,
-            log_folder=log_folder,
-            bind=self.bind,
-            on_death=self.on_death,
-        )
-
 
 class Engine(Protocol):
     """Something that can run ranks."""
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts the ranks and returns the run's job, with a control attached; delivers its events and ends it.
 
         Raises:

@@ -28,7 +28,7 @@ from notebook_accel.errors import ProcessStartError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import TemplateLine
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template
@@ -46,11 +46,11 @@ _LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_ino
 class ForkEngine:
     """Runs ranks that are forks of this process."""
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts the ranks. See ``Engine``."""
         return uninterruptible.call(lambda: self._launch(request), Job.discard, request.attended)
 
-    def _launch(self, request: Request) -> Job:
+    def _launch(self, request: LaunchRequest) -> Job:
         shipped = _definitions(request)
         nothing = serialization.pickle_by_value(None, roots={})
         pickled = dataclasses.replace(nothing, shipped=shipped)
@@ -60,7 +60,7 @@ class ForkEngine:
         return sealed.job
 
 
-def _definitions(request: Request) -> tuple[Any, ...]:
+def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
     """The notebook's functions and classes. What a rank returns of them comes back as the notebook's own."""
     candidates = [*vars(sys.modules["__main__"]).values(), request.target.function]
     return tuple(

@@ -19,7 +19,7 @@ from notebook_accel import environment, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import failure, store, worker
 from notebook_accel.launching.results import Results
@@ -32,7 +32,7 @@ __all__ = ["InlineEngine"]
 class InlineEngine:
     """Runs one rank in this process, when its job is followed."""
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Makes the job; whoever follows it runs it. See ``Engine``."""
         if request.attended is None:
             raise ConfigError(
@@ -47,7 +47,7 @@ class InlineEngine:
             listening = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise ProcessStartError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
-        job = request.make_job(spec)
+        job = Job.from_request(request, spec)
         job.run_here = _Run(job, spec, request.target, namespace, listening).run
         return job
 

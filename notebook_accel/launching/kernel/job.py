@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
+import os
 import pathlib
 import threading
 import time
@@ -23,7 +25,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.control import Control
+from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.state import failures
@@ -39,6 +41,7 @@ __all__ = ["Ending", "Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
+_numbers = itertools.count(1)
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
 
@@ -124,7 +127,7 @@ class Job:
         self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
         self._is_discarded = False
         self._can_be_asked_again = False
-        self._control: Control | None = None
+        self._control: RunControl | None = None
         self._lock = threading.Lock()
         self._ended = Latch()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
@@ -142,6 +145,30 @@ class Job:
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
         self._error: NotebookAccelError | None = None
+
+    @classmethod
+    def from_request(
+        cls,
+        request: LaunchRequest,
+        spec: JobSpec,
+        *,
+        shipped: Sequence[Any] = (),
+        result_files: Sequence[int] = (),
+        log_folder: pathlib.Path | None = None,
+    ) -> Job:
+        """Return the handle of a run that an engine is about to start."""
+        return cls(
+            f"{os.getpid()}-{next(_numbers)}",
+            spec,
+            request.config,
+            devices=request.devices,
+            is_background=request.attended is None,
+            shipped=shipped,
+            result_files=result_files,
+            log_folder=log_folder,
+            bind=request.bind,
+            on_death=request.on_death,
+        )
 
     # What users call ---------------------------------------------------------------------------------------------
 
@@ -363,7 +390,7 @@ class Job:
         """Name the ranks that have something to do from now on, all by default. The silence of others means nothing."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def attach(self, control: Control) -> None:
+    def attach(self, control: RunControl) -> None:
         """The engine's handle on the run."""
         self._control = control
 
@@ -424,7 +451,7 @@ class Job:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: Callable[[Control], None]) -> None:
+    def _tell(self, what: Callable[[RunControl], None]) -> None:
         if self._control is not None and not self.done:
             what(self._control)
 

@@ -15,7 +15,7 @@ from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAcc
 from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import Engine, Request
+from notebook_accel.launching.kernel.engine import Engine, LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.ray.engine import RayEngine
@@ -212,7 +212,7 @@ def _start(
         sys_path=environment.import_path(),
         **of_cell,
     )
-    request = Request(
+    request = LaunchRequest(
         target,
         roots,
         spec,

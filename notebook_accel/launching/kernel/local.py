@@ -17,7 +17,7 @@ from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import Sealed
 from notebook_accel.payload import serialization
@@ -66,11 +66,11 @@ class LocalEngine:
         if hasattr(shell, "kernel"):
             self.warm()
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts ranks that are forked from the template. See ``Engine``."""
         return self.launch_elastic(request, None)
 
-    def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
+    def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
         """The same, with an elastic process that says when they are started, if there are options for one."""
         pickled, left_out = run_payload.pickle_target(request.target, request.roots, request.may_stay)
         if elastic is not None:
@@ -82,7 +82,7 @@ class LocalEngine:
 
     def _launch(
         self,
-        request: Request,
+        request: LaunchRequest,
         pickled: serialization.Pickled,
         left_out: Mapping[str, str],
         elastic: Elastic | None,

@@ -16,7 +16,7 @@ import msgspec
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import Source
@@ -139,7 +139,9 @@ class Sealed(NamedTuple):
 
 
 @contextlib.contextmanager
-def sealed(request: Request, pickled: serialization.Pickled, left_out: Mapping[str, str] = {}) -> Iterator[Sealed]:
+def sealed(
+    request: LaunchRequest, pickled: serialization.Pickled, left_out: Mapping[str, str] = {}
+) -> Iterator[Sealed]:
     """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails.
 
     Args:
@@ -158,7 +160,8 @@ def sealed(request: Request, pickled: serialization.Pickled, left_out: Mapping[s
         memory_files.make_unwritable(payload)
         nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
         files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
-        job = request.make_job(
+        job = Job.from_request(
+            request,
             spec,
             shipped=pickled.shipped,
             result_files=files,

@@ -11,7 +11,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connecting, options
 from notebook_accel.launching.ray.run import ClusterRun
@@ -55,7 +55,7 @@ class RayEngine:
         world_size = config.num_processes or self.devices(config).available
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts the run, which first waits for what the cluster has to reserve. See ``Engine``."""
         if request.on_death == "keep":
             raise ConfigError(
