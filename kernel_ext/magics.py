@@ -112,7 +112,7 @@ class Magics:
 
         jobs: list[Job] = []
 
-        def launch(attended: threading.Lock | None = None) -> Job:
+        def launch(foreground_lock: threading.Lock | None = None) -> Job:
             job = launcher.launch_cell(
                 parsed,
                 config,
@@ -120,14 +120,14 @@ class Magics:
                 args=args,
                 push=given.push,
                 pull=given.pull,
-                bind=self._shell.push,
-                attended=attended,
+                set_variables=self._shell.push,
+                foreground_lock=foreground_lock,
             )
             jobs.append(job)
             return job
 
         try:
-            outcome = launch() if given.background else foreground.launched(launch)
+            outcome = launch() if given.background else foreground.run_in_foreground(launch)
         finally:  # not before: it may import what takes its time, and the panel would stand still
             if jobs:
                 self._define_here(parsed)

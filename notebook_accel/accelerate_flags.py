@@ -131,13 +131,13 @@ def _foreign() -> list[_Flag]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Lets a parser understand them, without a place in its help."""
+    """Let a parser understand them, without a place in its help."""
     for flag in _foreign():
         flag.add_to(parser)
 
 
 def refuse(parsed: argparse.Namespace) -> None:
-    """Answers those that were given and can't be honoured, all at once.
+    """Answer those that were given and can't be honoured, all at once.
 
     Raises:
         ConfigError: There are some.

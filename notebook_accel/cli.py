@@ -35,7 +35,7 @@ _REPORTED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         arguments: The command line after the program's name; by default this process's.
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
         return action
 
     def refuse(self, word: str) -> NoReturn:
-        """Ends with the error that there is no such option."""
+        """End with the error that there is no such option."""
         close = config.closest_flag(word, self._option_string_actions)
         known = f"is it {close}? " if close else ""
         self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
@@ -152,7 +152,7 @@ _OF_SEVERAL_NODES = ("node_rank", "master_addr")
 
 
 def _print_draft(draft: Draft) -> None:
-    """Prints what was found: the machine, files, and what can't be taken over from them."""
+    """Print what was found: the machine, files, and what can't be taken over from them."""
     for name, text in draft.machine.facts():
         _print(f"{name}: {text}")
     _print(f"starting from: {draft.source.label}")
@@ -163,7 +163,7 @@ def _print_draft(draft: Draft) -> None:
 
 
 def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
-    """Asks for the usual options that weren't given, offers the others, and asks whether to write.
+    """Ask for the usual options that weren't given, offers the others, and asks whether to write.
 
     Enter leaves an option as it is.
 
@@ -191,7 +191,7 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
 
 
 def _print_file(draft: Draft) -> None:
-    """Prints the file as it would be, against what it says now, and what speaks against a launch with it."""
+    """Print the file as it would be, against what it says now, and what speaks against a launch with it."""
     for finding in draft.findings():
         _print(f"\n{finding}")
     _print(f"\n{draft.path}")
@@ -200,7 +200,7 @@ def _print_file(draft: Draft) -> None:
 
 
 def _choose_source(draft: Draft, given: Collection[str]) -> None:
-    """Offers the sources besides the one that the draft has started from."""
+    """Offer the sources besides the one that the draft has started from."""
     kept = {name: draft.values[name] for name in given}
     for source in draft.sources():
         if source.label == draft.source.label:
@@ -214,7 +214,7 @@ def _choose_source(draft: Draft, given: Collection[str]) -> None:
 
 
 def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
-    """Asks for the options of these names that aren't done, in their usual order."""
+    """Ask for the options of these names that aren't done, in their usual order."""
     for option in config.fields():
         if option.name in names and option.name not in done:
             _ask_option(draft, option)
@@ -222,7 +222,7 @@ def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
 
 
 def _offer_others(draft: Draft, done: set[str]) -> None:
-    """Offers the options that weren't asked for, once for all."""
+    """Offer the options that weren't asked for, once for all."""
     others = {option.name: option.default for option in config.fields() if option.name not in done}
     changed = [f"{name}: {config.to_text(draft.values[name])}" for name, default in others.items()
                if draft.values[name] != default]  # fmt: skip

@@ -34,7 +34,7 @@ _labels: dict[str, str] = {}
 
 
 def name_files(labels: Mapping[str, str]) -> None:
-    """Tells what the user knows files by: for the file name of a cell's code, ``In[3]``."""
+    """Tell what the user knows files by: for the file name of a cell's code, ``In[3]``."""
     _labels.update(labels)
 
 

@@ -369,7 +369,7 @@ def _is_of_kind(option: Option, value: Any) -> bool:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
+    """Add a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
     for option in fields():
         flags = [f"--{option.name}", *_SHORT.get(option.name, ())]
         text = option.help if option.default in (None, "", ()) else f"{option.help} Default: {option.default}."

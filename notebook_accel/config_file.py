@@ -91,7 +91,7 @@ def from_home(path: str) -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> ConfigFile:
-    """Reads a file.
+    """Read a file.
 
     Raises:
         ConfigError: It can't be read, or it isn't YAML (which JSON is too), or isn't a table of options.
@@ -148,7 +148,7 @@ def dump(values: Mapping[str, Any]) -> str:
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Writes a file, as JSON if its name says so. It is written beside and renamed: there is never half a file.
+    """Write a file, as JSON if its name says so. It is written beside and renamed: there is never half a file.
 
     Raises:
         ConfigError: The folder can't be written to.

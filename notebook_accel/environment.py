@@ -101,7 +101,7 @@ class RankPlace:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankPlace:
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         Raises:
             ConfigError: One of them isn't a number, or the rank isn't below the world size.
@@ -178,7 +178,7 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a scheduler's variables have to say in a rank, so that they agree with ``RANK`` and the like.
+    """Return what a scheduler's variables have to say in a rank, so that they agree with ``RANK`` and the like.
 
     Args:
         environ: All variables of the rank, among them its place and, where a scheduler has started the kernel, those
@@ -214,7 +214,7 @@ def _is_text(value: str) -> bool:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """Makes these this process's environment variables, and no others. Touches only those that differ."""
+    """Make these this process's environment variables, and no others. Touches only those that differ."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
@@ -224,7 +224,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
+    """Set environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
     before = {name: os.environ.get(name) for name in variables}
     _apply(variables)
     try:

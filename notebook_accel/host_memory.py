@@ -94,7 +94,7 @@ def kills() -> dict[pathlib.Path, int]:
 
 
 def cores() -> int:
-    """Returns how many processors' time this process may use, at least 1.
+    """Return how many processors' time this process may use, at least 1.
 
     Those that it may run on, or fewer where a control group has a quota; a part of a processor counts as one.
     """
@@ -104,7 +104,7 @@ def cores() -> int:
 
 
 def _quota(folder: pathlib.Path, version: int) -> int | None:
-    """Returns the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
+    """Return the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
         text = (folder / _CPU[version]).read_text()
         quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())

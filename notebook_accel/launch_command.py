@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs the script on every rank.
+    """Run the script on every rank.
 
     SIGTERM, a terminal that closes and a closed pipe end it as Ctrl-C does.
 
@@ -74,7 +74,11 @@ def run(parsed: argparse.Namespace) -> int:
     with end_signals_as_interrupts() as received:
         try:
             named = chosen.replace(name=chosen.name or script.name[:80])
-            foreground.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
+            foreground.run_in_foreground(
+                lambda foreground_lock: launcher.launch_function(
+                    script.run, (), {}, named, foreground_lock=foreground_lock
+                )
+            )
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)
@@ -174,7 +178,7 @@ def end_signals_as_interrupts() -> Iterator[EndSignal]:
 
 
 def silence_closed_streams() -> bool:
-    """Sends what would be written to a closed pipe or terminal nowhere; whether there was one."""
+    """Send what would be written to a closed pipe or terminal nowhere; whether there was one."""
     closed = [stream for stream in _STREAMS if _has_closed(stream)]
     for stream in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -58,7 +58,7 @@ class Counter:
         self.label = label
 
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
-        """Begins an epoch and makes this the counter that the rank's row shows."""
+        """Begin an epoch and makes this the counter that the rank's row shows."""
         reporter().begin(self, epoch, total)
 
 
@@ -115,7 +115,7 @@ class Sender(Protocol):
     """Where events go: a connection, or what takes its place."""
 
     def send(self, body: bytes) -> None:
-        """Takes an encoded event.
+        """Take an encoded event.
 
         Raises:
             ClosedError: Nobody is there any more.
@@ -164,12 +164,12 @@ class Reporter:
         return self._shown
 
     def start(self) -> None:
-        """Starts the sampling thread."""
+        """Start the sampling thread."""
         self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
         self._thread.start()
 
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
-        """Sets a counter to the beginning of an epoch and shows it."""
+        """Set a counter to the beginning of an epoch and shows it."""
         with self._lock:
             self._steps_before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
@@ -194,7 +194,7 @@ class Reporter:
         memory: Callable[[], tuple[int, int]] | None = None,
         utilisation: Callable[[], float | None] | None = None,
     ) -> None:
-        """Names the rank's device.
+        """Name the rank's device.
 
         Args:
             name: Its name.
@@ -206,7 +206,7 @@ class Reporter:
         self._device_utilisation = utilisation
 
     def set_compiling(self, compiling: bool) -> None:
-        """Says whether the running step is being compiled."""
+        """Say whether the running step is being compiled."""
         self._is_compiling = compiling
 
     def hold_metrics(self) -> None:
@@ -221,7 +221,7 @@ class Reporter:
             self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
-        """Replaces the latest value of each named metric. Tensors are read later: nobody waits for them here."""
+        """Replace the latest value of each named metric. Tensors are read later: nobody waits for them here."""
         if self._held is not None:
             self._held.update(values)
             return
@@ -246,11 +246,11 @@ class Reporter:
         self._arrivals = {}
 
     def post(self, event: events.Event) -> None:
-        """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""
+        """Send an event in its turn, from the sampling thread: the caller waits for nothing."""
         self._posted.append(event)
 
     def send(self, event: events.Event) -> None:
-        """Sends one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
+        """Send one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
         if self._connection is not None and self.is_connected:
             with contextlib.suppress(ClosedError, TimeoutError):
                 self._connection.send(events.encode(event))
@@ -272,11 +272,11 @@ class Reporter:
         self._before_sample.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
-        """Takes ``at_close`` back."""
+        """Take ``at_close`` back."""
         self._at_close.remove(function)
 
     def close(self) -> None:
-        """Stops sampling and sends what was not said yet."""
+        """Stop sampling and sends what was not said yet."""
         if self._connection is not None and not self.is_connected:
             return  # a fork has nothing to say, and the locks here may be held for good by a thread that it hasn't
         for function in list(self._at_close):
@@ -288,7 +288,7 @@ class Reporter:
         self._sample_now()
 
     def catch_up(self) -> int:
-        """Says now what has not been said yet; how many steps that makes in all.
+        """Say now what has not been said yet; how many steps that makes in all.
 
         Takes a moment at most: a number that doesn't come from a GPU, which may wait for other ranks, is left out.
         """
@@ -367,7 +367,7 @@ class Reporter:
             )
 
     def say_memory(self) -> None:
-        """Says how much memory is in use now."""
+        """Say how much memory is in use now."""
         if self._device_memory is None:
             self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=host_memory.total_bytes(), kind="host"))
             return
@@ -410,7 +410,7 @@ def reporter() -> Reporter:
 
 
 def connect(connection: Sender) -> Reporter:
-    """Makes this process a rank that reports over ``connection``, and starts sampling."""
+    """Make this process a rank that reports over ``connection``, and starts sampling."""
     global _reporter
     _reporter = Reporter(connection)
     _reporter.start()
@@ -418,13 +418,13 @@ def connect(connection: Sender) -> Reporter:
 
 
 def disconnect() -> None:
-    """Makes this process one that nobody listens to, as it was before ``connect``."""
+    """Make this process one that nobody listens to, as it was before ``connect``."""
     global _reporter
     _reporter = Reporter()
 
 
 def report(**metrics: Any) -> None:
-    """Shows metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
+    """Show metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
 
     Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond, and some
     more five times a second for each tensor on a GPU. While a CUDA graph is captured, those are left out. Outside a

@@ -38,7 +38,7 @@ class Latch:
                 self._waiters.popleft().release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has happened; returns whether it has.
+        """Wait until it has happened, and return whether it has.
 
         Args:
             timeout_s: How long; ``None``: until then, however long that takes.
@@ -61,22 +61,22 @@ _PATIENCE_S = 10.0
 
 
 def call(
-    act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None, attended: threading.Lock | None = None
+    act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None, caller_lock: threading.Lock | None = None
 ) -> _T:
-    """Does something in a thread, where no KeyboardInterrupt can come, and waits for its end.
+    """Do something in a thread, where no KeyboardInterrupt can come, and wait for its end.
 
     Args:
-        act: What to do.
-        undo: Takes its result back, should an interrupt have come meanwhile, so that nobody gets it.
-        attended: A lock that the caller holds, by ``with``, as long as it looks after the result: once it is free, the
-            result is taken back too. An interrupt can come between any two steps of the caller's, also where it
-            handles the one before; but it can't leave the block without letting go of the lock.
+        act: The action.
+        undo: Takes back the action's result if an interrupt has come meanwhile, since nobody gets it then.
+        caller_lock: A lock that the caller holds, by ``with``, as long as it uses the result. Once it is free, the result
+            is taken back too. An interrupt can come between any two steps of the caller, even while the caller handles
+            an earlier one; but no exception leaves the block without releasing the lock.
 
     Raises:
-        KeyboardInterrupt: An interrupt has come. What was done is undone, or will be as soon as it is done.
-        Exception: What ``act`` has raised.
+        KeyboardInterrupt: An interrupt has come. The action is undone, now or as soon as it is done.
+        Exception: The error that ``act`` has raised.
     """
-    doing = _Doing(act, undo, attended)
+    doing = _Doing(act, undo, caller_lock)
     try:
         # Not a Thread of threading's, whose start() and join() an interrupt can break.
         _thread.start_new_thread(doing.run, ())
@@ -89,11 +89,11 @@ def call(
 
 
 class _Doing(Generic[_T]):
-    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], attended: threading.Lock | None) -> None:
+    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], caller_lock: threading.Lock | None) -> None:
         self.is_over = Latch()
         self._act = act
         self._undo = undo
-        self._attended = attended
+        self._caller_lock = caller_lock
         self._context = contextvars.copy_context()  # whose cell it is that prints
         self._lock = threading.Lock()
         self._is_abandoned = False
@@ -114,9 +114,9 @@ class _Doing(Generic[_T]):
                 self._results.append(result)
         if is_wanted:
             self.is_over.set()
-            if self._attended is None:
+            if self._caller_lock is None:
                 return
-            with self._attended:
+            with self._caller_lock:
                 pass
         self._undo(result)
         self.is_over.set()

@@ -66,7 +66,7 @@ class Order:
 
 
 def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
-    """Writes the script, and a file with its data if it needs one.
+    """Write the script, and a file with its data if it needs one.
 
     Args:
         cell: The cell.
@@ -107,7 +107,7 @@ def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequ
 
 
 def _check_path(order: Order) -> None:
-    """Refuses to replace what somebody else has written, or has changed since."""
+    """Refuse to replace what somebody else has written, or has changed since."""
     if order.path.suffix != ".py":
         raise ConfigError(
             f"--export {order.path}: a script's name ends with .py.", fix=f"--export {order.path.with_suffix('.py')}"
@@ -137,7 +137,7 @@ def _checksum(text: str) -> str:
 
 
 def _write_data(draft: pathlib.Path, contents: Contents, order: Order) -> list[str]:
-    """Writes what has no source; the lines that load it."""
+    """Write what has no source; the lines that load it."""
     names: set[str] = set()
     while names != contents.data.keys():  # classes of what is written may need more
         names = set(contents.data)
@@ -288,7 +288,7 @@ class Written:
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> Written:
-    """Writes values, as one dict, so that what belongs together stays together.
+    """Write values, as one dict, so that what belongs together stays together.
 
     Args:
         path: The file.

@@ -59,7 +59,7 @@ class Contents:
         self.data: dict[str, Any] = {}
 
     def need(self, name: str) -> None:
-        """Takes in a name of the notebook, and what its definition needs.
+        """Take in a name of the notebook, and what its definition needs.
 
         Raises:
             CellError: It has no source and needs one, or its source can't be in a script.
@@ -121,7 +121,7 @@ class Contents:
         return self._sources.of_assigned(name)
 
     def need_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
-        """Takes in what a piece of source reads.
+        """Take in what a piece of source reads.
 
         Args:
             names: The names.
@@ -174,7 +174,7 @@ class Contents:
         ordered: dict[str, bool] = {}
 
         def visit(name: str) -> bool:
-            """Puts it in its place; whether it needs data."""
+            """Put it in its place; whether it needs data."""
             if name not in ordered:
                 ordered[name] = False  # for itself, which it may name
                 read = [

@@ -217,7 +217,7 @@ class Body:
         self.guarded = "\n".join([*parts, *after]).strip("\n")
 
     def _part(self, statements: Sequence[Statement]) -> list[Statement]:
-        """Takes out what can stand before all else without becoming something else; what is left."""
+        """Take out what can stand before all else without becoming something else; what is left."""
         bound = collections.Counter(name for statement in statements for name in _binds(statement))
         kept: list[Statement] = []
         assigned: set[str] = set()

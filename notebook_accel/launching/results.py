@@ -20,10 +20,10 @@ import msgspec
 
 from notebook_accel.errors import PayloadError, ResultError
 from notebook_accel.payload import memory_files, serialization
-from notebook_accel.payload.serialization import Beside, Pickled
+from notebook_accel.payload.serialization import Pickled, SharedPickling
 from notebook_accel.payload.tensor_memory import Blocks
 
-__all__ = ["Opening", "ResultFiles", "Results", "result_error", "write_result_file"]
+__all__ = ["ResultFile", "ResultFiles", "Results", "result_error", "write_result_file"]
 
 
 class Results(Sequence[Any]):
@@ -109,7 +109,7 @@ def write_result_file(
     origins: serialization.Origins = (),
     missing: Mapping[str, str] | None = None,
 ) -> int:
-    """Writes objects into a memory file. One that can't be pickled is left out, and the file says why.
+    """Write objects into a memory file. One that can't be pickled is left out, and the file says why.
 
     Args:
         descriptor: The file. What it held is overwritten.
@@ -128,12 +128,12 @@ def write_result_file(
     refused = {key: _Refused(why, _label(key, rank)) for key, why in (missing or {}).items()}
     roots = {key: (_label(key, rank), obj) for key, obj in values.items()}
     while True:
-        sealing = _Sealing(roots, origins, advice)
-        parts, pickled = sealing.all_parts()
-        refused |= sealing.refused
+        pickling = _Pickling(roots, origins, advice)
+        parts, pickled = pickling.all_parts()
+        refused |= pickling.refused
         os.ftruncate(descriptor, 0)
         try:
-            return serialization.seal(descriptor, pickled, msgspec.msgpack.encode(_Index(parts, refused)))
+            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(parts, refused)))
         except PayloadError as error:  # too large: without the largest there may be room for the others
             sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in refused}
             if not sizes_bytes:
@@ -147,7 +147,7 @@ def _refused(error: PayloadError, label: str) -> _Refused:
     return _Refused(error.what, label, error.why, error.fix)
 
 
-class _Sealing:
+class _Pickling:
     """Pickles objects, each with its label, and what they have in common.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Sealing:
         self._origins = origins
         self._advice = advice
         has_several = sum(obj is not None for _, obj in roots.values()) > 1
-        self._beside = Beside(device_tensors_to_cpu=True, wants_met=has_several)
+        self._shared = SharedPickling(device_tensors_to_cpu=True, keeps_memo=has_several)
         self.refused: dict[str, _Refused] = {}
         self._alone: dict[str, Pickled] = {}  # kept: what they have met must keep its id
         for key, (label, obj) in roots.items():
@@ -174,7 +174,7 @@ class _Sealing:
             roots={label: obj},
             origins=self._origins,
             device_tensors_to_cpu=True,
-            beside=self._beside,
+            shared=self._shared,
             advice=self._advice,
         )
 
@@ -183,10 +183,10 @@ class _Sealing:
         common = _in_common(self._alone)
         links = {id(obj): (keys, place) for keys, objs in common.items() for place, obj in enumerate(objs)}
         pickles: dict[_Keys, Pickled] = {}
-        self._beside.wants_met = False
+        self._shared.keeps_memo = False
         for keys in sorted([*common, *((key,) for key in self._alone)], key=len, reverse=True):
-            self._beside.links = {number: link for number, link in links.items() if {*keys} < {*link[0]}}
-            if len(keys) == 1 and not self._beside.links:
+            self._shared.links = {number: link for number, link in links.items() if {*keys} < {*link[0]}}
+            if len(keys) == 1 and not self._shared.links:
                 pickles[keys] = self._alone[keys[0]]
                 continue
             label, obj = self._roots[keys[0]]
@@ -214,8 +214,8 @@ def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
     """
     met: dict[int, tuple[Any, list[str]]] = {}
     for key, pickled in alone.items():
-        by_value = {id(obj) for obj in pickled.shipped}
-        for obj in pickled.met:
+        by_value = {id(obj) for obj in pickled.by_value}
+        for obj in pickled.memoized:
             if _has_identity(obj, by_value):
                 met.setdefault(id(obj), (obj, []))[1].append(key)
     common: dict[_Keys, list[Any]] = {}
@@ -237,7 +237,7 @@ def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
 # In the notebook ------------------------------------------------------------------------------------------------------
 
 
-class Opening:
+class ResultFile:
     """The objects of one file.
 
     Args:
@@ -256,8 +256,8 @@ class Opening:
         self._rank = rank
         self._open: dict[_Keys, Any] = {}
 
-    def proceed(self, origins: serialization.Origins) -> None:
-        """Opens what isn't open yet. Called again, it may get further: a module can be imported by now, for example."""
+    def unpickle(self, origins: serialization.Origins) -> None:
+        """Open what isn't open yet. Called again, it may get further: a module can be imported by now, for example."""
         try:
             index = _decoder.decode(memory_files.read_head(self._descriptor))
             contents = memory_files.read(self._descriptor)
@@ -310,15 +310,15 @@ class Opening:
         return problem
 
 
-def result_error(openings: Mapping[int, Opening], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
+def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
     """The error that names what could not be opened; ``None`` if all could.
 
     Args:
-        openings: The files, by rank.
+        files: The files, by rank.
         pulled: The names that are bound.
         again: How to ask once more.
     """
-    problems = [problem for opening in openings.values() for problem in opening.problems.values()]
+    problems = [problem for file in files.values() for problem in file.problems.values()]
     if not problems:
         return None
     first = problems[0]
@@ -335,7 +335,7 @@ def result_error(openings: Mapping[int, Opening], *, pulled: Sequence[str] = (),
         path=first.path,
         why=why,
         fix="; or ".join([*([again] if again and can_succeed else []), *fixes]),
-        values={rank: opening.outcome for rank, opening in sorted(openings.items()) if opening.has_outcome},
+        values={rank: file.outcome for rank, file in sorted(files.items()) if file.has_outcome},
         reasons={problem.path: problem.what for problem in problems},
         pulled=tuple(pulled),
     )
@@ -348,18 +348,18 @@ class ResultFiles:
 
     Args:
         descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
-        shipped: What the payload holds by value, for what comes back by reference.
-        bind: Takes the pulled names and their values.
+        by_value: What the payload holds by value, for what comes back by reference.
+        set_variables: Takes the pulled names and their values.
     """
 
     def __init__(
-        self, descriptors: Sequence[int], shipped: Sequence[Any], bind: Callable[[dict[str, Any]], object]
+        self, descriptors: Sequence[int], by_value: Sequence[Any], set_variables: Callable[[dict[str, Any]], object]
     ) -> None:
         self._descriptors = descriptors
-        self._shipped = shipped
-        self._bind = bind
+        self._shipped = by_value
+        self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
-        self._openings: dict[int, Opening] = {}
+        self._opened: dict[int, ResultFile] = {}
         self._close = weakref.finalize(self, _close_all, tuple(descriptors))
 
     @property
@@ -381,17 +381,17 @@ class ResultFiles:
         others = [rank for rank in range(len(self._descriptors)) if rank not in here]
         ranks = [*here, *others][: len(self._descriptors)]
         for rank, descriptor in zip(ranks, self._descriptors, strict=True):
-            self._proceed(rank, descriptor)
-        self._bind_opened(first_rank)
+            self._unpickle(rank, descriptor)
+        self._set_variables_of(first_rank)
         again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
-        error = result_error(self._openings, pulled=tuple(self._bound), again=again)
+        error = result_error(self._opened, pulled=tuple(self._bound), again=again)
         if error is not None:
             raise error
         self.close()
-        return Results([self._openings[rank].outcome for rank in sorted(ranks)])
+        return Results([self._opened[rank].outcome for rank in sorted(ranks)])
 
-    def bind_saved(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Binds the names to be pulled to what they were in the first rank when it failed or was interrupted.
+    def set_saved_variables(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Bind the names to be pulled to what they were in the first rank when it failed or was interrupted.
 
         Args:
             first_rank: The number of the first rank here among all.
@@ -402,27 +402,27 @@ class ResultFiles:
         if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
             self.close()
             return (), {}
-        opening = self._proceed(first_rank, self._descriptors[0])
-        self._bind_opened(first_rank)
-        reasons = {key: problem.what for key, problem in opening.problems.items() if key}
+        file = self._unpickle(first_rank, self._descriptors[0])
+        self._set_variables_of(first_rank)
+        reasons = {key: problem.what for key, problem in file.problems.items() if key}
         if not reasons:
             self.close()
         return tuple(self._bound), reasons
 
-    def _proceed(self, rank: int, descriptor: int) -> Opening:
-        opening = self._openings.setdefault(rank, Opening(descriptor, rank))
-        opening.proceed(self._shipped)
-        return opening
+    def _unpickle(self, rank: int, descriptor: int) -> ResultFile:
+        file = self._opened.setdefault(rank, ResultFile(descriptor, rank))
+        file.unpickle(self._shipped)
+        return file
 
-    def _bind_opened(self, rank: int) -> None:
-        """Binds the names that have been opened, each once: it may be another object in the notebook by now."""
-        values = self._openings[rank].values
+    def _set_variables_of(self, rank: int) -> None:
+        """Bind the names that have been opened, each once: it may be another object in the notebook by now."""
+        values = self._opened[rank].values
         new = {key: obj for key, obj in values.items() if key and key not in self._bound}
-        self._bind(new)
+        self._set_variables(new)
         self._bound |= dict.fromkeys(new)
 
     def close(self) -> None:
-        """Closes them. Again, it does nothing."""
+        """Close them. Again, it does nothing."""
         self._close()
 
 

@@ -33,7 +33,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         cell_filename: The file name that the cell's code gets; a key of ``sources``.
         calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
         pull: Names whose values rank 0 sends back beside its result.
-        left_out: Names that the cell may read and that couldn't be sent, with the reason.
+        unsent: Names that the cell may read and that couldn't be sent, with the reason.
     """
 
     name: str
@@ -46,7 +46,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     cell_filename: str = ""
     calls: str = ""
     pull: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
+    unsent: dict[str, str] = {}
 
     def encode(self) -> bytes:
         """As bytes, for the head of the payload."""

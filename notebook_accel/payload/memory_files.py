@@ -81,7 +81,7 @@ def make_unwritable(descriptor: int) -> None:
 
 
 def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Buffer]) -> int:
-    """Fills an empty memory file; returns its length in bytes, holes included.
+    """Fill an empty memory file, and return its length in bytes, holes included.
 
     Raises:
         MemoryError: The system has no room for it.
@@ -104,7 +104,7 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
 
 
 def fill(descriptor: int, data: memoryview) -> None:
-    """Writes into an empty memory file what another one holds, from ``whole``.
+    """Write into an empty memory file what another one holds, from ``whole``.
 
     Raises:
         MemoryError: The system has no room for it.
@@ -114,7 +114,7 @@ def fill(descriptor: int, data: memoryview) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of the data, from an offset of the file on."""
+    """Write all of the data, from an offset of the file on."""
     rest = data
     while rest:
         written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)

@@ -31,17 +31,17 @@ from notebook_accel.payload import memory_files, unpicklable
 from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 __all__ = [
-    "Beside",
     "Opened",
     "Origins",
     "Pickled",
+    "SharedPickling",
     "can_be_imported",
+    "dump",
+    "load",
     "loads",
     "loads_linked",
-    "open_sealed",
     "pickle_by_value",
     "reduce_definition",
-    "seal",
 ]
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
@@ -59,49 +59,49 @@ class Pickled:
     Attributes:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
-        shipped: The functions and classes that are in it by value. Their place in here is how the receiver refers to
+        by_value: The functions and classes that are in it by value. Their place in here is how the receiver refers to
             them when it sends something back.
         sizes_bytes: How much of it each root takes, by its label. What two of them share counts for the first.
-        met: For a pickle beside others, if they are wanted: the objects in it, but for numbers, texts and tuples. They
-            are in the order in which pickle has met them, which cycles are best entered in.
+        memoized: Objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them. They
+            keep the order in which pickle met them, which is the best order to enter cycles in.
     """
 
     data: memoryview
     buffers: tuple[Block | Whole, ...]
-    shipped: tuple[Any, ...]
+    by_value: tuple[Any, ...]
     sizes_bytes: Mapping[str, int]
-    met: tuple[Any, ...] = ()
+    memoized: tuple[Any, ...] = ()
 
 
-class Beside:
+class SharedPickling:
     """What several pickles that one process opens have in common, so that it is sent once.
 
     Attributes:
         blocks: The memory that their tensors and arrays look into.
         namespaces: cloudpickle's stand-ins for the namespaces of their functions.
         links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
-        wants_met: Whether to note which objects each of them has met.
+        keeps_memo: Whether to note which objects each of them has met.
     """
 
-    def __init__(self, *, device_tensors_to_cpu: bool, wants_met: bool = False) -> None:
+    def __init__(self, *, device_tensors_to_cpu: bool, keeps_memo: bool = False) -> None:
         self.blocks = Blocks(device_tensors_to_cpu=device_tensors_to_cpu)
         self.namespaces: dict[int, Any] = {}
         self.links: Mapping[int, Any] = {}
-        self.wants_met = wants_met
+        self.keeps_memo = keeps_memo
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What ``open_sealed`` found.
+    """What ``load`` found.
 
     Attributes:
         value: The object.
-        shipped: The functions and classes that travelled by value, each with the name under which the sender's
+        by_value: The functions and classes that travelled by value, each with the name under which the sender's
             namespace has it, or ``None``.
     """
 
     value: Any
-    shipped: Sequence[tuple[str | None, Any]]
+    by_value: Sequence[tuple[str | None, Any]]
 
 
 def pickle_by_value(
@@ -111,10 +111,10 @@ def pickle_by_value(
     namespace: Mapping[str, Any] | None = None,
     origins: Origins = (),
     device_tensors_to_cpu: bool = False,
-    beside: Beside | None = None,
+    shared: SharedPickling | None = None,
     advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
-    """Pickles an object.
+    """Pickle an object.
 
     Args:
         value: The object.
@@ -122,30 +122,30 @@ def pickle_by_value(
         namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
             instead of a dict of their own.
         origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
-            came from it, their place in its ``Pickled.shipped``. They go as references.
+            came from it, their place in its ``Pickled.by_value``. They go as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
-        beside: What this pickle has in common with others.
+        shared: What this pickle has in common with others.
         advice: What an error says to do instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
     """
     options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
-    pickler = _LinkingPickler(options, beside) if beside and beside.links else _Pickler(options, beside)
+    pickler = _LinkingPickler(options, shared) if shared and shared.links else _Pickler(options, shared)
     try:
         pickler.dump_with(value, roots)
     except _TooLargeError:
         raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
-    shipped = tuple(obj for _, obj in pickler.shipped)
+    by_value = tuple(obj for _, obj in pickler.by_value)
     written = pickler.written
-    met = pickler.met() if beside is not None and beside.wants_met else ()
-    return Pickled(written.data, tuple(written.buffers), shipped, written.sizes_bytes, met)
+    memoized = pickler.memoized() if shared is not None and shared.keeps_memo else ()
+    return Pickled(written.data, tuple(written.buffers), by_value, written.sizes_bytes, memoized)
 
 
-def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Writes a head and a pickle into an empty memory file; returns the bytes written. Buffers start on pages.
+def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
+    """Write a head and a pickle into an empty memory file; returns the bytes written. Buffers start on pages.
 
     Raises:
         PayloadError: There isn't the memory for it.
@@ -159,18 +159,18 @@ def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 
-def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
+def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
     """The objects in a sealed file, their buffers mapped privately. The descriptor may be closed afterwards.
 
     Args:
         descriptor: The memory file.
         namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
-        origins: What the sender may refer to: what this side had shipped before, or numbers by itself.
+        origins: What the sender may refer to: what this side had by_value before, or numbers by itself.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
-        _, value, shipped = pickle.loads(contents.pickle, buffers=contents.buffers)
-    return Opened(value, shipped)
+        _, value, by_value = pickle.loads(contents.pickle, buffers=contents.buffers)
+    return Opened(value, by_value)
 
 
 def loads(data: bytes, *, origins: Origins = ()) -> Any:
@@ -183,13 +183,13 @@ def loads(data: bytes, *, origins: Origins = ()) -> Any:
 def loads_linked(
     data: memoryview, buffers: Iterable[memoryview], resolve: Callable[[Any], Any], *, origins: Origins = ()
 ) -> Any:
-    """The object that a pickle ``Beside`` others holds.
+    """The object that a pickle ``SharedPickling`` others holds.
 
     Args:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
         resolve: Gives the object of another pickle for a link.
-        origins: As for ``open_sealed``.
+        origins: As for ``load``.
     """
     with _receiving({}, origins):
         _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
@@ -279,14 +279,14 @@ class _Written:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
 
-    def __init__(self, options: _Options, beside: Beside | None = None) -> None:
+    def __init__(self, options: _Options, shared: SharedPickling | None = None) -> None:
         self._options = options
-        beside = beside or Beside(device_tensors_to_cpu=options.device_tensors_to_cpu)
-        self._blocks = beside.blocks
+        shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
+        self._blocks = shared.blocks
         self.written = _Written(self._blocks)
-        self.shipped: list[tuple[str | None, Any]] = []
+        self.by_value: list[tuple[str | None, Any]] = []
         super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
-        self.globals_ref = beside.namespaces
+        self.globals_ref = shared.namespaces
         if options.namespace is not None:
             # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
             self.globals_ref[id(options.namespace)] = _Namespace()
@@ -295,9 +295,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
         # the end is filled while what stands before it is being pickled.
         marked = [(_Mark(label), root) for label, root in roots.items()]
-        self.dump(([*marked, _Mark("")], value, self.shipped))
+        self.dump(([*marked, _Mark("")], value, self.by_value))
 
-    def met(self) -> tuple[Any, ...]:
+    def memoized(self) -> tuple[Any, ...]:
         """The objects that pickle remembers, in order. Without constants, of which there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
@@ -318,7 +318,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             reduced = super().reducer_override(obj)
             is_definition = reduced is not NotImplemented and isinstance(obj, (type, types.FunctionType))
         if is_definition:
-            self.shipped.append((self._name_in_namespace(obj), obj))
+            self.by_value.append((self._name_in_namespace(obj), obj))
         return reduced
 
     def _name_in_namespace(self, obj: Any) -> str | None:
@@ -330,9 +330,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 class _LinkingPickler(_Pickler):
     """A pickler that refers to objects of other pickles. It asks about every object, which takes its time."""
 
-    def __init__(self, options: _Options, beside: Beside) -> None:
-        self._links = beside.links
-        super().__init__(options, beside)
+    def __init__(self, options: _Options, shared: SharedPickling) -> None:
+        self._links = shared.links
+        super().__init__(options, shared)
 
     def persistent_id(self, obj: Any) -> Any:
         return self._links.get(id(obj))

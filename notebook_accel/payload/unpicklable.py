@@ -114,7 +114,7 @@ _KINDS = {
 def _descend(
     obj: Any, path: list[str], failure: Failure, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
-    """Follows the parts that can't be pickled down to one whose own parts all can."""
+    """Follow the parts that can't be pickled down to one whose own parts all can."""
     visited.add(id(obj))
     if isinstance(reason, StaysError) and reason.obj is obj:
         return path, obj, reason

@@ -37,10 +37,10 @@ def make_job(world_size: int = 2, log_folder: pathlib.Path | None = None, **opti
         LaunchConfig().replace(**options),
         devices="2 CPUs",
         is_background=False,
-        shipped=(),
+        by_value=(),
         result_files=files,
         log_folder=log_folder,
-        bind=BOUND.update,
+        set_variables=BOUND.update,
     )
 
 

@@ -26,7 +26,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def started(name: str) -> Job:
     spec = JobSpec(name=name, world_size=1, environment={}, working_directory="/", sys_path=[])
-    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, shipped=(), result_files=())
+    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, by_value=(), result_files=())
     registry.add(job)
     return job
 

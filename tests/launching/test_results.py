@@ -17,7 +17,7 @@ import torch
 
 from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError, ResultError
-from notebook_accel.launching.results import Opening, ResultFiles, result_error, write_result_file
+from notebook_accel.launching.results import ResultFile, ResultFiles, result_error, write_result_file
 from notebook_accel.payload import memory_files
 
 
@@ -28,10 +28,10 @@ def file() -> Iterator[int]:
     os.close(descriptor)
 
 
-def sent(descriptor: int, values: Mapping[str, Any], **how: Any) -> Opening:
+def sent(descriptor: int, values: Mapping[str, Any], **how: Any) -> ResultFile:
     write_result_file(descriptor, values, rank=0, advice="send less", **how)
-    opening = Opening(descriptor, 0)
-    opening.proceed(())
+    opening = ResultFile(descriptor, 0)
+    opening.unpickle(())
     return opening
 
 
@@ -189,8 +189,8 @@ def test_file_that_was_cut_off_is_a_problem_and_no_crash(file: int) -> None:
     for content in (b"", b"short", os.urandom(200)):
         os.ftruncate(file, 0)
         os.pwrite(file, content, 0)
-        opening = Opening(file, 3)
-        opening.proceed(())
+        opening = ResultFile(file, 3)
+        opening.unpickle(())
         assert opening.values == {} and "the result of rank 3 can't be made again here" in str(opening.problems[""])
 
 

@@ -55,7 +55,7 @@ def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.
 def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_SMOKE_TEST_DEADLINE_S", 1.0)
 
-    def start(_: Target, config: LaunchConfig, attended: threading.Lock) -> Job:
+    def start(_: Target, config: LaunchConfig, foreground_lock: threading.Lock) -> Job:
         return launcher._start(
             Target(names={}, function=time.sleep, args=(60,)),
             {},
@@ -63,7 +63,7 @@ def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
             launcher.Devices.find(config),
             None,
             name=config.name,
-            attended=attended,
+            foreground_lock=foreground_lock,
         )
 
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):

@@ -21,7 +21,7 @@ from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunHandle
-from notebook_accel.launching.kernel.run_payload import Sealed
+from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
@@ -30,7 +30,7 @@ from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.protocol.elastic_options import Elastic
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["AgentProcess", "Part", "TemplateLine"]
+__all__ = ["AgentProcess", "NodePart", "TemplateLine"]
 
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
@@ -47,12 +47,12 @@ class TemplateLine:
     pidfd: int
 
     def close(self) -> None:
-        """Closes both here; the agent has them."""
+        """Close both here; the agent has them."""
         self.connection.close()
         os.close(self.pidfd)
 
 
-class Part(NamedTuple):
+class NodePart(NamedTuple):
     """The part of a run that is on this node.
 
     Attributes:
@@ -129,14 +129,14 @@ class AgentProcess:
         """The file for what the agent and the templates write."""
         return self._errors
 
-    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
-        """Starts a run, from a template of its own if there is a line to one."""
+    def launch(self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
+        """Start a run, from a template of its own if there is a line to one."""
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        files = [sealed.payload, *sealed.result_files, *own_template]
-        self._launch(sealed.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
+        files = [prepared.payload, *prepared.result_files, *own_template]
+        self._launch(prepared.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
 
-    def launch_part(self, part: Part) -> None:
-        """Starts the part of a run that is on this node."""
+    def launch_part(self, part: NodePart) -> None:
+        """Start the part of a run that is on this node."""
         listening = [] if part.listening is None else [part.listening.fileno()]
         self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
 
@@ -164,7 +164,7 @@ class AgentProcess:
             uninterruptible.call(lambda: self._send(message))
 
     def quit(self) -> None:
-        """Tells it to stop what runs, with its grace, and to go."""
+        """Tell it to stop what runs, with its grace, and to go."""
         self._is_closing = True
         with contextlib.suppress(LaunchError):
             self._send(messages.Quit())
@@ -238,7 +238,7 @@ class AgentProcess:
             self._lost()
 
     def _heard(self, said: messages.ToKernel) -> bool:
-        """Takes one message; returns whether it was a sample, of which there are many and none is urgent."""
+        """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
         if isinstance(said, messages.Said):
             event = events.decode(bytes(said.event))
             job = self._jobs.get(said.job_id)

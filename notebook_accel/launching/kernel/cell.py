@@ -72,7 +72,7 @@ class Cell:
         # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
         return {name: value for name, value in values.items() if not _is_builtin(name, value)}
 
-    def may_stay(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
+    def optional_names(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
         """Of the captured names those that the cell may assign before it reads them, so that it may do without."""
         return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
 
@@ -88,7 +88,7 @@ class Cell:
         )
 
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
-        """Finds a misspelt name before the training and not after it.
+        """Find a misspelt name before the training and not after it.
 
         Raises:
             CellError: A name that is to be pulled is one that the cell neither assigns nor uses.
@@ -106,7 +106,7 @@ class Cell:
 
 
 def parse(source: str, label: str) -> Cell:
-    """Reads a cell.
+    """Read a cell.
 
     Raises:
         SyntaxError: It is not Python; the file name in it is the label.
@@ -129,7 +129,7 @@ def parse(source: str, label: str) -> Cell:
 
 
 def _check_compiles(source: str, label: str) -> None:
-    """Finds what parsing doesn't, such as ``return`` outside a function."""
+    """Find what parsing doesn't, such as ``return`` outside a function."""
     try:
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:

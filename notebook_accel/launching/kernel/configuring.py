@@ -21,7 +21,7 @@ from notebook_accel.launching.kernel import preflight
 from notebook_accel.launching.kernel.devices import Devices, Machine
 from notebook_accel.launching.ray import options as ray_options
 
-__all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
+__all__ = ["BASIC", "DiffLine", "Draft", "DraftSource", "write_basic_config"]
 
 # What every file says, so that Accelerate can launch with it too. A form shows these first.
 BASIC = ("num_processes", "mixed_precision", "use_cpu")
@@ -34,7 +34,7 @@ _WITHOUT_GPUS = Finding(
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class DraftSource:
     """What a draft can start from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class DiffLine:
     """One line of the file, as it would be or was: ``+`` comes, ``-`` goes, a blank stays."""
 
     mark: Literal["+", "-", " "]
@@ -84,14 +84,14 @@ class Draft:
         self.fill(self.sources()[0])
 
     def _look(self) -> None:
-        """Takes note of the file as it is: what would change is told, and written, against this."""
+        """Take note of the file as it is: what would change is told, and written, against this."""
         self._seen = _bytes_of(self.path)
         try:
             self._before = config_file.read(self.path).values if self.file_exists else {}
         except ConfigError:  # what can't be read can only be replaced as a whole; the source's problems say so
             self._before = {}
 
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[DraftSource, ...]:
         """What it can be filled from, read now; the first is what an existing file says, or else the machine."""
         found = [self._basic()]
         if self.file_exists:
@@ -101,13 +101,13 @@ class Draft:
             found.append(_file_source("Accelerate's file", theirs))
         return tuple(found)
 
-    def _basic(self) -> Source:
+    def _basic(self) -> DraftSource:
         devices = self.machine.devices
         basic = {"num_processes": devices.available, "mixed_precision": "no", "use_cpu": devices.kind == "CPU"}
-        return Source("this machine", basic)
+        return DraftSource("this machine", basic)
 
-    def fill(self, source: Source) -> None:
-        """Sets every option to what the source says, or to its default."""
+    def fill(self, source: DraftSource) -> None:
+        """Set every option to what the source says, or to its default."""
         self.source = source
         self.values = {option.name: source.options.get(option.name, option.default) for option in config.fields()}
 
@@ -154,21 +154,21 @@ class Draft:
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[DiffLine, ...]:
         """The file as it would be, against what it says now.
 
         Raises:
             ConfigError: An option isn't allowed.
         """
         before, after = self._before, self._after()
-        lines: list[Line] = []
+        lines: list[DiffLine] = []
         for key in sorted({*before, *after}, key=str):
             old = config_file.dump({key: before[key]}).splitlines() if key in before else []
             new = config_file.dump({key: after[key]}).splitlines() if key in after else []
             if old and new and _is_same(before[key], after[key]):
-                lines += [Line(" ", text) for text in new]
+                lines += [DiffLine(" ", text) for text in new]
             else:
-                lines += [Line("-", text) for text in old] + [Line("+", text) for text in new]
+                lines += [DiffLine("-", text) for text in old] + [DiffLine("+", text) for text in new]
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Draft:
         return "NO" if count == 1 else "MULTI_CPU" if is_cpu else "MULTI_GPU"
 
     def write(self, *, overwrite: bool = False) -> pathlib.Path:
-        """Writes the file.
+        """Write the file.
 
         Args:
             overwrite: Whether a file that is there may be replaced.
@@ -231,12 +231,12 @@ def _is_same(old: Any, new: Any) -> bool:
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
-def _file_source(label: str, path: pathlib.Path) -> Source:
+def _file_source(label: str, path: pathlib.Path) -> DraftSource:
     try:
         options, problems = config.usable(config_file.read(path))
     except ConfigError as error:
-        return Source(label, {}, (error.what,), path)
-    return Source(label, options, problems, path)
+        return DraftSource(label, {}, (error.what,), path)
+    return DraftSource(label, options, problems, path)
 
 
 def _bytes_of(path: pathlib.Path) -> bytes | None:
@@ -249,7 +249,7 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> pathlib.Path | Literal[False]:
-    """Writes a configuration for this machine, as Accelerate's function of this name does, without waking a device.
+    """Write a configuration for this machine, as Accelerate's function of this name does, without waking a device.
 
     Args:
         mixed_precision: ``no``, ``bf16`` or ``fp16``.

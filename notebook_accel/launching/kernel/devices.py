@@ -103,7 +103,7 @@ class Devices:
             return cls("CPU", 1, finding=error.finding)
         if gpus and config.start_method == "inline":
             gpus = 1  # one process is one rank
-        return cls("GPU", gpus) if gpus else cls("CPU", 1, finding=_left_out(build_of_torch()))
+        return cls("GPU", gpus) if gpus else cls("CPU", 1, finding=_unused_gpus(build_of_torch()))
 
     def start_method(self, config: LaunchConfig) -> str:
         """How ranks come into being: as asked for, or as is best for these devices.
@@ -147,7 +147,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def visible(uuids: Sequence[str], listed: str | None) -> list[int] | None:
-    """Returns the numbers of the GPUs that CUDA would show, in order; ``None`` where only CUDA itself knows.
+    """Return the numbers of the GPUs that CUDA would show, in order; ``None`` where only CUDA itself knows.
 
     The list ends at the first entry that names no GPU, and a list that names a GPU twice shows none, as in torch's
     reading of the variable (``torch.cuda._parse_visible_devices``) and CUDA's programming guide.
@@ -234,7 +234,7 @@ def _answer(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...
     )
 
 
-def _left_out(build: Build) -> Finding | None:
+def _unused_gpus(build: Build) -> Finding | None:
     """GPUs that are there, and that ranks won't use."""
     if any(name in os.environ for name in _LISTS):  # whoever sets one has looked, and nothing is silent about it
         return None

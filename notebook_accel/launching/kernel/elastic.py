@@ -38,7 +38,7 @@ class ElasticEngine:
     """Runs ranks that are started again when one has failed, and those of one node among several."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Starts the run's elastic process, which has the ranks started. See ``Engine``."""
+        """Start the run's elastic process, which has the ranks started. See ``Engine``."""
         return local.engine().launch_elastic(request, options(request.config))
 
 

@@ -25,22 +25,22 @@ class RunControl(Protocol):
     """What an engine lets one do with a run that it has started."""
 
     def interrupt(self, *, escalate: bool) -> None:
-        """Raises KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
+        """Raise KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
 
     def stop(self) -> None:
-        """Ends the ranks: SIGTERM, and SIGKILL after the grace."""
+        """End the ranks: SIGTERM, and SIGKILL after the grace."""
 
     def kill(self) -> None:
-        """Ends the ranks at once."""
+        """End the ranks at once."""
 
     def inspect(self) -> None:
-        """Asks the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
+        """Ask the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
 
     def release(self) -> None:
-        """Lets go the ranks of a part of a run: every rank of it has finished, on all nodes."""
+        """Let go the ranks of a part of a run: every rank of it has finished, on all nodes."""
 
     def respawn(self, rank: int) -> None:
-        """Starts a rank that is gone once more."""
+        """Start a rank that is gone once more."""
 
 
 class RunHandle(Protocol):
@@ -67,13 +67,13 @@ class RunHandle(Protocol):
         """Where the ranks' logs are to be."""
 
     def attach(self, control: RunControl) -> None:
-        """Takes the engine's handle."""
+        """Take the engine's handle."""
 
     def deliver(self, rank: int, event: Event) -> None:
-        """Takes one event of a rank."""
+        """Take one event of a rank."""
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Takes where the ranks stand."""
+        """Take where the ranks stand."""
 
     def start(self, starting: Starting) -> None:
         """The ranks are started, or started again."""
@@ -87,17 +87,17 @@ class LaunchRequest:
     """A launch that nothing speaks against, before anything of it is on its way.
 
     Attributes:
-        target: What the ranks run.
-        roots: What the user knows in it, by the words that a message uses for it, such as ``argument 1``.
-        spec: What a rank must know, but for the sources of the functions that are sent.
+        target: The function or cell that the ranks run.
+        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
+        spec: The ranks' ``JobSpec``, without the sources of functions that are pickled.
         config: The options.
-        devices: What the ranks run on, such as ``2 CPUs``.
-        variables: Those of the ranks' environment variables that are the launch's own.
-        may_stay: Those of the target's names that are sent if they can be, and stay behind if not.
-        attended: Held as long as the cell that starts it waits for it, which it doesn't survive: an engine that starts
-            processes ends them when it is free. ``None`` for a run in the background.
-        bind: Takes the pulled names and their values.
-        on_death: What becomes of the other ranks when one has died.
+        devices: The ranks' devices in words, such as ``2 CPUs``.
+        variables: Environment variables that the launch itself sets for the ranks.
+        optional_names: Names of the target that are left out if they can't be pickled.
+        foreground_lock: Held while the cell that started the run waits for it. An engine ends the run's processes once
+            the lock is free. ``None`` for a run in the background.
+        set_variables: Takes the pulled variables by name.
+        on_death: Whether the other ranks stop or stay when one dies.
     """
 
     target: Target
@@ -106,9 +106,9 @@ class LaunchRequest:
     config: LaunchConfig
     devices: str
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    may_stay: Sequence[str] = ()
-    attended: threading.Lock | None = None
-    bind: Callable[[dict[str, Any]], object] | None = None
+    optional_names: Sequence[str] = ()
+    foreground_lock: threading.Lock | None = None
+    set_variables: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
 
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
     """Something that can run ranks."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Starts the ranks and returns the run's job, with a control attached; delivers its events and ends it.
+        """Start the ranks and returns the run's job, with a control attached; delivers its events and ends it.
 
         Raises:
             LaunchError: The ranks can't be started.

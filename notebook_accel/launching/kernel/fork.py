@@ -47,17 +47,17 @@ class ForkEngine:
     """Runs ranks that are forks of this process."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Starts the ranks. See ``Engine``."""
-        return uninterruptible.call(lambda: self._launch(request), Job.discard, request.attended)
+        """Start the ranks. See ``Engine``."""
+        return uninterruptible.call(lambda: self._launch(request), Job.discard, request.foreground_lock)
 
     def _launch(self, request: LaunchRequest) -> Job:
-        shipped = _definitions(request)
+        by_value = _definitions(request)
         nothing = serialization.pickle_by_value(None, roots={})
-        pickled = dataclasses.replace(nothing, shipped=shipped)
-        inherited = Inherited(request.target, shipped)
-        with run_payload.sealed(request, pickled) as sealed:
-            local.engine().launch_forked(sealed, lambda log: _Forking(inherited, log).template())
-        return sealed.job
+        pickled = dataclasses.replace(nothing, by_value=by_value)
+        inherited = Inherited(request.target, by_value)
+        with run_payload.prepared_run(request, pickled) as prepared:
+            local.engine().launch_forked(prepared, lambda log: _Forking(inherited, log).template())
+        return prepared.job
 
 
 def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class _Forking:
         self._has_forked = Latch()
 
     def template(self) -> TemplateLine:
-        """Forks it.
+        """Fork it.
 
         Raises:
             ProcessStartError: The system wouldn't.
@@ -142,7 +142,7 @@ class _Forking:
 
 
 def _let_go_of_the_kernel(keep: set[int], log: int) -> None:
-    """Undoes what is right for the kernel and wrong for a fork of it."""
+    """Undo what is right for the kernel and wrong for a fork of it."""
     signal.set_wakeup_fd(-1)
     atexit._clear()  # what was registered there is to be done once, by the kernel
     os.dup2(log, 1)

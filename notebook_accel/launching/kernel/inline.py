@@ -33,8 +33,8 @@ class InlineEngine:
     """Runs one rank in this process, when its job is followed."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Makes the job; whoever follows it runs it. See ``Engine``."""
-        if request.attended is None:
+        """Make the job; whoever follows it runs it. See ``Engine``."""
+        if request.foreground_lock is None:
             raise ConfigError(
                 "start_method='inline' runs in the cell itself, which can't go on in the background.",
                 fix="leave out background, or start_method",
@@ -63,7 +63,7 @@ class _Run:
         self._listening = listening
 
     def run(self) -> None:
-        """Runs the user's code to its end and ends the job.
+        """Run the user's code to its end and ends the job.
 
         Raises:
             KeyboardInterrupt: The kernel was interrupted.
@@ -91,7 +91,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _as_rank(self) -> Iterator[None]:
-        """Makes this process the rank, as far as the user's code can tell, and takes it back."""
+        """Make this process the rank, as far as the user's code can tell, and takes it back."""
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self._listening.getsockname()[1])
         wanted = {**self._spec.environment, **place.variables(), **store.VARIABLES}
         wanted |= environment.tasks_of_schedulers(wanted)

@@ -88,10 +88,10 @@ class Job:
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
     Args:
-        shipped: What the payload holds by value, for what comes back by reference.
+        by_value: What the payload holds by value, for what comes back by reference.
         result_files: One memory file a rank, which this owns.
         log_folder: Where the ranks' logs are, ``None`` if there was no room for any.
-        bind: Takes the pulled names and their values, once, when the results are read.
+        set_variables: Takes the pulled names and their values, once, when the results are read.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Job:
         *,
         devices: str,
         is_background: bool,
-        shipped: Sequence[Any],
+        by_value: Sequence[Any],
         result_files: Sequence[int],
         log_folder: pathlib.Path | None = None,
-        bind: Callable[[dict[str, Any]], object] | None = None,
+        set_variables: Callable[[dict[str, Any]], object] | None = None,
         on_death: OnDeath = "stop",
     ) -> None:
         self.id = job_id
@@ -124,7 +124,7 @@ class Job:
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
+        self._files = ResultFiles(result_files, by_value, set_variables or (lambda _: None))
         self._is_discarded = False
         self._can_be_asked_again = False
         self._control: RunControl | None = None
@@ -136,7 +136,7 @@ class Job:
         # As it is where nodes are numbered; where they aren't, the elastic process will tell.
         nodes = int(config.num_nodes.partition(":")[0])
         self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
-        self._failures = failures.Failures(config.start_method, spec.left_out, shipped)
+        self._failures = failures.Failures(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._restarts_by_node: int | None = None
@@ -152,7 +152,7 @@ class Job:
         request: LaunchRequest,
         spec: JobSpec,
         *,
-        shipped: Sequence[Any] = (),
+        by_value: Sequence[Any] = (),
         result_files: Sequence[int] = (),
         log_folder: pathlib.Path | None = None,
     ) -> Job:
@@ -162,11 +162,11 @@ class Job:
             spec,
             request.config,
             devices=request.devices,
-            is_background=request.attended is None,
-            shipped=shipped,
+            is_background=request.foreground_lock is None,
+            by_value=by_value,
             result_files=result_files,
             log_folder=log_folder,
-            bind=request.bind,
+            set_variables=request.set_variables,
             on_death=request.on_death,
         )
 
@@ -200,7 +200,7 @@ class Job:
             return self._error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the run has ended; returns whether it has."""
+        """Wait until the run has ended, and return whether it has."""
         return self._ended.wait(timeout_s)
 
     def results(self, timeout_s: float | None = None) -> Results:
@@ -222,7 +222,7 @@ class Job:
             )
         error = self.error
         if error is not None:
-            saved, lost = self.bind_what_was_saved()
+            saved, lost = self.pull_saved()
             if (saved or lost) and isinstance(error, RankFailedError):
                 error.pulled, error.not_pulled = saved, lost
             raise error
@@ -237,7 +237,7 @@ class Job:
         return self._outcome
 
     def interrupt(self, *, escalate: bool = True) -> None:
-        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
+        """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
 
         Args:
             escalate: End ranks that go on after it: SIGTERM after the grace, SIGKILL after it once more. Otherwise what
@@ -246,15 +246,15 @@ class Job:
         self._tell(lambda control: control.interrupt(escalate=escalate))
 
     def stop(self) -> None:
-        """Ends the run. Doesn't wait for the end."""
+        """End the run. Doesn't wait for the end."""
         self._tell(lambda control: control.stop())
 
     def kill(self) -> None:
-        """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
+        """End the run at once, without letting the ranks clean up. Doesn't wait for the end."""
         self._tell(lambda control: control.kill())
 
     def respawn(self, rank: int) -> None:
-        """Starts a rank that has died once more, as a fresh process that runs the function from its beginning.
+        """Start a rank that has died once more, as a fresh process that runs the function from its beginning.
 
         Raises:
             LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
@@ -337,7 +337,7 @@ class Job:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
 
-    def bind_what_was_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
+    def pull_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
         """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0.
 
         Returns:
@@ -347,7 +347,7 @@ class Job:
         with self._lock:
             if not self.done or not self._files.are_open or self._has_all_results():
                 return (), {}
-            return self._files.bind_saved(self.first_rank)
+            return self._files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
         """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results.
@@ -377,7 +377,7 @@ class Job:
         return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
 
     def notice_silence(self, now_s: float) -> None:
-        """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
+        """Ask where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
 
         What it comes to is among the ``events``.
         """
@@ -395,7 +395,7 @@ class Job:
         self._control = control
 
     def deliver(self, rank: int, event: Event) -> None:
-        """Takes one event of a rank. Called by the engine's thread."""
+        """Take one event of a rank. Called by the engine's thread."""
         with self.state_lock:
             self.state.apply(rank, event)
             self._pending.append((rank, event))
@@ -419,7 +419,7 @@ class Job:
             self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Takes what the ranks have answered. Called by the engine's thread."""
+        """Take what the ranks have answered. Called by the engine's thread."""
         stacks = self._stack_request.answer(dumps)
         for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)

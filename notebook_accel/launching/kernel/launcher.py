@@ -31,18 +31,18 @@ def launch_function(
     kwargs: dict[str, Any],
     config: LaunchConfig,
     *,
-    attended: threading.Lock | None = None,
+    foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
-    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
+    """Start a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
 
     Args:
         function: What each rank calls.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         config: The options.
-        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
+        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
         on_death: What becomes of the other ranks when one has died.
         show: Shows a run in the background.
     """
@@ -51,7 +51,9 @@ def launch_function(
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(target, roots, config, attended=attended, show=show, name=config.name or label, on_death=on_death)
+    return _launch(
+        target, roots, config, foreground_lock=foreground_lock, show=show, name=config.name or label, on_death=on_death
+    )
 
 
 def launch_cell(
@@ -62,10 +64,10 @@ def launch_cell(
     args: tuple[Any, ...] = (),
     push: Sequence[str] = (),
     pull: Sequence[str] = (),
-    bind: Callable[[dict[str, Any]], object] | None = None,
-    attended: threading.Lock | None = None,
+    set_variables: Callable[[dict[str, Any]], object] | None = None,
+    foreground_lock: threading.Lock | None = None,
 ) -> Job:
-    """Starts a cell on all ranks and returns its job.
+    """Start a cell on all ranks and returns its job.
 
     Args:
         cell: The cell.
@@ -74,8 +76,8 @@ def launch_cell(
         args: Arguments for the function that the cell ends by defining.
         push: Further names to send.
         pull: Names whose values on rank 0 come back.
-        bind: Takes them when the results are read; also after a failure or an interrupt, as they were then.
-        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
+        set_variables: Takes them when the results are read; also after a failure or an interrupt, as they were then.
+        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -85,15 +87,15 @@ def launch_cell(
         Target(names=names, args=args, submodules=cell.submodules(names)),
         roots,
         config,
-        attended=attended,
+        foreground_lock=foreground_lock,
         name=config.name or cell.calls or cell.label,
         sources={cell.label: Source(cell.label, cell.source)},
-        may_stay=cell.may_stay(names, push),
+        optional_names=cell.optional_names(names, push),
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
         pull=tuple(pull),
-        bind=bind,
+        set_variables=set_variables,
     )
 
 
@@ -102,7 +104,7 @@ def _launch(
     roots: Mapping[str, Any],
     config: LaunchConfig,
     *,
-    attended: threading.Lock | None,
+    foreground_lock: threading.Lock | None,
     show: Callable[[Job], None] = foreground.draw_in_background,
     **how: Any,
 ) -> Job:
@@ -112,8 +114,8 @@ def _launch(
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(target, roots, config, devices, cluster, attended=attended, **how)
-    if attended is None:
+    job = _start(target, roots, config, devices, cluster, foreground_lock=foreground_lock, **how)
+    if foreground_lock is None:
         try:
             show(job)
         except BaseException:  # an interrupt, and nobody has the job's handle yet
@@ -123,7 +125,7 @@ def _launch(
 
 
 def try_out(config: LaunchConfig) -> float:
-    """Holds a trial run, in which ranks meet and use their devices; the seconds that it took.
+    """Hold a trial run, in which ranks meet and use their devices; the seconds that it took.
 
     Raises:
         PreflightError: It has failed.
@@ -131,14 +133,14 @@ def try_out(config: LaunchConfig) -> float:
     cluster = _cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
 
-    def start(target: Target, options: LaunchConfig, attended: threading.Lock) -> Job:
-        return _start(target, {}, options, devices, cluster, name=options.name, attended=attended)
+    def start(target: Target, options: LaunchConfig, foreground_lock: threading.Lock) -> Job:
+        return _start(target, {}, options, devices, cluster, name=options.name, foreground_lock=foreground_lock)
 
     return _run_smoke_test(start, config)
 
 
 def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
-    """Checks a launch with these options, here or on the cluster that they name, without starting it.
+    """Check a launch with these options, here or on the cluster that they name, without starting it.
 
     Args:
         config: The options.
@@ -190,9 +192,9 @@ def _start(
     cluster: RayEngine | None,
     *,
     name: str,
-    attended: threading.Lock | None = None,
-    may_stay: Sequence[str] = (),
-    bind: Callable[[dict[str, Any]], object] | None = None,
+    foreground_lock: threading.Lock | None = None,
+    optional_names: Sequence[str] = (),
+    set_variables: Callable[[dict[str, Any]], object] | None = None,
     on_death: OnDeath = "stop",
     **of_cell: Any,
 ) -> Job:
@@ -219,9 +221,9 @@ def _start(
         config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         variables=variables,
-        attended=attended,
-        may_stay=may_stay,
-        bind=bind,
+        foreground_lock=foreground_lock,
+        optional_names=optional_names,
+        set_variables=set_variables,
         on_death=on_death,
     )
     job = (cluster or _engine(request.config)).launch(request)
@@ -287,10 +289,10 @@ def _run_smoke_test(start: Callable[[Target, LaunchConfig, threading.Lock], Job]
         PreflightError: It has failed, or took too long.
     """
     started_s = time.monotonic()
-    attended = threading.Lock()
+    foreground_lock = threading.Lock()
     try:
-        with attended:
-            job = start(Target(names={}, function=_use_device), _smoke_test_config(config), attended)
+        with foreground_lock:
+            job = start(Target(names={}, function=_use_device), _smoke_test_config(config), foreground_lock)
             if job.run_here is not None:
                 job.run_here()
             job.results()
@@ -313,7 +315,7 @@ def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
 
 
 def _use_device() -> str:
-    """Runs in each rank; the device that it has used."""
+    """Run in each rank; the device that it has used."""
     torch = importlib.import_module("torch")
     backend = importlib.import_module("notebook_accel.training.process_group").join()
     try:

@@ -16,10 +16,10 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
+from notebook_accel.launching.kernel.agent_process import AgentProcess, NodePart, TemplateLine
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import Sealed
+from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.elastic_options import Elastic
 
@@ -29,7 +29,7 @@ MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux 
 
 
 def check_size(world_size: int) -> None:
-    """Refuses more ranks than one machine can have, before anything is opened for them.
+    """Refuse more ranks than one machine can have, before anything is opened for them.
 
     Raises:
         ConfigError: There would be too many.
@@ -48,7 +48,7 @@ class LocalEngine:
         self._agent: AgentProcess | None = None
 
     def warm(self) -> None:
-        """Starts agent and template in the background, so that the first launch finds them ready.
+        """Start agent and template in the background, so that the first launch finds them ready.
 
         If they can't be started, the launch itself will say it.
         """
@@ -67,65 +67,65 @@ class LocalEngine:
             self.warm()
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Starts ranks that are forked from the template. See ``Engine``."""
+        """Start ranks that are forked from the template. See ``Engine``."""
         return self.launch_elastic(request, None)
 
     def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
         """The same, with an elastic process that says when they are started, if there are options for one."""
-        pickled, left_out = run_payload.pickle_target(request.target, request.roots, request.may_stay)
+        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         if elastic is not None:
-            names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
+            names = [getattr(obj, "__qualname__", "") for obj in pickled.by_value]
             elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
         return uninterruptible.call(
-            lambda: self._launch(request, pickled, left_out, elastic), Job.discard, request.attended
+            lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock
         )
 
     def _launch(
         self,
         request: LaunchRequest,
         pickled: serialization.Pickled,
-        left_out: Mapping[str, str],
+        unsent: Mapping[str, str],
         elastic: Elastic | None,
     ) -> Job:
-        with run_payload.sealed(request, pickled, left_out) as sealed:
-            check_size(len(sealed.result_files))
+        with run_payload.prepared_run(request, pickled, unsent) as prepared:
+            check_size(len(prepared.result_files))
             with self._lock:
                 agent = self._running_agent()
-                agent.expect(sealed.job)
+                agent.expect(prepared.job)
                 agent.prepare(request.config)
-            agent.launch(sealed, elastic=elastic)
-        return sealed.job
+            agent.launch(prepared, elastic=elastic)
+        return prepared.job
 
-    def launch_part(self, part: Part) -> None:
-        """Starts the part of a run that is on this node; the rest of it is on others."""
+    def launch_part(self, part: NodePart) -> None:
+        """Start the part of a run that is on this node; the rest of it is on others."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(part.job)
             agent.prepare(part.job.config)
         agent.launch_part(part)
 
-    def launch_forked(self, sealed: Sealed, fork: Callable[[int], TemplateLine]) -> None:
-        """Starts ranks that are forked from a template of their own.
+    def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
+        """Start ranks that are forked from a template of their own.
 
         Args:
-            sealed: The run.
+            prepared: The run.
             fork: Makes that template; takes the descriptor of a file for what it writes.
         """
         with self._lock:
             agent = self._running_agent()
-            agent.expect(sealed.job)
+            agent.expect(prepared.job)
         try:
             line = fork(agent.log)
         except BaseException:
-            agent.forget(sealed.job)
+            agent.forget(prepared.job)
             raise
         try:
-            agent.launch(sealed, line)
+            agent.launch(prepared, line)
         finally:
             line.close()
 
     def close(self) -> None:
-        """Ends every run, the agent and the template, and waits until they are gone."""
+        """End every run, the agent and the template, and waits until they are gone."""
         with self._lock:
             agent, self._agent = self._agent, None
         if agent is not None:
@@ -137,7 +137,7 @@ class LocalEngine:
         return self._agent
 
     def _let_go(self, agent: AgentProcess) -> None:
-        """Ends an idle agent and its template, unless a launch has come meanwhile. The next one starts both."""
+        """End an idle agent and its template, unless a launch has come meanwhile. The next one starts both."""
         with self._lock:
             if not agent.is_expecting:
                 agent.is_lost = True

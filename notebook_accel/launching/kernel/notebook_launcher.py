@@ -51,7 +51,7 @@ def notebook_launcher(
     engine_options: Mapping[str, Any] | None = None,
     all_nodes: bool = False,
 ) -> Results | Job:
-    """Runs a function in several processes, each a rank with a device of its own, and returns what they return.
+    """Run a function in several processes, each a rank with a device of its own, and returns what they return.
 
     The ranks start clean: they have the function, its arguments and the notebook's names that it uses, by value, and
     the kernel's environment variables, working directory and import path; nothing else of the kernel.
@@ -144,14 +144,16 @@ def notebook_launcher(
         environ={},
     )
 
-    def launch(attended: threading.Lock | None = None) -> Job:
-        return launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, attended=attended)
+    def launch(foreground_lock: threading.Lock | None = None) -> Job:
+        return launcher.launch_function(
+            function, tuple(args), dict(kwargs or {}), options, foreground_lock=foreground_lock
+        )
 
-    return launch() if background else foreground.launched(launch)
+    return launch() if background else foreground.run_in_foreground(launch)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:
-    """Runs a function in ranks on the CPU, also where there are GPUs, to try it out.
+    """Run a function in ranks on the CPU, also where there are GPUs, to try it out.
 
     Args:
         function: What each rank calls.

@@ -68,7 +68,7 @@ def check(
 
 
 def warn(findings: tuple[Finding, ...]) -> None:
-    """Prints those that don't refuse, each once in the life of this process."""
+    """Print those that don't refuse, each once in the life of this process."""
     for finding in findings:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)

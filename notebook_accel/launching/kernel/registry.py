@@ -53,7 +53,7 @@ _entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
 
 def add(job: Job) -> None:
-    """Remembers a run."""
+    """Remember a run."""
     number = _entries[-1].number + 1 if _entries else 1
     _entries.append(Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, weakref.ref(job)))
 

@@ -23,12 +23,12 @@ from notebook_accel.launching.spec import Source
 from notebook_accel.payload import memory_files, serialization
 
 __all__ = [
-    "Sealed",
+    "PreparedRun",
     "notebook_sources",
     "pickle_target",
+    "prepared_run",
     "report_large",
     "report_lost_graphs",
-    "sealed",
     "variable_label",
 ]
 
@@ -36,14 +36,14 @@ _LISTED_BYTES = 100_000_000
 
 
 def pickle_target(
-    target: Target, roots: Mapping[str, Any], may_stay: Sequence[str] = ()
+    target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
 ) -> tuple[serialization.Pickled, dict[str, str]]:
-    """Pickles the target, and prints what in it is large or changes on the way.
+    """Pickle the target, and prints what in it is large or changes on the way.
 
     Args:
         target: What is to be run.
         roots: What the user knows in it, by the words that a message uses for it.
-        may_stay: Those of its names that are sent if they can be, and stay behind if not.
+        optional_names: Those of its names that are sent if they can be, and stay behind if not.
 
     Returns:
         The pickle, and which names stay behind, each with the reason.
@@ -51,19 +51,19 @@ def pickle_target(
     Raises:
         PayloadError: Something can't be sent.
     """
-    left_out: dict[str, str] = {}
+    unsent: dict[str, str] = {}
     try:
         done = _pickle(target, roots)
     except PayloadError:
-        left_out = {name: why for name in may_stay if (why := _why_not(name, target.names[name]))}
-        if not left_out:
+        unsent = {name: why for name in optional_names if (why := _why_not(name, target.names[name]))}
+        if not unsent:
             raise
-        names = {name: value for name, value in target.names.items() if name not in left_out}
-        roots = {label: value for label, value in roots.items() if label not in map(variable_label, left_out)}
+        names = {name: value for name, value in target.names.items() if name not in unsent}
+        roots = {label: value for label, value in roots.items() if label not in map(variable_label, unsent)}
         done = _pickle(dataclasses.replace(target, names=names), roots)
     report_large(done.sizes_bytes)
     report_lost_graphs(roots)
-    return done, left_out
+    return done, unsent
 
 
 def _pickle(value: Any, roots: Mapping[str, Any]) -> serialization.Pickled:
@@ -84,7 +84,7 @@ def variable_label(name: str) -> str:
 
 
 def report_large(sizes_bytes: Mapping[str, int]) -> None:
-    """Prints what of a pickle the user may not want to send."""
+    """Print what of a pickle the user may not want to send."""
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
     if large:
         ordered = sorted(large, key=lambda label: -large[label])
@@ -95,7 +95,7 @@ def report_large(sizes_bytes: Mapping[str, int]) -> None:
 
 
 def report_lost_graphs(roots: Mapping[str, Any]) -> None:
-    """Prints which of the tensors that are sent have a history that isn't."""
+    """Print which of the tensors that are sent have a history that isn't."""
     labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
@@ -105,9 +105,9 @@ def _variable_name(label: str) -> str:
     return label.removeprefix("global ").strip('"')
 
 
-def notebook_sources(shipped: Iterable[Any]) -> dict[str, Source]:
+def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
     """The sources that are in no file, by the file name in their functions' code."""
-    filenames = {obj.__code__.co_filename for obj in shipped if isinstance(obj, types.FunctionType)}
+    filenames = {obj.__code__.co_filename for obj in by_value if isinstance(obj, types.FunctionType)}
     found: dict[str, Source] = {}
     for filename in filenames:
         lines = [] if os.path.exists(filename) else linecache.getlines(filename)
@@ -124,7 +124,7 @@ def _source_label(filename: str) -> str:
     return str(named[1]) if named else filename
 
 
-class Sealed(NamedTuple):
+class PreparedRun(NamedTuple):
     """A run that is ready to be started.
 
     Attributes:
@@ -139,36 +139,36 @@ class Sealed(NamedTuple):
 
 
 @contextlib.contextmanager
-def sealed(
-    request: LaunchRequest, pickled: serialization.Pickled, left_out: Mapping[str, str] = {}
-) -> Iterator[Sealed]:
+def prepared_run(
+    request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str] = {}
+) -> Iterator[PreparedRun]:
     """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails.
 
     Args:
         request: The launch.
         pickled: Its target.
-        left_out: Names that stay behind, each with the reason.
+        unsent: Names that stay behind, each with the reason.
     """
     spec = msgspec.structs.replace(
         request.spec,
-        sources=notebook_sources(pickled.shipped) | dict(request.spec.sources),
-        left_out=dict(left_out),
+        sources=notebook_sources(pickled.by_value) | dict(request.spec.sources),
+        unsent=dict(unsent),
     )
     payload = memory_files.memory_file("notebook-accel-payload")
     try:
-        serialization.seal(payload, pickled, spec.encode())
+        serialization.dump(payload, pickled, spec.encode())
         memory_files.make_unwritable(payload)
         nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
         files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
         job = Job.from_request(
             request,
             spec,
-            shipped=pickled.shipped,
+            by_value=pickled.by_value,
             result_files=files,
             log_folder=logs.make_folder(request.config.log_dir, spec.name),
         )
         try:
-            yield Sealed(job, payload, files)
+            yield PreparedRun(job, payload, files)
         except BaseException:
             job.kill()
             raise

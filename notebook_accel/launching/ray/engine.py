@@ -63,16 +63,16 @@ class RayEngine:
             )
         # The nodes have an environment, folders and an import path of their own.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
-        pickled, left_out = run_payload.pickle_target(request.target, request.roots, request.may_stay)
+        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
-            with run_payload.sealed(dataclasses.replace(request, spec=there), pickled, left_out) as sealed:
+            with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as prepared:
                 run = ClusterRun(
-                    sealed.job, self._cluster, sealed.payload, sealed.result_files, resources, request.variables
+                    prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
                 )
-                sealed.job.attach(run)
+                prepared.job.attach(run)
                 run.start()
-            return sealed.job
+            return prepared.job
 
-        return uninterruptible.call(start, Job.discard, request.attended)
+        return uninterruptible.call(start, Job.discard, request.foreground_lock)

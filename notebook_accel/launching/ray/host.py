@@ -25,7 +25,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import interfaces, logs
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.agent_process import Part
+from notebook_accel.launching.kernel.agent_process import NodePart
 from notebook_accel.launching.kernel.engine import RunControl
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events, ray_messages
@@ -92,7 +92,7 @@ class NodeHost:
             memory_files.fill(copied, memoryview(payload))
             memory_files.make_unwritable(copied)
             places = [(place, variables) for place in part.places]
-            self._engine.launch_part(Part(run, copied, run.result_files, places, listening))
+            self._engine.launch_part(NodePart(run, copied, run.result_files, places, listening))
         finally:
             os.close(copied)
             if listening is not None:

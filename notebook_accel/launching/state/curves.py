@@ -32,7 +32,7 @@ class Series:
         return [] if self._last is None else [*self._kept, self._last]
 
     def add(self, step: int, value: float) -> None:
-        """Adds a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
+        """Add a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
         # Not a number and infinity fail the comparison too.
         if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
             return
@@ -73,7 +73,7 @@ class Curves:
         self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Takes in what a rank has reported.
+        """Take in what a rank has reported.
 
         The mean gets a point as soon as each rank that has the metric has reported it again: one by one, it would jump.
 

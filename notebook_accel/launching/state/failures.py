@@ -53,13 +53,13 @@ class Failures:
 
     Attributes:
         start_method: How the ranks come into being.
-        left_out: Names that couldn't be sent, with the reason.
-        shipped: What was sent to the ranks by value, for the exceptions that come back.
+        unsent: Names that couldn't be sent, with the reason.
+        by_value: What was sent to the ranks by value, for the exceptions that come back.
     """
 
     start_method: str
-    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    shipped: Sequence[Any] = ()
+    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_value: Sequence[Any] = ()
 
     def first(self, state: RunState) -> RankFailedError | None:
         """Return the error of the rank that failed first, ``None`` if no rank has failed."""
@@ -98,7 +98,7 @@ class Failures:
     def _raised(self, state: RunState, rank: RankState, failed: Failed) -> RankFailedError:
         where = f" at {failed.line}" if failed.line else ""
         memory = {other.rank: other.memory for other in state.ranks if other.memory is not None}
-        why, fix = explain_exception(failed, rank.ended, memory, self.left_out)
+        why, fix = explain_exception(failed, rank.ended, memory, self.unsent)
         error = RankFailedError(
             f"rank {rank.number} of {state.total_ranks} failed{where}: {raised_in_words(failed)}",
             rank=rank.number,
@@ -108,7 +108,7 @@ class Failures:
             remote_traceback=_shown(failed.traceback),
             exit_code=1,
         )
-        error.__cause__ = cause_of(failed, self.shipped)
+        error.__cause__ = cause_of(failed, self.by_value)
         return error
 
     def _died(self, state: RunState, rank: RankState) -> RankFailedError:
@@ -146,11 +146,11 @@ def _how_it_died(end: Ended) -> str:
 def _shown(traceback: str) -> str:
     """Return a rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
     lines = list(plain_lines(traceback.rstrip("\n")))
-    left_out = len(lines) - _MOST_TRACEBACK_LINES
-    if left_out <= 0:
+    unsent = len(lines) - _MOST_TRACEBACK_LINES
+    if unsent <= 0:
         return "\n".join(lines)
     first = lines[:_FIRST_TRACEBACK_LINES]
-    return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
+    return "\n".join([*first, f"  [{unsent:,} lines left out]", *lines[unsent + len(first) :]])
 
 
 def raised_in_words(failed: Failed) -> str:
@@ -158,11 +158,11 @@ def raised_in_words(failed: Failed) -> str:
     return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
-def cause_of(failed: Failed, shipped: serialization.Origins) -> BaseException:
+def cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
     """Return the rank's exception; one of its name and text where it can't be pickled or made again."""
     if failed.exception:
         with contextlib.suppress(Exception):
-            cause = serialization.loads(failed.exception, origins=shipped)
+            cause = serialization.loads(failed.exception, origins=by_value)
             if isinstance(cause, BaseException):
                 return cause
     stand_in: type[Exception] = type(failed.kind, (Exception,), {})
@@ -234,7 +234,7 @@ def crash_frames(written: str) -> str:
 
 
 def explain_exception(
-    failed: Failed, end: Ended | None, memory: Mapping[int, Memory], left_out: Mapping[str, str] = {}
+    failed: Failed, end: Ended | None, memory: Mapping[int, Memory], unsent: Mapping[str, str] = {}
 ) -> tuple[str, str]:
     """Why a rank may have raised what it did, and what to do.
 
@@ -242,7 +242,7 @@ def explain_exception(
         failed: What it raised.
         end: How its process ended, if it has.
         memory: What each rank had last said of its memory.
-        left_out: Names that couldn't be sent, with the reason.
+        unsent: Names that couldn't be sent, with the reason.
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
@@ -255,16 +255,16 @@ def explain_exception(
         return f"Out of host memory. {describe_shortage(end.shortage)}", _LESS_MEMORY
     if failed.kind == "BdbQuit":
         return _NO_DEBUGGER, _DEBUG_ELSEWHERE
-    return "", _of_missing_name(failed, left_out)
+    return "", _of_missing_name(failed, unsent)
 
 
-def _of_missing_name(failed: Failed, left_out: Mapping[str, str]) -> str:
+def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
     """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
     found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
     if found is None or found[1] not in vars(sys.modules["__main__"]):
         return ""
-    if found[1] in left_out:
-        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {left_out[found[1]]}"
+    if found[1] in unsent:
+        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
     return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
 
 

@@ -52,7 +52,7 @@ class _Lines:
         self._left_out = 0
 
     def add(self, text: str, left_out: int = 0) -> list[str]:
-        """Takes lines; returns those that are to be shown now."""
+        """Take lines, and return those that are to be shown now."""
         if left_out:
             self._left_out += left_out + len(self._held)
             self._held.clear()
@@ -93,7 +93,7 @@ class LinesView:
         self._displays = KernelDisplay()
 
     def refresh(self) -> None:
-        """Prints the new lines, and the progress when it is due."""
+        """Print the new lines, and the progress when it is due."""
         now_s = time.monotonic()
         for rank, event in self._job.events():
             self._take(rank, event, now_s)
@@ -105,7 +105,7 @@ class LinesView:
             self._print_progress(now_s)
 
     def close(self) -> None:
-        """Prints what is left and where each rank ended."""
+        """Print what is left and where each rank ended."""
         self._due_s = float("inf")
         self.refresh()
         self._alike.settle()
@@ -190,13 +190,13 @@ class _StatusLine:
         self._due_s = 0.0
 
     def erase(self) -> None:
-        """Takes it away, so that output can be written where it was."""
+        """Take it away, so that output can be written where it was."""
         if self._is_drawn:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
     def draw(self, describe: Callable[[], list[str]]) -> None:
-        """Writes it: as it is now if that is due, and as it was if it was erased."""
+        """Write it: as it is now if that is due, and as it was if it was erased."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:

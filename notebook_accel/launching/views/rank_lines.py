@@ -200,7 +200,7 @@ class AlikeLines:
         return list(self._unsettled.values())
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> list[RankLine]:
-        """Takes what a rank has printed.
+        """Take what a rank has printed.
 
         Args:
             rank: The rank.
@@ -232,7 +232,7 @@ class AlikeLines:
         return lines
 
     def settle(self, now_s: float = float("inf")) -> None:
-        """Settles the lines that no rank can join any more; without a time, all lines."""
+        """Settle the lines that no rank can join any more; without a time, all lines."""
         while self._unsettled:
             first = next(iter(self._unsettled.values()))
             if first.due_s > now_s and len(first.ranks) < self._world_size:
@@ -269,7 +269,7 @@ class AlikeLines:
         return None
 
     def _move_to_end(self, line: RankLine, rank: int, coming: Sequence[str], now_s: float) -> bool:
-        """Moves a line to the end, with all that its ranks have printed after it; returns whether that was possible.
+        """Move a line to the end, with all that its ranks have printed after it, and return whether that was possible.
 
         What is moved is joined by this rank next, was joined by others, or has come together with what it passes.
         """
@@ -310,7 +310,7 @@ class KernelDisplay:
         self._context = contextvars.copy_context()
 
     def show(self, event: events.Display) -> bool:
-        """Shows it, if it is more than text, and this is a kernel; returns whether it was shown."""
+        """Show it, if it is more than text, and this is a kernel, and return whether it was shown."""
         display = _display_of_kernel()
         has_place = event.display_id in self._shown
         if display is None or not (has_place or event.data.keys() - {"text/plain"}):

@@ -25,7 +25,7 @@ class View(Protocol):
     """Shows one job."""
 
     def refresh(self) -> None:
-        """Shows what is new. Called at most five times a second, by the thread that follows the job."""
+        """Show what is new. Called at most five times a second, by the thread that follows the job."""
 
     def close(self) -> None:
         """The job has ended: shows how."""
@@ -45,7 +45,7 @@ def open_panel(job: Job) -> View | None:
 
 
 def warm() -> None:
-    """Imports the modules of the views, so that the first launch need not wait for them."""
+    """Import the modules of the views, so that the first launch need not wait for them."""
     _openers()
 
 
@@ -61,7 +61,7 @@ class NoView:
         self._job = job
 
     def refresh(self) -> None:
-        """Takes the events, so that they don't pile up."""
+        """Take the events, so that they don't pile up."""
         self._job.events()
 
     def close(self) -> None:

@@ -38,14 +38,14 @@ class Request:
     Attributes:
         names: Names and values of the notebook that code uses.
         by_force: Names that the ranks get whatever they have under them.
-        may_stay: Names that are sent if they can be, and stay behind if not.
+        optional_names: Names that are sent if they can be, and stay behind if not.
         submodules: Modules to import.
         call: A function with its arguments.
     """
 
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     by_force: Sequence[str] = ()
-    may_stay: Sequence[str] = ()
+    optional_names: Sequence[str] = ()
     submodules: tuple[str, ...] = ()
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -186,7 +186,7 @@ class Ledger:
         stamps = {name: Stamp(value, sizes.get(run_payload.variable_label(name), 0)) for name, value in names.items()}
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
-            serialization.seal(descriptor, pickled)
+            serialization.dump(descriptor, pickled)
             memory_files.make_unwritable(descriptor)
         except BaseException:
             os.close(descriptor)
@@ -194,12 +194,12 @@ class Ledger:
         is_kept = request.call is None  # of what is called once only the classes: their instances may stay
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
-            shipped=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.shipped],
+            by_value=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value],
             by_force=[name for name in request.by_force if name in names],
             forgotten=sorted(number for number in known if self._object(number) is None),
             sources={
                 name: (source.label, source.text)
-                for name, source in run_payload.notebook_sources(pickled.shipped).items()
+                for name, source in run_payload.notebook_sources(pickled.by_value).items()
             },
         )
         return Parcel(ranks, delivery, descriptor, stamps, tuple(sorted(had.difference(request.by_force))))
@@ -234,7 +234,7 @@ def _pickled(
     try:
         done = _pickle(names, request, origins)
     except PayloadError:
-        staying = [name for name in request.may_stay if name in names and _cannot_be_sent(names[name], origins)]
+        staying = [name for name in request.optional_names if name in names and _cannot_be_sent(names[name], origins)]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}

@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.results import Opening, result_error
+from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.background import BackgroundCell
@@ -351,10 +351,12 @@ class Crew:
             ResultError: Some of it can't be had; the rest is in the error.
         """
         openings = {
-            rank: Opening(answer.value, rank) for rank, answer in sorted(question.answers.items()) if answer.value >= 0
+            rank: ResultFile(answer.value, rank)
+            for rank, answer in sorted(question.answers.items())
+            if answer.value >= 0
         }
         for opening in openings.values():
-            opening.proceed(self.ledger.origins)
+            opening.unpickle(self.ledger.origins)
         error = result_error(openings)
         if error is not None:
             raise error

@@ -257,7 +257,7 @@ def _request(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> R
     """What a cell needs of the notebook's names."""
     captured = cell.captured(namespace, push)
     names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
-    return Request(names, push, cell.may_stay(names, push), cell.submodules(names))
+    return Request(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 
 def _crew(config: LaunchConfig) -> Crew:
