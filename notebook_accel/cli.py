@@ -1,4 +1,4 @@
-"""The command line: parses and calls, no logic of its own.
+"""The command line: it parses, asks and calls.
 
 ``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here;
 ``notebook-accel config`` asks what the configuration file shall say, and writes it; ``notebook-accel launch`` runs a
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes flags with dashes inside too, ``--num-processes`` as ``--num_processes``, as Accelerate does."""
+    """A parser that accepts dashes too, ``--num-processes`` for ``--num_processes``, as Accelerate does."""
 
     def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
         action = super().add_argument(*names, **how)
@@ -152,7 +152,7 @@ _OF_SEVERAL_NODES = ("node_rank", "master_addr")
 
 
 def _print_draft(draft: Draft) -> None:
-    """Print what was found: the machine, files, and what can't be taken over from them."""
+    """Print the findings: the machine, files, and what can't be taken over from them."""
     for name, text in draft.machine.facts():
         _print(f"{name}: {text}")
     _print(f"starting from: {draft.source.label}")
@@ -163,7 +163,7 @@ def _print_draft(draft: Draft) -> None:
 
 
 def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
-    """Ask for the usual options that weren't given, offers the others, and asks whether to write.
+    """Ask for the usual options that weren't given, offer the others, and ask whether to write.
 
     Enter leaves an option as it is.
 
@@ -191,7 +191,7 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
 
 
 def _print_file(draft: Draft) -> None:
-    """Print the file as it would be, against what it says now, and what speaks against a launch with it."""
+    """Print the file's diff, and the findings of a launch with it."""
     for finding in draft.findings():
         _print(f"\n{finding}")
     _print(f"\n{draft.path}")

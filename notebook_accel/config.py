@@ -48,7 +48,7 @@ def _help(text: str) -> msgspec.Meta:
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a launch can be told. Immutable; ``replace`` makes a changed one.
+    """The options of a launch. Immutable; ``replace`` makes a changed one.
 
     Raises nothing by itself: ``resolve`` and ``replace`` check.
     """
@@ -174,7 +174,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
 
     def replace(self, **changes: Any) -> LaunchConfig:
-        """A copy with the given options changed.
+        """Return a copy with the given options changed.
 
         Raises:
             ConfigError: A value isn't allowed, or there is no such option.
@@ -204,7 +204,7 @@ class Option(msgspec.Struct, frozen=True):
 
 @functools.cache
 def fields() -> tuple[Option, ...]:
-    """All options, in the order in which they are stated."""
+    """Return all options, in the order in which they are stated."""
     info = msgspec.inspect.type_info(LaunchConfig)
     assert isinstance(info, msgspec.inspect.StructType)
     return tuple(_option(field) for field in info.fields)
@@ -235,7 +235,7 @@ def _option(field: msgspec.inspect.Field) -> Option:
 
 
 def default_path() -> pathlib.Path:
-    """Where the configuration file is looked for: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or the user's cache directory."""
+    """Return the configuration file's path: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or one in the user's cache folder."""
     named = os.environ.get("NOTEBOOK_ACCEL_CONFIG_FILE")
     if named:
         return config_file.from_home(named)
@@ -244,7 +244,7 @@ def default_path() -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The options that a file sets. Keys of Accelerate's that change nothing here are passed over.
+    """Return the options that a file sets, without Accelerate's keys that change nothing here.
 
     Raises:
         ConfigError: The file can't be read, or has a value that isn't allowed, or a key that can't be honoured; all
@@ -260,7 +260,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options of a file that can be used, and a line about everything in it that can't."""
+    """Return the usable options of a file, and a line about everything else in it."""
     known = {option.name: option for option in fields()}
     found = config_file.problems(file, known)
     options: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...
 def resolve(
     arguments: Mapping[str, Any], *, file: pathlib.Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> LaunchConfig:
-    """Defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
+    """Merge defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
 
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
@@ -314,7 +314,7 @@ def _is_there(file: pathlib.Path) -> bool:
 
 
 def from_text(option: Option, text: str) -> Any:
-    """The value that a flag's or variable's text means; text that means no such value is returned as it is."""
+    """Return the value that a flag's or variable's text means; text without such a meaning is returned as it is."""
     if option.optional and text.lower() in {"none", ""}:
         return None
     if option.kind is bool:
@@ -328,7 +328,7 @@ def from_text(option: Option, text: str) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """What a person would type for a value: ``from_text`` makes it the value again."""
+    """Return the text that a person would type for a value, the inverse of ``from_text``."""
     if isinstance(value, (list, tuple)):
         return ", ".join(value)
     return "" if value is None else str(value)
@@ -398,12 +398,12 @@ def _reader(option: Option) -> Any:
 
 
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given as flags."""
+    """Return the options that were given as flags."""
     return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
 
 
 def closest_flag(word: str, flags: Iterable[str]) -> str:
-    """The flag that somebody may have meant by one that isn't there; empty if there is none.
+    """Return the flag that an unknown one may stand for; empty if there is none.
 
     One of which it is a part, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of the same length.
     """

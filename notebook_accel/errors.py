@@ -74,12 +74,12 @@ class NotebookAccelError(Exception):
         return "\n".join(part for part in (self.what, self.why, self.fix and f"Fix: {self.fix}") if part)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
+        """Return the error for IPython, without a traceback: all of the kernel's frames are ours."""
         text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
         return [coloured(text) if wants_colours() else text]
 
     def _advice_in_notebook(self) -> str:
-        """What to type next, in a notebook; empty where the error says so itself."""
+        """Return what to type next in a notebook; empty where the error itself tells."""
         return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ class LaunchError(NotebookAccelError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that preflight found.
+    """One finding of the checks before a launch.
 
     Attributes:
         what: What is the case.
@@ -171,7 +171,7 @@ class RunError(NotebookAccelError):
 
 
 class ResultError(PayloadError, RunError):
-    """Something that ranks have returned, or a name that was to be pulled, can't be had. All the rest is here.
+    """A rank's result, or a pulled variable, can't be read. All others are in the error.
 
     Attributes:
         values: The ranks' values that there are, by rank.
@@ -213,7 +213,7 @@ class ResultError(PayloadError, RunError):
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         rank: The rank.
@@ -332,7 +332,7 @@ class SupervisorLostError(RunError):
 
 
 class TrainingError(NotebookAccelError):
-    """The training runtime was used in a way that can't work."""
+    """The training library was used in a way that can't work."""
 
 
 class CheckpointError(TrainingError):
@@ -352,7 +352,7 @@ class CollectiveError(TrainingError):
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
+    """Return ``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

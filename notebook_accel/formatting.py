@@ -25,14 +25,14 @@ _SHORT_S = 10.0
 
 
 def format_clock(seconds: float) -> str:
-    """``02:05``, or ``1:02:05`` with hours: of one that goes on, or that need not be known exactly."""
+    """Return ``02:05``, or ``1:02:05`` with hours, for a duration that still grows or need not be exact."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
 def format_duration(seconds: float) -> str:
-    """How long something took: ``0.04 s``, ``3.2 s``, ``02:05``."""
+    """Return the time that something took: ``0.04 s``, ``3.2 s``, ``02:05``."""
     if seconds >= _SHORT_S:
         return format_clock(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
@@ -42,12 +42,12 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
 def format_count(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_size(size_bytes: int) -> str:
-    """``1.5 GiB``, ``24 GiB``, ``240 MiB``, ``3 KiB``."""
+    """Return ``1.5 GiB``, ``24 GiB``, ``240 MiB``, ``3 KiB``."""
     for unit, factor in _UNITS:
         if size_bytes >= factor:
             decimals = 1 if size_bytes < 10 * factor else 0
@@ -70,7 +70,7 @@ def wants_colours() -> bool:
 
 
 def coloured(text: str) -> str:
-    """An error's text with colours for the exceptions' names, the places and the headings."""
+    """Return an error's text with colours for exceptions' names, places and headings."""
     return "\n".join(map(_coloured_line, text.split("\n")))
 
 
@@ -99,30 +99,30 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def plain_lines(text: str) -> Iterator[str]:
-    """The lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
+    """Return the lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
     return (clipped(plain_text(line)) for line in text.split("\n"))
 
 
 def first_line(text: str) -> str:
-    """The first line of a text, as ``plain_text`` leaves it."""
+    """Return the first line of a text, as ``plain_text`` leaves it."""
     return next(plain_lines(text.strip()))
 
 
 def plain_text(line: str) -> str:
-    """A line as a terminal would leave it, without colours: what a carriage return overwrites is left out."""
+    """Return a line as a terminal would leave it, without colours and without overwritten text."""
     line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
     return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
 
 
 def clipped(line: str) -> str:
-    """The beginning of a line that is too long to be read, with how much is missing."""
+    """Return a readable beginning of a long line, with the number of missing characters."""
     if len(line) <= _MOST_CHARACTERS:
         return line
     return f"{line[:_MOST_CHARACTERS]} … and {len(line) - _MOST_CHARACTERS:,} more characters"
 
 
 def rank_spans(ranks: Iterable[int]) -> list[str]:
-    """The ranks as spans, such as ``["0-2", "5"]``."""
+    """Return the ranks as spans, such as ``["0-2", "5"]``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:

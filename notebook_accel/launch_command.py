@@ -1,4 +1,4 @@
-"""``notebook-accel launch``: a script on every device, with the options and the file that a notebook's launches have.
+"""``notebook-accel launch``: run a script on every device, with the options of a notebook's launches.
 
 A line that was written for ``accelerate launch`` is understood as far as there is the same here; a flag for something
 that isn't there is refused, and never passed over.
@@ -30,7 +30,7 @@ _INTERRUPT = "KeyboardInterrupt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said after ``launch``."""
+    """Add the arguments of ``launch``."""
     config.add_flags(parser)
     parser.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
     parser.add_argument("--cpu", action="store_true", help="The same as --use_cpu.")
@@ -93,7 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _set_variables(parsed: argparse.Namespace) -> None:
-    """What ranks are told by way of the environment."""
+    """Set the environment variables for the ranks."""
     if parsed.num_cpu_threads_per_process is not None:
         os.environ["OMP_NUM_THREADS"] = str(parsed.num_cpu_threads_per_process)
     if parsed.gpu_ids not in (None, "all"):
@@ -125,7 +125,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
 
 
 def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Accelerate's flags about several machines, as options."""
+    """Return Accelerate's flags about several machines, as options."""
     asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
     given = {name: value for name, value in asked.items() if value is not None}
     if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
@@ -140,7 +140,7 @@ def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _status(error: RankFailedError) -> int:
-    """The exit status of the rank that failed first."""
+    """Return the exit status of the rank that failed first."""
     if error.signal is not None:
         return 128 + error.signal
     code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else error.exit_code
@@ -151,7 +151,7 @@ _STREAMS = (1, 2)
 
 
 class EndSignal:
-    """The signal that has come first; SIGINT as long as it was none of the others."""
+    """The first signal that came, SIGINT if none of the others did."""
 
     number = signal.SIGINT
 
@@ -166,7 +166,7 @@ class EndSignal:
 
 @contextlib.contextmanager
 def end_signals_as_interrupts() -> Iterator[EndSignal]:
-    """In its block these signals raise ``KeyboardInterrupt`` in the main thread. What is ignored stays ignored."""
+    """Make SIGTERM, SIGHUP and SIGPIPE raise KeyboardInterrupt in the block, unless they are ignored."""
     received = EndSignal()
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, received._take) for number in (*numbers, signal.SIGPIPE)}
@@ -178,7 +178,7 @@ def end_signals_as_interrupts() -> Iterator[EndSignal]:
 
 
 def silence_closed_streams() -> bool:
-    """Send what would be written to a closed pipe or terminal nowhere; whether there was one."""
+    """Redirect closed standard streams to /dev/null. Return whether there was one."""
     closed = [stream for stream in _STREAMS if _has_closed(stream)]
     for stream in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -188,7 +188,7 @@ def silence_closed_streams() -> bool:
 
 
 def _has_closed(descriptor: int) -> bool:
-    """Return whether nobody can read what is written there."""
+    """Return whether nobody can read the stream any more."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -1,4 +1,4 @@
-"""The rank's side of the panel: what is counted and measured, and when it is said.
+"""A rank's reports to the panel: its counters, its metrics, and when they are sent.
 
 Training code counts with one attribute increment a step. A thread looks five times a second and sends what has changed,
 so that neither the rate of steps nor a slow reader can slow down training.
@@ -40,7 +40,7 @@ _NOT_COME = 0x7FF8_6E62_6163_6365
 
 
 class Counter:
-    """Steps of one loader or bar. Training increments ``step``; all else is read by the sampler.
+    """Steps of one loader or bar. Training increments ``step``; the sampler reads everything else.
 
     Attributes:
         step: Steps done in the running epoch.
@@ -63,7 +63,7 @@ class Counter:
 
 
 class _Arrival:
-    """The latest number of one metric on its way from a GPU, a copy at a time.
+    """The latest number of one metric on its way from a GPU, one copy at a time.
 
     The reporting thread starts copies, into host memory that the GPU writes by itself. Reading that memory, as the
     sampling thread does, is no call of CUDA's. Nothing says there that a copy has ended but the number itself, whose
@@ -112,7 +112,7 @@ class _Arrival:
 
 
 class Sender(Protocol):
-    """Where events go: a connection, or what takes its place."""
+    """The destination of events: a connection, or its substitute."""
 
     def send(self, body: bytes) -> None:
         """Take an encoded event.
@@ -176,7 +176,7 @@ class Reporter:
             self._shown = counter
 
     def show(self, counter: Counter) -> None:
-        """From now on the rank's row shows this counter, which goes on from where it is."""
+        """Show this counter in the rank's row. It goes on from its present count."""
         with self._lock:
             self._steps_before = self._steps() - counter.step
             self._shown = counter
@@ -185,7 +185,7 @@ class Reporter:
         return self._steps_before + (0 if self._shown is None else self._shown.step)
 
     def show_outer(self, counter: Counter | None) -> None:
-        """The counter around the shown one, such as a bar over epochs: gives the epoch and how many there will be."""
+        """Show the epoch from an outer counter, such as a bar over epochs."""
         self._outer = counter
 
     def set_device(
@@ -210,11 +210,11 @@ class Reporter:
         self._is_compiling = compiling
 
     def hold_metrics(self) -> None:
-        """From now on metrics wait for ``release_metrics``: read before, a tensor's step would be computed twice."""
+        """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""
         self._held = self._held or {}
 
     def release_metrics(self) -> None:
-        """The step has been handed to the device, and tensors of it can be read."""
+        """Read the held metrics: their step has been handed to the device."""
         if self._held:
             self._values.update(self._held)
             self._held = {}
@@ -256,7 +256,7 @@ class Reporter:
                 self._connection.send(events.encode(event))
 
     def position(self) -> str:
-        """Where the shown counter is, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
+        """Return the counter's position, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
         progress = self._progress()
         if progress is None:
             return ""
@@ -264,11 +264,11 @@ class Reporter:
         return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called when the rank's code has ended, while its process still lives."""
+        """Call ``function`` when the rank's code has ended, while its process still lives."""
         self._at_close.append(function)
 
     def before_sample(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called before each look at the counters, by the sampling thread."""
+        """Call ``function`` before each look at the counters, in the sampling thread."""
         self._before_sample.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
@@ -405,7 +405,7 @@ _reporter = Reporter()
 
 
 def reporter() -> Reporter:
-    """This process's reporter."""
+    """Return this process's reporter."""
     return _reporter
 
 

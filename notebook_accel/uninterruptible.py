@@ -1,4 +1,4 @@
-"""Doing something that an interrupt must not cut in two."""
+"""Actions and waits that an interrupt of the kernel can't break."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Latch", "call"]
 
 
 class Latch:
-    """What ``threading.Event`` is, without going back, for what the kernel's main thread waits for.
+    """A ``threading.Event`` that is set once, for waits of the kernel's main thread.
 
     An event of the standard library takes its lock in Python code. A KeyboardInterrupt that comes when it is taken and
     not yet in the care of a ``with`` leaves it taken for good: whoever sets the event then, such as the thread that
@@ -27,18 +27,18 @@ class Latch:
 
     @property
     def is_set(self) -> bool:
-        """True if it has happened."""
+        """True once the latch was set."""
         return self._is_set
 
     def set(self) -> None:
-        """It has happened. Again, and from several threads at once, does no harm."""
+        """Set the latch. Setting it again, or from several threads at once, does no harm."""
         self._is_set = True  # first: who comes now sees it, and who came before is in the queue
         with contextlib.suppress(IndexError):
             while True:
                 self._waiters.popleft().release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has happened, and return whether it has.
+        """Wait for the latch and return whether it is set.
 
         Args:
             timeout_s: How long; ``None``: until then, however long that takes.
@@ -68,7 +68,7 @@ def call(
     Args:
         act: The action.
         undo: Takes back the action's result if an interrupt has come meanwhile, since nobody gets it then.
-        caller_lock: A lock that the caller holds, by ``with``, as long as it uses the result. Once it is free, the result
+        caller_lock: A lock that the caller holds, by ``with``, while it uses the result. Once it is free, the result
             is taken back too. An interrupt can come between any two steps of the caller, even while the caller handles
             an earlier one; but no exception leaves the block without releasing the lock.
 
@@ -101,7 +101,7 @@ class _Doing(Generic[_T]):
         self._raised: BaseException | None = None
 
     def run(self) -> None:
-        """In the thread."""
+        """Perform the action. Runs in the thread."""
         try:
             result = self._context.run(self._act)
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
@@ -122,14 +122,14 @@ class _Doing(Generic[_T]):
         self.is_over.set()
 
     def abandon(self) -> None:
-        """Nobody waits for the result any more."""
+        """Undo the result, now or once it is there: nobody waits for it any more."""
         with self._lock:
             self._is_abandoned = True
         for result in self._results:
             self._undo(result)
 
     def result(self) -> _T:
-        """What has come of it."""
+        """Return the action's result or raise its error."""
         if self._raised is not None:
             raise self._raised
         [result] = self._results

@@ -41,7 +41,7 @@ _NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initializ
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What is to be exported, and how it would have been launched.
+    """A cell to export, and the options of its launch.
 
     Attributes:
         path: Where to.
@@ -61,7 +61,7 @@ class Order:
 
     @property
     def data_path(self) -> pathlib.Path:
-        """Where what has no source goes."""
+        """Path of the file for values without source."""
         return self.path.with_name(f"{self.path.stem}_data.pt")
 
 
@@ -193,7 +193,7 @@ def _text(cell: Cell, order: Order, contents: Contents, body: Body, loading: Seq
 
 
 def _spaced(sections: Sequence[str]) -> str:
-    """Two blank lines around functions and classes, one between other things."""
+    """Return the parts with two blank lines around functions and classes, and one between others."""
     text = sections[0]
     for above, section in itertools.pairwise(sections):
         is_block = any(re.search(r"^(async def|def|class|if) ", part, re.MULTILINE) for part in (above, section))
@@ -221,7 +221,7 @@ def _usage(order: Order) -> list[str]:
 
 
 def _settings(order: Order) -> list[str]:
-    """What the launch would have told the ranks' ``Accelerator`` by the environment."""
+    """Return the settings that the launch would have passed to the ranks' ``Accelerator`` by environment."""
     options = order.options
     values: dict[str, str] = {}
     if options.mixed_precision != "no":
@@ -234,7 +234,7 @@ def _settings(order: Order) -> list[str]:
 
 
 def _sorted_imports(statements: Iterable[str]) -> list[str]:
-    """Each once: what changes Python, the standard library, the rest."""
+    """Return each import once: ``__future__``, the standard library, the rest."""
 
     def key(statement: str) -> tuple[int, bool, str]:
         module = statement.split()[1].partition(".")[0]
@@ -264,7 +264,7 @@ def _report(order: Order, contents: Contents) -> str:
 
 
 def _modules_beside_the_notebook(imports: Iterable[str]) -> list[str]:
-    """The modules that Python finds in the kernel's working directory, and not where packages are."""
+    """Return the modules that Python finds in the kernel's working directory, not among packages."""
     names = dict.fromkeys(statement.split()[1].partition(".")[0] for statement in imports)
     files = {name: pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or os.devnull) for name in names}
     here = pathlib.Path.cwd()
@@ -276,7 +276,7 @@ _ADVICE = "make it inside the cell, or leave it out of what the cell uses"
 
 @dataclasses.dataclass
 class Written:
-    """What is in a file.
+    """The content of a data file.
 
     Attributes:
         by_name: The functions and classes of the script's that it names.
@@ -316,7 +316,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
 
 
 def is_only_weights(path: pathlib.Path) -> bool:
-    """Return whether such a file can be read without running what it says."""
+    """Return whether the file can be read without running code from it."""
     torch: Any = importlib.import_module("torch")
     with contextlib.suppress(Exception):
         torch.load(path, map_location="meta", weights_only=True)

@@ -1,4 +1,4 @@
-"""What a script for a cell needs of the notebook, by the form in which it can have it.
+"""The notebook's objects that a script needs, each in the form in which a script can have it.
 
 Imports and definitions are taken as source, small values as literals; what has no source is data.
 """
@@ -28,7 +28,7 @@ _OF_PYTHON_TOO = {"exit", "quit"}
 
 
 class Contents:
-    """What a script for a cell consists of, besides the cell.
+    """The parts of a script besides the cell.
 
     Args:
         cell: The cell, in plain Python.
@@ -148,14 +148,14 @@ class Contents:
                 raise _refusal(label, offset, nodes, name, "isn't there in the notebook, or not any more", _DEFINE)
 
     def import_statements(self) -> list[str]:
-        """All of them: also of modules that code reaches as attributes of their packages, and what changes Python."""
+        """Return all imports, those of modules that code reaches as attributes and ``__future__`` included."""
         code = "\n".join([self._cell.source, *(found.text for found in self.definitions.values())])
         captured = {name: self._namespace[name] for name in self._done}
         reached = dataclasses.replace(self._cell, source=code).submodules(captured)
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
-        """The name under which the script defines a function or class of the notebook's, empty if that has no source.
+        """Return the script's name of a function or class of the notebook, empty if that has no source.
 
         Raises:
             CellError: What it uses can't be exported.
@@ -167,7 +167,7 @@ class Contents:
         return name if name in self.definitions else ""
 
     def in_order(self) -> tuple[list[str], list[str]]:
-        """The texts of definitions, each after those that it needs when it is run, with its other names.
+        """Return the texts of definitions, each after those that it needs at definition, with its aliases.
 
         Those that need data then stand apart, since the data may need the others.
         """
@@ -209,7 +209,7 @@ def collect(
     history: Sequence[str],
     push: Sequence[str] = (),
 ) -> Contents:
-    """What a script for a cell consists of.
+    """Return the parts of a script for a cell.
 
     Args:
         cell: The cell, in plain Python.
@@ -277,7 +277,7 @@ def _without_source(name: str, value: Any) -> CellError:
 
 
 def _renamed(found: Definition, name: str) -> Definition:
-    """A function or class that the notebook knows by another name only, since its own is somebody else's by now."""
+    """Return the definition of an object whose own name means another object in the notebook by now."""
     text = re.sub(rf"^((?:async )?def|class) {found.name}\b", rf"\1 {name}", found.text, count=1, flags=re.MULTILINE)
     return dataclasses.replace(found, name=name, text=text)
 

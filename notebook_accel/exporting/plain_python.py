@@ -20,7 +20,7 @@ __all__ = ["Body", "Statement", "indented", "plain", "reads_at_once", "run_at_on
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """A statement at the top level, or several that share a line.
+    """A top-level statement, or several that share a line.
 
     Attributes:
         nodes: Their trees.
@@ -38,7 +38,7 @@ class Statement:
 
 
 def statements(source: str) -> list[Statement]:
-    """The statements of a module, in order. A ``pass`` isn't one: at the top level it does nothing."""
+    """Return the statements of a module, in order, without ``pass``, which does nothing there."""
     lines = source.splitlines()
     found: list[Statement] = []
     end = 0
@@ -72,7 +72,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a statement that are run when it is, which the bodies of its functions aren't."""
+    """Yield the parts of a statement that run with it; the bodies of its functions don't."""
     waiting = [node]
     while waiting:
         current = waiting.pop()
@@ -86,12 +86,12 @@ def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reads_at_once(node: ast.stmt) -> list[str]:
-    """The names that a statement needs when it is run."""
+    """Return the names that a statement needs when it runs."""
     return [part.id for part in run_at_once(node) if isinstance(part, ast.Name)]
 
 
 def indented(text: str) -> str:
-    """The text one level deeper. What is inside strings stays as it is."""
+    """Return the text one level deeper, with strings unchanged."""
     inside: set[int] = set()
     begun: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -109,7 +109,7 @@ def indented(text: str) -> str:
 
 
 def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[str]]:
-    """The source without what only IPython has, where the same can be said in Python.
+    """Return the source without IPython's own calls, where Python can say the same.
 
     Args:
         source: The source.
@@ -142,7 +142,7 @@ def _is_of_shell(call: ast.Call) -> bool:
 
 
 def _said(method: str, arguments: Sequence[ast.expr], where: str) -> str:
-    """In Python what a call of the shell does in a rank."""
+    """Return Python for a shell call as it works in a rank."""
     texts = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
     if len(texts) == len(arguments):
         if method == "system":
@@ -182,7 +182,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Body:
-    """A cell's statements, each in its place.
+    """A cell's statements, sorted into imports, definitions and the main program.
 
     Args:
         source: The cell, in plain Python.
@@ -271,7 +271,7 @@ def _arguments(expression: str | None) -> list[ast.expr]:
 
 
 def _with_value_shown(statement: Statement, names: set[str]) -> str:
-    """The last statement of a cell whose value is its result: the script prints it."""
+    """Return a cell's last statement, printing its value if that is the cell's result."""
     text = statement.text
     node = statement.nodes[-1]
     if len(statement.nodes) > 1 or not isinstance(node, ast.Expr):

@@ -1,4 +1,4 @@
-"""What comes back from ranks: the memory files in which they leave it, and what the notebook opens of it.
+"""The ranks' results: the memory files in which ranks write them, and the notebook's side, which reads them.
 
 Each object is sealed and opened by itself, so that one that fails loses none of the others: what it has to itself is a
 pickle of its own. What several objects have in common, such as a model and its optimizer the parameters, is pickled
@@ -27,7 +27,7 @@ __all__ = ["ResultFile", "ResultFiles", "Results", "result_error", "write_result
 
 
 class Results(Sequence[Any]):
-    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
+    """The values that the ranks returned, one for each: ``results[0]`` is rank 0's."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list(values)
@@ -75,7 +75,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """Why an object isn't in the file: the fields of a ``PayloadError``."""
+    """The reason why an object isn't in the file: the fields of a ``PayloadError``."""
 
     what: str
     path: str
@@ -109,7 +109,7 @@ def write_result_file(
     origins: serialization.Origins = (),
     missing: Mapping[str, str] | None = None,
 ) -> int:
-    """Write objects into a memory file. One that can't be pickled is left out, and the file says why.
+    """Write objects into a memory file. The file says why an object that can't be pickled is missing.
 
     Args:
         descriptor: The file. What it held is overwritten.
@@ -179,7 +179,7 @@ class _Pickling:
         )
 
     def all_parts(self) -> tuple[list[_Part], Pickled]:
-        """What the file's head says of the pickles, and all of them as one. Those that others refer to come first."""
+        """Return the file's index and all pickles as one. Pickles that others refer to come first."""
         common = _in_common(self._alone)
         links = {id(obj): (keys, place) for keys, objs in common.items() for place, obj in enumerate(objs)}
         pickles: dict[_Keys, Pickled] = {}
@@ -207,7 +207,7 @@ class _Pickling:
 
 
 def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
-    """The objects that several pickles have met, by exactly those pickles.
+    """Return the objects that several pickles have met, by exactly those pickles.
 
     Whatever such an object refers to has been met by at least the same ones. So these lists refer to each other in one
     direction only: from fewer pickles to more.
@@ -257,7 +257,7 @@ class ResultFile:
         self._open: dict[_Keys, Any] = {}
 
     def unpickle(self, origins: serialization.Origins) -> None:
-        """Open what isn't open yet. Called again, it may get further: a module can be imported by now, for example."""
+        """Unpickle what is left. A later call may get further, such as once a module can be imported."""
         try:
             index = _decoder.decode(memory_files.read_head(self._descriptor))
             contents = memory_files.read(self._descriptor)
@@ -286,12 +286,12 @@ class ResultFile:
 
     @property
     def outcome(self) -> Any:
-        """What the rank's code has returned, ``None`` if that isn't open; for a file of names only, those by name."""
+        """The value that the rank's code returned, ``None`` if unreadable; for a file of variables, these by name."""
         return self.values.get("") if "" in self.values or "" in self.problems else self.values
 
     @property
     def has_outcome(self) -> bool:
-        """True if any of that is open."""
+        """True if any of ``outcome`` could be read."""
         return "" in self.values or ("" not in self.problems and bool(self.values))
 
     def _resolve(self, link: tuple[_Keys, int]) -> Any:
@@ -311,7 +311,7 @@ class ResultFile:
 
 
 def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
-    """The error that names what could not be opened; ``None`` if all could.
+    """Return the error that names all unreadable objects; ``None`` if there are none.
 
     Args:
         files: The files, by rank.
@@ -344,7 +344,7 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 
 
 class ResultFiles:
-    """One memory file a rank. They are closed when all in them has been opened, or nobody can ask for it any more.
+    """One memory file for each rank, closed when all objects were read or nobody can read them any more.
 
     Args:
         descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
@@ -368,7 +368,7 @@ class ResultFiles:
         return self._close.alive
 
     def read(self, first_rank: int, world_size: int) -> Results:
-        """Every rank's result; the pulled names are bound. Asked again, it goes on with what could not be opened.
+        """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
 
         Args:
             first_rank: The number of the first rank here among all.
@@ -391,7 +391,7 @@ class ResultFiles:
         return Results([self._opened[rank].outcome for rank in sorted(ranks)])
 
     def set_saved_variables(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Bind the names to be pulled to what they were in the first rank when it failed or was interrupted.
+        """Set the pulled variables to their values in the first rank when it failed or was interrupted.
 
         Args:
             first_rank: The number of the first rank here among all.
@@ -415,14 +415,14 @@ class ResultFiles:
         return file
 
     def _set_variables_of(self, rank: int) -> None:
-        """Bind the names that have been opened, each once: it may be another object in the notebook by now."""
+        """Set a rank's variables, each once: the notebook may have reassigned it since."""
         values = self._opened[rank].values
         new = {key: obj for key, obj in values.items() if key and key not in self._bound}
         self._set_variables(new)
         self._bound |= dict.fromkeys(new)
 
     def close(self) -> None:
-        """Close them. Again, it does nothing."""
+        """Close the files. Closing twice does no harm."""
         self._close()
 
 

@@ -13,7 +13,7 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Source text that is in no file: a cell's. ``label`` is what a traceback calls it, such as ``In[7]``."""
+    """Source text that is in no file: a cell's. ``label`` is its name in tracebacks, such as ``In[7]``."""
 
     label: str
     text: str

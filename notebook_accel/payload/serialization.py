@@ -54,7 +54,7 @@ _LARGE_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Pickled:
-    """A pickle and what belongs to it.
+    """A pickle and its buffers.
 
     Attributes:
         data: The pickle.
@@ -74,7 +74,7 @@ class Pickled:
 
 
 class SharedPickling:
-    """What several pickles that one process opens have in common, so that it is sent once.
+    """The common part of several pickles that one process opens: it is sent once.
 
     Attributes:
         blocks: The memory that their tensors and arrays look into.
@@ -92,7 +92,7 @@ class SharedPickling:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What ``load`` found.
+    """The result of ``load``.
 
     Attributes:
         value: The object.
@@ -145,7 +145,7 @@ def pickle_by_value(
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Write a head and a pickle into an empty memory file; returns the bytes written. Buffers start on pages.
+    """Write a head and a pickle into an empty memory file and return its length. Buffers start on pages.
 
     Raises:
         PayloadError: There isn't the memory for it.
@@ -160,7 +160,7 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
 
 
 def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
-    """The objects in a sealed file, their buffers mapped privately. The descriptor may be closed afterwards.
+    """Return the objects in a file, their buffers mapped privately. The descriptor may be closed afterwards.
 
     Args:
         descriptor: The memory file.
@@ -174,7 +174,7 @@ def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: O
 
 
 def loads(data: bytes, *, origins: Origins = ()) -> Any:
-    """The object that a ``Pickled.data`` without buffers holds."""
+    """Return the object in a ``Pickled.data`` without buffers."""
     with _receiving({}, origins):
         _, value, _ = pickle.loads(data)
     return value
@@ -183,7 +183,7 @@ def loads(data: bytes, *, origins: Origins = ()) -> Any:
 def loads_linked(
     data: memoryview, buffers: Iterable[memoryview], resolve: Callable[[Any], Any], *, origins: Origins = ()
 ) -> Any:
-    """The object that a pickle ``SharedPickling`` others holds.
+    """Return the object in one of several pickles of a ``SharedPickling``.
 
     Args:
         data: The pickle.
@@ -204,11 +204,11 @@ class _Options:
 
 
 class _TooLargeError(pickle.PicklingError):
-    """The pickle itself outgrows the memory that there is."""
+    """The pickle itself outgrows the available memory."""
 
 
 class _Stream(io.BytesIO):
-    """Where a pickle is written. It stops while there is still room for the copy that is made of it."""
+    """A buffer for a pickle. It raises while there is still room for the copy that is made of it."""
 
     _checked_bytes = _LARGE_BYTES
 
@@ -222,14 +222,14 @@ class _Stream(io.BytesIO):
 
 
 class _Mark:
-    """In the stream before a root, so that its size is known."""
+    """A marker in the stream before a root, so that the root's size is known."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
 
 class _Written:
-    """The pickle so far, its out-of-band buffers, and what each root has taken of both.
+    """The pickle so far, its out-of-band buffers, and each root's share of both.
 
     It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
     buffers is in a reference cycle, and with it the memory of everything that it has pickled.
@@ -252,7 +252,7 @@ class _Written:
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
-        """How much each root has taken so far."""
+        """Each root's size so far."""
         self.begin(self._root)
         return {
             label: size_bytes + sum(buffer.used_bytes for buffer in self._buffers_of.get(label, ()))
@@ -298,7 +298,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.dump(([*marked, _Mark("")], value, self.by_value))
 
     def memoized(self) -> tuple[Any, ...]:
-        """The objects that pickle remembers, in order. Without constants, of which there may be millions."""
+        """Return pickle's memo, in order, without constants, of which there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
@@ -328,7 +328,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _LinkingPickler(_Pickler):
-    """A pickler that refers to objects of other pickles. It asks about every object, which takes its time."""
+    """A pickler that refers to objects of other pickles. It checks every object, which takes time."""
 
     def __init__(self, options: _Options, shared: SharedPickling) -> None:
         self._links = shared.links
@@ -348,7 +348,7 @@ class _LinkingUnpickler(pickle.Unpickler):
 
 
 class _Namespace:
-    """Stands for the sender's namespace; unpickles as the receiver's."""
+    """A stand-in for the sender's namespace; unpickles as the receiver's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receiver_namespace, ()
@@ -384,7 +384,7 @@ def _resolve_origin(index: int) -> Any:
 
 
 def _failure(obj: Any, options: _Options) -> Exception | None:
-    """What pickling the object alone raises."""
+    """Return the error that pickling the object alone raises."""
     try:
         _Pickler(options).dump_with(obj, {})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
@@ -393,7 +393,7 @@ def _failure(obj: Any, options: _Options) -> Exception | None:
 
 
 def reduce_definition(obj: Any) -> Any:
-    """What pickle's ``reducer_override`` returns for such an object, ``NotImplemented`` for any other."""
+    """Return a definition's ``reducer_override``, ``NotImplemented`` for any other object."""
     reducer = _REDUCERS.get(type(obj))
     return NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
 
@@ -410,7 +410,7 @@ def can_be_imported(obj: Any) -> bool:
 
 
 def _lru_cache(obj: Any) -> Any:
-    """Its entries stay behind: they are a cache."""
+    """Leave the entries behind: they are a cache."""
     return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
 
 
@@ -433,7 +433,7 @@ def _by_name(obj: Any) -> Any:
 
 
 def _function(obj: Any) -> Any:
-    """A generic function of ``functools.singledispatch``; any other function is cloudpickle's."""
+    """Reduce a generic function of ``functools.singledispatch``; any other function is cloudpickle's."""
     if obj.__code__ is not _DISPATCHING:
         return NotImplemented
     return _make_generic, (dict(obj.registry),)

@@ -1,4 +1,4 @@
-"""When something can't be pickled: what it is, and the way to it from a name that the user knows."""
+"""Errors of pickling: they name the object and the path to it from a name that the user knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OnDeviceError(pickle.PicklingError):
 
 
 class StaysError(pickle.PicklingError):
-    """An object belongs to the process that it is in.
+    """An object belongs to its process.
 
     Args:
         obj: The object.
@@ -37,7 +37,7 @@ class StaysError(pickle.PicklingError):
 
 
 def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice: str) -> PayloadError:
-    """The error that names what can't be pickled and the way to it.
+    """Return the error that names the unpicklable object and the path to it.
 
     Args:
         roots: What was to be pickled, by the words that a message uses for it.
@@ -56,7 +56,7 @@ def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice
 
 
 def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: bool = True) -> PayloadError:
-    """The error that lists what would not fit into memory.
+    """Return the error that lists what doesn't fit into memory.
 
     Args:
         sizes_bytes: What was to be copied, by the words that a message uses for it.
@@ -114,7 +114,7 @@ _KINDS = {
 def _descend(
     obj: Any, path: list[str], failure: Failure, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
-    """Follow the parts that can't be pickled down to one whose own parts all can."""
+    """Follow unpicklable parts down to one whose own parts can all be pickled."""
     visited.add(id(obj))
     if isinstance(reason, StaysError) and reason.obj is obj:
         return path, obj, reason

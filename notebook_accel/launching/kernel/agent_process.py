@@ -1,4 +1,4 @@
-"""The kernel's end of the agent: its process, and the thread that started it and reads what it says.
+"""The agent as the kernel sees it: its process, and the thread that starts it and reads its messages.
 
 That thread never ends before the agent does, because the signal that Linux sends a process when its parent dies is
 really sent when the parent's *thread* ends.
@@ -40,7 +40,7 @@ _SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each
 
 @dataclasses.dataclass(frozen=True)
 class TemplateLine:
-    """What the agent needs of a template that the kernel has forked: a line to it, its pid and its pidfd."""
+    """The agent's access to a template that the kernel has forked: a connection, the pid and the pidfd."""
 
     connection: Connection
     pid: int
@@ -53,7 +53,7 @@ class TemplateLine:
 
 
 class NodePart(NamedTuple):
-    """The part of a run that is on this node.
+    """The ranks of a run that are on this node.
 
     Attributes:
         job: What it feeds.
@@ -71,7 +71,7 @@ class NodePart(NamedTuple):
 
 
 class AgentProcess:
-    """The agent's process and the thread that started it and reads what it says."""
+    """The agent's process and the thread that starts it and reads its messages."""
 
     def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
         self.is_lost = False
@@ -94,7 +94,7 @@ class AgentProcess:
             raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
     def prepare(self, options: LaunchConfig) -> None:
-        """Has a template made, unless there is one that was started with the variables that are read at import.
+        """Ask for a template, unless one was started with today's values of the import-time variables.
 
         One that has preloaded more than is asked for is as good.
         """
@@ -117,16 +117,16 @@ class AgentProcess:
         return bool(self._jobs)
 
     def expect(self, job: RunHandle) -> None:
-        """A job will be launched here."""
+        """Register the job before its Launch message, so that its events can be routed."""
         self._jobs[job.id] = job
 
     def forget(self, job: RunHandle) -> None:
-        """It won't."""
+        """Unregister a job whose launch failed."""
         self._jobs.pop(job.id, None)
 
     @property
     def log(self) -> int:
-        """The file for what the agent and the templates write."""
+        """Descriptor of the file that the agent and the templates write to."""
         return self._errors
 
     def launch(self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
@@ -181,13 +181,13 @@ class AgentProcess:
             self._thread.join(_CLOSE_DEADLINE_S)
 
     def _resume(self) -> None:
-        """Whoever has stopped the agent has stopped all that it looks after, and everybody waits."""
+        """Continue an agent that somebody has stopped: with it, all its ranks and everybody else wait."""
         assert self._process is not None
         if self._process.returncode is None:
             resume_if_stopped(self._process.pid)
 
     def close_in_fork(self) -> None:
-        """In a process that the kernel has forked: it must not hold the agent's line open."""
+        """Close the agent's connection in a process that the kernel has forked."""
         self._connection.close()
 
     def _send(
@@ -206,7 +206,7 @@ class AgentProcess:
             ) from error
 
     def _run(self) -> None:
-        """The thread: starts the agent, then reads until it has gone."""
+        """Start the agent and read its messages until it has gone. Runs in the thread."""
         try:
             self._process = subprocess.Popen(
                 bootstrap("notebook_accel.launching.agent.agent", str(self._theirs.fileno()), str(os.getpid())),

@@ -1,4 +1,4 @@
-"""A configuration file in the making: what the form, the questions in a terminal and ``write_basic_config`` share.
+"""A configuration file in the making, shared by the form, the terminal's questions and ``write_basic_config``.
 
 A draft starts from what is there (a file of ours, one of Accelerate's, or nothing but the machine), takes one value
 after the other, says what is wrong with them, shows the file that they would make, and writes it. It never writes over
@@ -35,7 +35,7 @@ _WITHOUT_GPUS = Finding(
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """What a draft can start from.
+    """A starting point of a draft.
 
     Attributes:
         label: What it is.
@@ -52,7 +52,7 @@ class DraftSource:
 
 @dataclasses.dataclass(frozen=True)
 class DiffLine:
-    """One line of the file, as it would be or was: ``+`` comes, ``-`` goes, a blank stays."""
+    """One line of the file in a diff: ``+`` is added, ``-`` is removed, a blank stays."""
 
     mark: Literal["+", "-", " "]
     text: str
@@ -84,7 +84,7 @@ class Draft:
         self.fill(self.sources()[0])
 
     def _look(self) -> None:
-        """Take note of the file as it is: what would change is told, and written, against this."""
+        """Note the file as it is. Changes are shown, and written, against this."""
         self._seen = _bytes_of(self.path)
         try:
             self._before = config_file.read(self.path).values if self.file_exists else {}
@@ -92,7 +92,7 @@ class Draft:
             self._before = {}
 
     def sources(self) -> tuple[DraftSource, ...]:
-        """What it can be filled from, read now; the first is what an existing file says, or else the machine."""
+        """Return all starting points, read now. The first is an existing file, or else the machine."""
         found = [self._basic()]
         if self.file_exists:
             found.insert(0, _file_source("the file that is there", self.path))
@@ -117,7 +117,7 @@ class Draft:
         return os.path.lexists(self.path)
 
     def error(self, name: str) -> ConfigError | None:
-        """What is wrong with the value of one option, in the words in which a launch would say it."""
+        """Return the error that a launch would raise for the value of one option, ``None`` if it is allowed."""
         try:
             _allowed({name: self.values[name]})
         except ConfigError as error:
@@ -125,7 +125,7 @@ class Draft:
         return None
 
     def config(self) -> LaunchConfig:
-        """The options.
+        """Return the options.
 
         Raises:
             ConfigError: One of them isn't allowed.
@@ -133,7 +133,7 @@ class Draft:
         return _allowed(self.values)
 
     def findings(self) -> tuple[Finding, ...]:
-        """What would speak against a launch with these options, if they are allowed at all."""
+        """Return the findings of a launch with these options; none as long as an option isn't allowed."""
         try:
             launch = self.config()
         except ConfigError:
@@ -143,19 +143,19 @@ class Draft:
         return preflight.check(launch, Devices("CPU", 1) if launch.use_cpu else self.machine.devices)
 
     def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """The environment variables that are set and win over the file."""
+        """Return the environment variables that are set and win over the file."""
         names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
         return tuple(name for name in names if environ.get(name))
 
     def unfit(self, name: str) -> dict[str, str]:
-        """The choices of one option that don't fit what the ranks would run on, and why; not offered, but allowed."""
+        """Return the choices of an option that don't fit the devices, with the reasons. They are still allowed."""
         if name != "mixed_precision":
             return {}
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
     def lines(self) -> tuple[DiffLine, ...]:
-        """The file as it would be, against what it says now.
+        """Return a diff of the file as it would be against the file as it is.
 
         Raises:
             ConfigError: An option isn't allowed.
@@ -172,7 +172,7 @@ class Draft:
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:
-        """The basic options, all others that differ from their defaults, and what else of a file asks for nothing."""
+        """Return the new content: basic options, options unlike their defaults, harmless foreign keys."""
         launch = self.config()
         names = {option.name for option in config.fields()}
         kept = {key: value for key, value in self._before.items() if key not in names}
@@ -185,7 +185,7 @@ class Draft:
         return content
 
     def _way(self, launch: LaunchConfig) -> str:
-        """Accelerate's word for it, without which it doesn't read a file."""
+        """Return Accelerate's ``distributed_type``, without which Accelerate doesn't read a file."""
         is_cpu = launch.use_cpu or self.machine.devices.kind == "CPU"
         count = launch.num_processes or (1 if is_cpu else self.machine.devices.available)
         return "NO" if count == 1 else "MULTI_CPU" if is_cpu else "MULTI_GPU"

@@ -1,4 +1,4 @@
-"""The devices of this machine, counted without waking them.
+"""The devices of this machine, counted without initialising them.
 
 NVIDIA's GPUs are counted by the driver's management library. Where that can't tell (it isn't in the container, or parts
 of GPUs are asked for), CUDA is asked, in a process of its own, and so is torch for AMD's GPUs, which it knows by the
@@ -66,7 +66,7 @@ _NVIDIA_FILE = r"nvidia\d+|nvhost-gpu"  # the second is a Jetson's
 
 
 class UncountableError(Exception):
-    """There are GPUs, and nobody says how many of them can be used. The finding says what to do."""
+    """The GPUs can't be counted. ``finding`` tells the user what to do."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
@@ -75,7 +75,7 @@ class UncountableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """What ranks will run on.
+    """The devices that ranks will run on.
 
     Attributes:
         kind: ``CPU``, ``GPU``, or what PJRT has.
@@ -91,7 +91,7 @@ class Devices:
 
     @classmethod
     def find(cls, config: LaunchConfig) -> Devices:
-        """Those of this machine, with these options."""
+        """Return the devices of this machine, with these options."""
         platform = None if config.use_cpu else find_platform()
         if platform is not None:
             return cls(platform.kind, 1 if config.start_method == "inline" else platform.processes, platform)
@@ -106,26 +106,26 @@ class Devices:
         return cls("GPU", gpus) if gpus else cls("CPU", 1, finding=_unused_gpus(build_of_torch()))
 
     def start_method(self, config: LaunchConfig) -> str:
-        """How ranks come into being: as asked for, or as is best for these devices.
+        """Return the start method: as asked for, or as is best for these devices.
 
         On TPUs ranks are forks of the kernel, so that a model which was made in the notebook is there once.
         """
         return "fork" if config.start_method == "auto" and self.platform is not None else config.start_method
 
     def describe(self, count: int) -> str:
-        """``2 CPUs``, ``1 GPU``; where several ranks have to share, ``1 GPU shared by 2 ranks``."""
+        """Return ``2 CPUs``, ``1 GPU``; where ranks share a device, ``1 GPU shared by 2 ranks``."""
         if self.kind == "GPU" and count > self.available:
             return f"{self.describe(self.available)} shared by {count} ranks"
         return f"{count} {self.kind}{'' if count == 1 else 's'}"
 
     def hiding(self) -> dict[str, str]:
-        """The variables that hide GPUs from whatever looks for them in a rank that computes on the CPU."""
+        """Return the variables that hide GPUs in a rank that computes on the CPU."""
         # HIP takes an empty list for none at all, and then looks at the other one.
         return {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if build_of_torch() == "hip" else {})
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """How many GPUs a new process would see, found out without waking any in this one.
+    """Return the number of GPUs that a new process would see, without initialising one in this process.
 
     Raises:
         UncountableError: There are GPUs, and what would count them fails.
@@ -181,7 +181,7 @@ def _index(entry: str, uuids: Sequence[str], *, by_uuid: bool) -> int | None:
 
 @functools.cache  # the library takes its time to start, and GPUs come with a machine
 def _installed_gpus() -> tuple[str, ...] | None:
-    """The UUIDs of NVIDIA's GPUs, ``MIG-`` for one that is divided; ``None`` if nobody could be asked."""
+    """Return the UUIDs of NVIDIA's GPUs, ``MIG-`` for a divided one; ``None`` without the driver's library."""
     with contextlib.suppress(Exception):  # no library, no driver, no permission
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -207,7 +207,7 @@ def _asked(build: Literal["cuda", "hip"], environ: Mapping[str, str]) -> int:
 
 @functools.cache  # errors are not kept
 def _answer(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...]) -> int:
-    """How many devices a process with these variables counts.
+    """Return the number of devices that a process with these variables counts.
 
     Raises:
         UncountableError: It fails, or takes too long.
@@ -235,7 +235,7 @@ def _answer(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...
 
 
 def _unused_gpus(build: Build) -> Finding | None:
-    """GPUs that are there, and that ranks won't use."""
+    """Return a finding about GPUs of this machine that ranks won't use."""
     if any(name in os.environ for name in _LISTS):  # whoever sets one has looked, and nothing is silent about it
         return None
     builds: dict[str, Build] = {}
@@ -261,7 +261,7 @@ def _unused_gpus(build: Build) -> Finding | None:
 
 @functools.cache
 def build_of_torch() -> Build:
-    """What the installed torch computes on besides the CPU, read in its folder: it isn't imported."""
+    """Return the accelerator that torch is built for, read in its folder without importing it."""
     spec = None
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -291,7 +291,7 @@ def _device_files(root: pathlib.Path) -> frozenset[str]:
 
 @functools.cache
 def _cards(root: pathlib.Path) -> tuple[tuple[str, str, str], ...]:
-    """The GPUs whose files are in ``/dev/dri``: vendor, place on the PCI bus, and what it is called."""
+    """Return the GPUs with files in ``/dev/dri``: vendor, place on the PCI bus, and name."""
     found = []
     for file in sorted(root.glob("dev/dri/renderD*")):
         device = root / "sys/class/drm" / file.name / "device"
@@ -305,7 +305,7 @@ def _cards(root: pathlib.Path) -> tuple[tuple[str, str, str], ...]:
 
 
 def _named(vendor: str) -> str:
-    """``an AMD GPU (AMD Instinct MI210)``."""
+    """Return a phrase such as ``an AMD GPU (AMD Instinct MI210)``."""
     names = sorted({name for of, _, name in _cards(_ROOT) if of == vendor})
     if vendor == "NVIDIA":
         for file in _ROOT.glob("proc/driver/nvidia/gpus/*/information"):
@@ -327,7 +327,7 @@ _UNKNOWN = "of some kind"
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """What PJRT would give.
+    """The devices that PJRT would give to ranks.
 
     Attributes:
         kind: The devices: TPUs, or the CPU in the place of one.
@@ -348,11 +348,11 @@ class Platform:
     cores: int = 1
 
     def variables(self) -> dict[str, str]:
-        """What tells a rank to use it."""
+        """Return the variables that tell a rank to use this platform."""
         return {_ASKED_FOR: "TPU"} if self.kind == "TPU" else {_ASKED_FOR: "CPU", _CPU_DEVICES: "1"}
 
     def findings(self, count: int) -> list[Finding]:
-        """What speaks against so many ranks on it."""
+        """Return the findings against so many ranks on this platform."""
         found = []
         if not _is_installed("torch_xla"):
             found.append(
@@ -390,7 +390,7 @@ class Platform:
 
 
 def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
-    """What PJRT would give, ``None`` if there is nothing or if ``PJRT_DEVICE`` says so.
+    """Return the platform of PJRT, ``None`` if there is none or if ``PJRT_DEVICE`` says so.
 
     Args:
         environ: ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is installed. Any number
@@ -414,7 +414,7 @@ def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = 
 
 
 def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
-    """The generation of each TPU chip on the PCI bus; where the bus is hidden, of each that the driver shows."""
+    """Return the generation of each TPU chip on the PCI bus or, where the bus is hidden, of each device file."""
     found = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         with contextlib.suppress(OSError):  # a device that may not be looked at
@@ -460,7 +460,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """This machine.
+    """This machine: its devices, memory and notebook service.
 
     Attributes:
         devices: What ranks run on unless they are told otherwise.
@@ -480,12 +480,12 @@ class Machine:
 
     @classmethod
     def find(cls) -> Machine:
-        """What is there."""
+        """Return a description of this machine."""
         devices, gpus = Devices.find(LaunchConfig()), tuple(_gpus(os.environ))
         return cls(devices, gpus, host_memory.cores(), host_memory.total_bytes(), notebook_service(), chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
-        """Each precision, and why it doesn't fit the devices; empty if it does."""
+        """Return each precision with the reason why it doesn't fit the devices; empty if it does."""
         reasons = {"no": "", "bf16": "", "fp16": ""}
         if use_cpu or self.devices.kind != "GPU":
             reasons["fp16"] = "needs a GPU"
@@ -494,7 +494,7 @@ class Machine:
         return reasons
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What to tell a person: pairs of a word and what there is."""
+        """Return facts for people: pairs of a label and a text."""
         facts = [("devices", self._devices())]
         facts.append(("machine", f"{format_count(self.cores, 'CPU core')}, {format_size(self.memory_bytes)} of memory"))
         if self.tpus:
@@ -513,7 +513,7 @@ class Machine:
 
 
 def _gpus(environ: Mapping[str, str]) -> Iterator[Gpu]:
-    """Those that a new process would see, asked of the driver's management library, which leaves CUDA asleep."""
+    """Yield the GPUs that a new process would see. The driver's library answers, and CUDA stays uninitialised."""
     with contextlib.suppress(Exception):  # no library, no driver, no permission, a part of a GPU: nothing to tell
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -530,7 +530,7 @@ def _gpus(environ: Mapping[str, str]) -> Iterator[Gpu]:
 
 
 def notebook_service(root: pathlib.Path = pathlib.Path("/"), environ: Mapping[str, str] = os.environ) -> str:
-    """Whose notebook service this is: ``Colab``, ``Kaggle``, or empty. Two of three signs have to be there."""
+    """Return ``Colab``, ``Kaggle``, or empty text. Two of three signs of a service have to be there."""
     for name, (folder, module, variable) in _SIGNS.items():
         signs = ((root / folder).is_dir(), _is_installed(module), variable in environ)
         if sum(signs) >= 2:

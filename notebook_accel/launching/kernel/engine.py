@@ -1,4 +1,4 @@
-"""The seams between the launcher, a run's handle and whatever runs ranks."""
+"""The seams between the launcher, a run's handle and the engines that run ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Engine", "LaunchRequest", "RunControl", "RunHandle"]
 
 
 class RunControl(Protocol):
-    """What an engine lets one do with a run that it has started."""
+    """The engine's side of a run: what its handle may ask for."""
 
     def interrupt(self, *, escalate: bool) -> None:
-        """Raise KeyboardInterrupt in the ranks; to ``escalate`` is to end them after the grace."""
+        """Raise KeyboardInterrupt in the ranks; with ``escalate``, end them after the grace."""
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, and SIGKILL after the grace."""
@@ -34,57 +34,57 @@ class RunControl(Protocol):
         """End the ranks at once."""
 
     def inspect(self) -> None:
-        """Ask the ranks where they stand, without waiting; the answer comes through ``Job.take_dumps``."""
+        """Ask the ranks for their stacks, without waiting. The answer goes to ``take_dumps``."""
 
     def release(self) -> None:
-        """Let go the ranks of a part of a run: every rank of it has finished, on all nodes."""
+        """Release the ranks of a part of a run: every rank has finished, on all nodes."""
 
     def respawn(self, rank: int) -> None:
-        """Start a rank that is gone once more."""
+        """Start a dead rank once more."""
 
 
 class RunHandle(Protocol):
-    """What an engine feeds: a run's handle, or what passes it on to one that is elsewhere."""
+    """The receiver of an engine's events: a run's job, or a forwarder to a job in another process."""
 
     @property
     def id(self) -> str:
-        """Unique among the kernel's runs."""
+        """An identifier, unique among the kernel's runs."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that feed it."""
+        """Number of ranks that send events here."""
 
     @property
     def config(self) -> LaunchConfig:
-        """Its options."""
+        """The run's options."""
 
     @property
     def on_death(self) -> OnDeath:
-        """What becomes of the other ranks when one has died."""
+        """Whether the other ranks stop or stay when one dies."""
 
     @property
     def log_folder(self) -> pathlib.Path | None:
-        """Where the ranks' logs are to be."""
+        """Folder for the ranks' logs, ``None`` without logs."""
 
     def attach(self, control: RunControl) -> None:
-        """Take the engine's handle."""
+        """Take the engine's control of the run."""
 
     def deliver(self, rank: int, event: Event) -> None:
         """Take one event of a rank."""
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Take where the ranks stand."""
+        """Take the ranks' stacks."""
 
     def start(self, starting: Starting) -> None:
-        """The ranks are started, or started again."""
+        """Note that the ranks are started, or started again."""
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """It is over: every rank is gone. ``elsewhere`` is what has ended it, if that was on another node."""
+        """Note the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRequest:
-    """A launch that nothing speaks against, before anything of it is on its way.
+    """A launch that has passed all checks, before any process is started for it.
 
     Attributes:
         target: The function or cell that the ranks run.
@@ -113,10 +113,10 @@ class LaunchRequest:
 
 
 class Engine(Protocol):
-    """Something that can run ranks."""
+    """Anything that can run ranks."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks and returns the run's job, with a control attached; delivers its events and ends it.
+        """Start the ranks and return the run's job, with a control attached; deliver its events and end it.
 
         Raises:
             LaunchError: The ranks can't be started.

@@ -61,7 +61,7 @@ class ForkEngine:
 
 
 def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
-    """The notebook's functions and classes. What a rank returns of them comes back as the notebook's own."""
+    """Return the notebook's functions and classes, which ranks send back by reference."""
     candidates = [*vars(sys.modules["__main__"]).values(), request.target.function]
     return tuple(
         {
@@ -90,7 +90,7 @@ class _Forking:
         self._has_forked = Latch()
 
     def template(self) -> TemplateLine:
-        """Fork it.
+        """Fork the template and return the line to it.
 
         Raises:
             ProcessStartError: The system wouldn't.
@@ -125,7 +125,7 @@ class _Forking:
             os.waitpid(pid, 0)
 
     def _become_template(self) -> NoReturn:
-        """In the child."""
+        """Serve as the template until the end. Runs in the child."""
         status = 1
         try:
             template.come_under(self._kernel_pid)

@@ -1,4 +1,4 @@
-"""The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and a debugger after a failure.
+"""The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and post-mortem debugging.
 
 Nothing is pickled, and nothing runs beside it. What a cell assigns stays in the notebook, as if the magic were not
 there. The rank's environment variables, its store and its default process group are there only as long as it runs.
@@ -30,10 +30,10 @@ __all__ = ["InlineEngine"]
 
 
 class InlineEngine:
-    """Runs one rank in this process, when its job is followed."""
+    """Runs one rank in this process, while the foreground waits for the job."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Make the job; whoever follows it runs it. See ``Engine``."""
+        """Return the job; ``foreground`` runs it. See ``Engine``."""
         if request.foreground_lock is None:
             raise ConfigError(
                 "start_method='inline' runs in the cell itself, which can't go on in the background.",
@@ -108,7 +108,7 @@ class _Run:
 
 
 class _Delivering:
-    """Takes the place of the line to the agent."""
+    """A connection that delivers events to the job directly, in place of the one to the agent."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""The handle of a run: what the notebook holds, a view draws and an engine feeds."""
+"""The handle of a run: the notebook holds it, a view draws it and an engine feeds it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
 
 @dataclasses.dataclass
 class Ending:
-    """How a run has ended. It may be kept without the job.
+    """The end of a run. It may outlive the job.
 
     Attributes:
         status: In a word; empty as long as the run goes on.
@@ -67,7 +67,7 @@ class Ending:
 
 
 class Job:
-    """A run that was started. Made by the launcher, fed by an engine, read by a view and by the user.
+    """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
 
     Attributes:
         id: Unique among the kernel's runs.
@@ -179,7 +179,7 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """Where the run stands, in a word."""
+        """The run's status, in a word."""
         if not self.done:
             return "running" if self.state.has_started else "starting"
         return self._end_status()
@@ -191,7 +191,7 @@ class Job:
 
     @property
     def error(self) -> NotebookAccelError | None:
-        """Why the run did not succeed; ``None`` while it runs and when it did."""
+        """The error that ended the run; ``None`` while it runs and after success."""
         if not self.done or self.status == "succeeded":
             return None
         with self._lock:
@@ -204,7 +204,7 @@ class Job:
         return self._ended.wait(timeout_s)
 
     def results(self, timeout_s: float | None = None) -> Results:
-        """Every rank's result, as soon as all are there.
+        """Return every rank's result, as soon as all are there.
 
         Args:
             timeout_s: How long to wait; ``None``: until the run has ended, which the agent watches over.
@@ -254,7 +254,7 @@ class Job:
         self._tell(lambda control: control.kill())
 
     def respawn(self, rank: int) -> None:
-        """Start a rank that has died once more, as a fresh process that runs the function from its beginning.
+        """Start a dead rank once more, as a fresh process that runs the function from its beginning.
 
         Raises:
             LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
@@ -272,14 +272,14 @@ class Job:
         self._tell(lambda control: control.respawn(rank))
 
     def death(self, rank: int) -> RankFailedError | None:
-        """How a rank has died in a run that keeps the others; ``None`` if it is there."""
+        """Return the error of a dead rank in a run that keeps the others; ``None`` for a living rank."""
         with self.state_lock:
             state = self.state.ranks[rank]
             return self._failures.of_rank(self.state, state) if state.is_dead else None
 
     @property
     def first_rank(self) -> int:
-        """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
+        """The number of this node's first rank among all ranks."""
         return self.state.first_rank
 
     @property
@@ -289,18 +289,18 @@ class Job:
 
     @property
     def ranks(self) -> list[RankState]:
-        """What is known about each rank now: state, process, device, memory, steps, metrics."""
+        """A copy of each rank's state: process, device, memory, steps, metrics."""
         with self.state_lock:
             return [rank.copy() for rank in self.state.ranks]
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """Why all ranks were started again, for each time: which rank failed first, and of what."""
+        """The reason of each restart of all ranks: which rank failed first, and of what."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
-        """What a rank has written to its standard output and error; nothing before it is there.
+        """Return what a rank has written to its standard output and error, empty before it has written.
 
         Args:
             rank: The rank, of those of this node.
@@ -318,7 +318,7 @@ class Job:
         return logs.read(self.log_files[rank], tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Where every rank stands, asked from outside, so that one that hangs in a collective is no exception.
+        """Return every rank's stack, asked from outside, so that a rank that hangs in a collective answers too.
 
         Raises:
             RunError: The agent, which asks the ranks, has not answered in time.
@@ -338,7 +338,7 @@ class Job:
         return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
 
     def pull_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0.
+        """Set the pulled variables to their values in rank 0 when it failed or was interrupted.
 
         Returns:
             The names that are bound, none if rank 0 was killed or had none of them yet; and for those that it had and
@@ -350,7 +350,7 @@ class Job:
             return self._files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
-        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results.
+        """End the run at once, if it still runs, and close its results: nobody uses it any more.
 
         Results that could be had in part are kept: whoever has the error can ask again.
         """
@@ -363,7 +363,7 @@ class Job:
     # What views and engines call ------------------------------------------------------------------------------------
 
     def events(self) -> list[tuple[int, Event]]:
-        """What the ranks have said since the last call, each once, with the rank, in order of arrival."""
+        """Return the ranks' events since the last call, each with its rank, in order of arrival."""
         drained = []
         with contextlib.suppress(IndexError):
             while True:
@@ -371,13 +371,13 @@ class Job:
         return drained
 
     def where_ranks_stood(self) -> list[str]:
-        """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
+        """Return lines such as ``rank 0 was at In[7], line 12``, for ranks that were interrupted."""
         with self.state_lock:
             raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
         return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
 
     def notice_silence(self, now_s: float) -> None:
-        """Ask where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
+        """Ask for the ranks' stacks if one keeps the others waiting. Waits for nothing; whoever draws the run calls it.
 
         What it comes to is among the ``events``.
         """
@@ -391,7 +391,7 @@ class Job:
         self.deliver(0, Working(ranks=list(ranks)))
 
     def attach(self, control: RunControl) -> None:
-        """The engine's handle on the run."""
+        """Take the engine's control of the run."""
         self._control = control
 
     def deliver(self, rank: int, event: Event) -> None:
@@ -401,7 +401,7 @@ class Job:
             self._pending.append((rank, event))
 
     def start(self, starting: Starting) -> None:
-        """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
+        """Note that the elastic process has started the ranks, or restarted them. Called by the engine's thread."""
         before, self._restarts_by_node = self._restarts_by_node, starting.restarts
         first = self.state.first_failed
         why = failures.in_a_line(self.state)
@@ -419,13 +419,13 @@ class Job:
             self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Take what the ranks have answered. Called by the engine's thread."""
+        """Take the ranks' stacks. Called by the engine's thread."""
         stacks = self._stack_request.answer(dumps)
         for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """The run is over: every rank is gone. Called once, by the engine's thread."""
+        """Note the end of the run: every rank is gone. Called once, by the engine's thread."""
         self._elsewhere = elsewhere
         self._reason = reason
         self._engine_error = error
@@ -444,7 +444,7 @@ class Job:
         self._stack_request.end()
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
-        """The run, whose one rank was this process, is over, with these results or with what the rank raised."""
+        """Note the end of a run whose one rank was this process, with its results or the rank's exception."""
         self._outcome = outcome
         self._raised_here = raised
         self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")

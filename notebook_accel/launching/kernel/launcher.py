@@ -1,4 +1,4 @@
-"""From a function, or a cell, and options to a run: devices, what speaks against it, and the engine that starts it."""
+"""From a function or a cell and its options to a run: find devices, check, choose the engine and start."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def try_out(config: LaunchConfig) -> float:
 
 
 def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
-    """Check a launch with these options, here or on the cluster that they name, without starting it.
+    """Check a launch with these options, here or on their cluster, without starting it.
 
     Args:
         config: The options.
@@ -165,7 +165,7 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
 
 
 def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine | None, Devices, tuple[Finding, ...]]:
-    """The cluster, if ranks run on one, the devices, and what speaks against a launch.
+    """Return the cluster, if ranks run on one, the devices, and the findings.
 
     Raises:
         NotebookAccelError: An option can't be honoured, or there is no such cluster.
@@ -180,7 +180,7 @@ def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine 
 
 
 def _cluster(config: LaunchConfig) -> RayEngine | None:
-    """Where ranks run, if not on this machine."""
+    """Return the cluster's engine, ``None`` for ranks on this machine."""
     return RayEngine.connected(config) if config.engine == "ray" else None
 
 
@@ -308,14 +308,14 @@ def _run_smoke_test(start: Callable[[Target, LaunchConfig, threading.Lock], Job]
 
 
 def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
-    """Ranks of this machine alone, once."""
+    """Return options for one short run on this machine alone."""
     alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
     alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
     return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", **alone)
 
 
 def _use_device() -> str:
-    """Run in each rank; the device that it has used."""
+    """Join the group, use the device and return its name. Runs in each rank."""
     torch = importlib.import_module("torch")
     backend = importlib.import_module("notebook_accel.training.process_group").join()
     try:

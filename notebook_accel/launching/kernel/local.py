@@ -1,4 +1,4 @@
-"""The engine for one machine. One agent serves all runs of a kernel; it is started when it is first needed."""
+"""The engine for one machine. One agent serves all runs of a kernel; the first launch starts it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux 
 
 
 def check_size(world_size: int) -> None:
-    """Refuse more ranks than one machine can have, before anything is opened for them.
+    """Raise for more ranks than one machine can have, before anything is opened for them.
 
     Raises:
         ConfigError: There would be too many.
@@ -41,7 +41,7 @@ def check_size(world_size: int) -> None:
 
 
 class LocalEngine:
-    """Runs ranks on this machine, through an agent that is started when it is first needed."""
+    """Runs ranks on this machine, through an agent that the first launch starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class LocalEngine:
             self._running_agent().prepare(_usual_options())
 
     def warm_in_kernel(self) -> None:
-        """The same if this process is a notebook's kernel, and nothing if not: a script may never launch."""
+        """Warm up in a notebook's kernel only: a script may never launch."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if hasattr(shell, "kernel"):
             self.warm()
@@ -71,7 +71,7 @@ class LocalEngine:
         return self.launch_elastic(request, None)
 
     def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
-        """The same, with an elastic process that says when they are started, if there are options for one."""
+        """Start ranks under an elastic process, if there are options for one. See ``Engine``."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         if elastic is not None:
             names = [getattr(obj, "__qualname__", "") for obj in pickled.by_value]
@@ -97,7 +97,7 @@ class LocalEngine:
         return prepared.job
 
     def launch_part(self, part: NodePart) -> None:
-        """Start the part of a run that is on this node; the rest of it is on others."""
+        """Start the part of a run that is on this node."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(part.job)
@@ -137,7 +137,7 @@ class LocalEngine:
         return self._agent
 
     def _let_go(self, agent: AgentProcess) -> None:
-        """End an idle agent and its template, unless a launch has come meanwhile. The next one starts both."""
+        """End an idle agent and its template, unless a launch has come meanwhile."""
         with self._lock:
             if not agent.is_expecting:
                 agent.is_lost = True
@@ -145,7 +145,7 @@ class LocalEngine:
 
 
 def _usual_options() -> LaunchConfig:
-    """What a launch will probably ask for. If it asks for more, it gets another template."""
+    """Return the options that a launch will probably have. One that asks for more gets another template."""
     try:
         return config.resolve({}, file=config.default_path())
     except ConfigError:  # a launch that reads the file says what is wrong with it
@@ -156,7 +156,7 @@ _engine = LocalEngine()
 
 
 def engine() -> LocalEngine:
-    """This process's engine."""
+    """Return this process's engine."""
     return _engine
 
 

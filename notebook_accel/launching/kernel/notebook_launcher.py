@@ -1,4 +1,4 @@
-"""``notebook_launcher``: a function on every device, and its results back in the notebook."""
+"""``notebook_launcher``: run a function on every device and return its results to the notebook."""
 
 from __future__ import annotations
 

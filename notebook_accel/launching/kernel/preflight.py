@@ -1,4 +1,4 @@
-"""What is checked before a launch, without importing torch or waking a device.
+"""Checks before a launch, without importing torch or initialising a device.
 
 Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list. All
 of it runs at every launch, so it has to be quick: nothing is counted, opened or looked up that need not be.
@@ -40,7 +40,7 @@ _warned: set[str] = set()
 def check(
     config: LaunchConfig, devices: Devices | None = None, captured: Mapping[str, Any] = {}
 ) -> tuple[Finding, ...]:
-    """All that speaks against a launch from this process.
+    """Return all findings against a launch from this process.
 
     Args:
         config: The options.
@@ -68,7 +68,7 @@ def check(
 
 
 def warn(findings: tuple[Finding, ...]) -> None:
-    """Print those that don't refuse, each once in the life of this process."""
+    """Print the findings that don't refuse, each once in the life of this process."""
     for finding in findings:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)
@@ -190,7 +190,7 @@ def _port(config: LaunchConfig) -> Finding | None:
 
 
 def _holder_of(port: int) -> str:
-    """Which process listens on a port, as far as this user may see it."""
+    """Return which process listens on a port, as far as this user may see it."""
     if sys.platform != "linux":
         return ""
     fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -220,7 +220,7 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
 
 
 def _no_shared_memory() -> Finding | None:
-    """Nothing of ours needs it: DataLoader workers and NCCL do."""
+    """Check /dev/shm, which DataLoader workers and NCCL use."""
     if sys.platform != "linux":
         return None
     try:
@@ -241,7 +241,7 @@ def _no_shared_memory() -> Finding | None:
 
 
 def _long_temporary_folder() -> Finding | None:
-    """Nothing of ours has a socket there by its whole path: multiprocessing has, for tensors that workers pass on."""
+    """Check the temporary folder's path, in which multiprocessing puts the sockets that pass tensors on."""
     folder = ""
     with contextlib.suppress(OSError):  # there is none, and ranks can do without
         folder = tempfile.gettempdir()
@@ -268,7 +268,7 @@ _BREAK_FORKING = {
 
 
 def check_fork(*, on_gpus: bool = False) -> list[Finding]:
-    """All that speaks against forking this process.
+    """Return all findings against forking this process.
 
     Args:
         on_gpus: Whether the forks are to compute on GPUs.

@@ -1,4 +1,4 @@
-"""A launch's memory files: the sealed payload that every rank opens, and one file a rank for its result."""
+"""A launch's payload: the target pickled, the sources of its functions, and the memory files of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LISTED_BYTES = 100_000_000
 def pickle_target(
     target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
 ) -> tuple[serialization.Pickled, dict[str, str]]:
-    """Pickle the target, and prints what in it is large or changes on the way.
+    """Pickle the target. Print which objects are large and which lose their gradients' graph.
 
     Args:
         target: What is to be run.
@@ -79,12 +79,12 @@ def _why_not(name: str, value: Any) -> str:
 
 
 def variable_label(name: str) -> str:
-    """What a message calls a name of the notebook."""
+    """Return the words by which a message names a variable of the notebook."""
     return f'global "{name}"'
 
 
 def report_large(sizes_bytes: Mapping[str, int]) -> None:
-    """Print what of a pickle the user may not want to send."""
+    """Print the large objects of a pickle: the user may not want to send them."""
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
     if large:
         ordered = sorted(large, key=lambda label: -large[label])
@@ -95,7 +95,7 @@ def report_large(sizes_bytes: Mapping[str, int]) -> None:
 
 
 def report_lost_graphs(roots: Mapping[str, Any]) -> None:
-    """Print which of the tensors that are sent have a history that isn't."""
+    """Print the tensors that are sent without the graph of their gradients."""
     labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
@@ -106,7 +106,7 @@ def _variable_name(label: str) -> str:
 
 
 def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
-    """The sources that are in no file, by the file name in their functions' code."""
+    """Return the sources that are in no file, by the file name in their functions' code."""
     filenames = {obj.__code__.co_filename for obj in by_value if isinstance(obj, types.FunctionType)}
     found: dict[str, Source] = {}
     for filename in filenames:
@@ -117,7 +117,7 @@ def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
 
 
 def _source_label(filename: str) -> str:
-    """``In[7]`` where the kernel can say so: IPython's compiler knows which cell it compiled under which name."""
+    """Return a cell's label such as ``In[7]``, which IPython's compiler knows, or else the file name."""
     shell = getattr(sys.modules.get("__main__"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     named = name_of(filename) if name_of is not None else None
@@ -142,7 +142,7 @@ class PreparedRun(NamedTuple):
 def prepared_run(
     request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str] = {}
 ) -> Iterator[PreparedRun]:
-    """Seals what is sent to the ranks. The payload is closed at the end; the job is killed if the start fails.
+    """Write the payload and open the run's files. At the end close the payload; kill the job if the start fails.
 
     Args:
         request: The launch.

@@ -1,4 +1,4 @@
-"""The reported metrics over steps: a curve for each rank and one for their mean. What it holds is bounded."""
+"""The reported metrics over steps: a curve for each rank and one for their mean, all bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST_VALUE = 1e90  # of a curve: sums and differences of such values are num
 
 
 class Series:
-    """A curve over steps that keeps at most a few hundred points, spread over its whole length, and always the last.
+    """A curve of at most a few hundred points, spread over its whole length, the last point always included.
 
     Args:
         most_points: How many.
@@ -28,11 +28,11 @@ class Series:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """``(step, value)`` by rising step."""
+        """The points ``(step, value)`` by rising step."""
         return [] if self._last is None else [*self._kept, self._last]
 
     def add(self, step: int, value: float) -> None:
-        """Add a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
+        """Add a point, or replace the last one if it has the same step. Ignore values that can't be drawn."""
         # Not a number and infinity fail the comparison too.
         if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
             return

@@ -1,4 +1,4 @@
-"""How a run has failed, read from its state: the rank that failed first, why, and how the others ended."""
+"""The failure of a run, read from its state: the rank that failed first, the reason, the advice, the others."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|e
 
 
 def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
-    """What to add to how a rank died, why it may have, and what to do.
+    """Return an addition to the description of a rank's death, its likely reason, and advice.
 
     Args:
         end: How it died.
@@ -219,7 +219,7 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
 
 
 def crash_frames(written: str) -> str:
-    """The lines of the user's that had called native code when it crashed, the innermost first; empty if not known.
+    """Return the user's lines that had called native code when it crashed, innermost first.
 
     Args:
         written: What the rank wrote to its standard error from its crash on.
@@ -236,7 +236,7 @@ def crash_frames(written: str) -> str:
 def explain_exception(
     failed: Failed, end: Ended | None, memory: Mapping[int, Memory], unsent: Mapping[str, str] = {}
 ) -> tuple[str, str]:
-    """Why a rank may have raised what it did, and what to do.
+    """Return the likely reason of a rank's exception, and advice.
 
     Args:
         failed: What it raised.
@@ -259,7 +259,7 @@ def explain_exception(
 
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
-    """A name that the notebook has and the rank doesn't couldn't be sent, or can't be seen in the source."""
+    """Return advice for a variable that the notebook has and the rank lacks."""
     found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
     if found is None or found[1] not in vars(sys.modules["__main__"]):
         return ""
@@ -269,7 +269,7 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
 
 
 def describe_shortage(shortage: MemoryShortage) -> str:
-    """How short of memory the machine was, in a sentence or two."""
+    """Return a description of a memory shortage in a sentence or two."""
     whose = "the machine" if shortage.is_machine else "the container"
     left = f"Of the {format_size(shortage.limit_bytes)} that {whose} has, {format_size(shortage.free_bytes)} were left."
     killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
@@ -277,7 +277,7 @@ def describe_shortage(shortage: MemoryShortage) -> str:
 
 
 def lost_process_error(reason: Reason, shortage: MemoryShortage | None) -> SupervisorLostError:
-    """The error of a run that has lost the process that its ranks were forked from, or its elastic process."""
+    """Return the error of a run that has lost its template or its elastic process."""
     if reason == "elastic lost":
         what = "The process that decides about this run's restarts has died, and the ranks were stopped."
     else:

@@ -45,7 +45,7 @@ _COMPILING = "compiling: steps are counted, and timed from when it is done"
 
 @dataclasses.dataclass
 class LastSteps:
-    """When a rank did its last steps: its rate, and whether it has stopped getting on.
+    """The times of a rank's last steps: they give its rate, and tell whether it has stalled.
 
     Times are seconds of ``time.monotonic()``.
 
@@ -115,7 +115,7 @@ class LastSteps:
 
 @dataclasses.dataclass
 class RankState:
-    """What is known about one rank.
+    """The state of one rank.
 
     Attributes:
         rank: Its number on this node, from 0.
@@ -176,19 +176,19 @@ class RankState:
 
     @property
     def number(self) -> int:
-        """Its number among all ranks of the run."""
+        """The rank's number among all ranks of the run."""
         return self.first + self.rank
 
     @property
     def word(self) -> StateWord:
-        """One word for how it is; see the table of states."""
+        """The rank's state in one word; see the table of states."""
         if self.silent is None:
             return self.state
         return "waiting" if self.silent.waits_in else "silent"
 
     @property
     def note(self) -> str:
-        """What there is to say about it in one line: why it ended, or that it compiles; else empty."""
+        """A remark in one line: why the rank ended, or that it compiles; else empty."""
         return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
 
     @property
@@ -203,17 +203,17 @@ class RankState:
 
     @property
     def memory_used_bytes(self) -> int | None:
-        """Memory in use, of its device where it has one; ``None`` before it was measured."""
+        """Memory in use, on the rank's device if it has one; ``None`` before it was measured."""
         return None if self.memory is None else self.memory.used_bytes
 
     @property
     def memory_total_bytes(self) -> int:
-        """The memory that the device, or the host, has; 0 before it was measured."""
+        """Total memory of the device, or of the host; 0 before it was measured."""
         return 0 if self.memory is None else self.memory.total_bytes
 
     @property
     def utilisation(self) -> float | None:
-        """Per cent of the last second in which its device computed, ``None`` if that isn't known."""
+        """Per cent of the last second in which the device computed, ``None`` if not known."""
         return None if self.memory is None else self.memory.utilisation
 
     def steps_per_s(self, now_s: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The view where nobody looks at widgets: plain lines in a terminal, a script's output, or a notebook that is executed.
+"""The view without widgets: plain lines in a terminal, a script's output, or an executed notebook.
 
 Where the output is no terminal, no line is ever written over, and none has a control character.
 """
@@ -37,13 +37,13 @@ _NOTICES = (events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
 def line_prefix(job: Job, ranks: Iterable[int]) -> str:
-    """What stands before a line of these ranks' output: the option's template filled in, or their numbers."""
+    """Return the prefix of a line that these ranks print: the option's template filled in, or their numbers."""
     # Several nodes may number their ranks anew.
     return prefix(ranks, job.total_ranks, first=job.first_rank, template=job.config.log_line_prefix_template or "")
 
 
 class _Lines:
-    """One rank's lines on their way out: the first ones as they come, and of the others the last ones at the end."""
+    """One rank's lines on their way out: the first as they come, the last of the others at the end."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._log_file = str(job.log_files[rank]) if job.log_files else ""
@@ -65,13 +65,13 @@ class _Lines:
         return shown
 
     def close(self) -> list[str]:
-        """What is to be shown at the end."""
+        """Return the lines to show at the end."""
         where = f"; the whole output is in {self._log_file}" if self._log_file else ""
         return [*([f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []), *self._held]
 
 
 class LinesView:
-    """Prints what ranks print, line by line with the rank in front, and now and then where each rank stands.
+    """Prints the ranks' lines with a prefix, and from time to time each rank's progress.
 
     Args:
         job: The run.
@@ -150,7 +150,7 @@ class LinesView:
                 self._print(f"[{line}]" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
-        """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
+        """Print a silent rank, once for each step at which it stays. Ranks that wait for it get no line."""
         steps = self._job.state.ranks[rank].steps
         if rank not in self._silent_steps or self._silent_steps[rank] != steps:
             self._silent_steps[rank] = steps
@@ -177,7 +177,7 @@ class LinesView:
 
 
 class _StatusLine:
-    """The last line of a terminal, which is written over.
+    """The last line of a terminal, which is overwritten.
 
     Args:
         out: The terminal.
@@ -190,13 +190,13 @@ class _StatusLine:
         self._due_s = 0.0
 
     def erase(self) -> None:
-        """Take it away, so that output can be written where it was."""
+        """Erase the line, so that output can be written in its place."""
         if self._is_drawn:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
     def draw(self, describe: Callable[[], list[str]]) -> None:
-        """Write it: as it is now if that is due, and as it was if it was erased."""
+        """Draw the line: with new text when it is due, with the old text after it was erased."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:

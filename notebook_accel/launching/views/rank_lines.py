@@ -1,4 +1,4 @@
-"""The states of ranks as lines of text: a line for each rank, or one for all of many."""
+"""Ranks as lines of text: their states, the lines that several print alike, and rank 0's displays."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ _ROLE = "default_role"  # what torch calls it
 
 
 def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
-    """What stands before a line that these ranks print.
+    """Return the prefix of a line that these ranks print.
 
     Args:
         ranks: Their numbers on this node.
@@ -155,7 +155,7 @@ def _label(ranks: Iterable[int]) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RankLine:
-    """One line as it is shown, and the ranks that printed it.
+    """One shown line, and the ranks that printed it.
 
     Attributes:
         ranks: Their numbers on this node.
@@ -173,7 +173,7 @@ class RankLine:
 
 
 class AlikeLines:
-    """Puts the ranks' lines into the order in which they are shown. A line that several ranks print alike stands once.
+    """Orders the ranks' lines for showing. A line that several ranks print alike is shown once.
 
     A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and every rank's lines
     stay in the order in which the rank printed them. Other lines of different ranks stay in order of arrival, unless
@@ -196,11 +196,11 @@ class AlikeLines:
 
     @property
     def unsettled(self) -> list[RankLine]:
-        """The lines that others may still join, in order."""
+        """The lines that other ranks may still join, in order."""
         return list(self._unsettled.values())
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> list[RankLine]:
-        """Take what a rank has printed.
+        """Add the lines that a rank has printed.
 
         Args:
             rank: The rank.
@@ -256,7 +256,7 @@ class AlikeLines:
             del self._by_text[line.text]
 
     def _joinable(self, rank: int, texts: Sequence[str], index: int, now_s: float) -> RankLine | None:
-        """The line that this rank can join with the text at ``index``, moved below what the rank has printed before."""
+        """Return the line that this rank can join with the text at ``index``, moved below the rank's earlier lines."""
         equal = self._by_text[texts[index]]
         below = bisect.bisect_right(equal, self._last.get(rank, -1), key=operator.attrgetter("number"))
         if below < len(equal):
@@ -299,18 +299,18 @@ class AlikeLines:
 
 
 class KernelDisplay:
-    """Shows it under the cell in which this was made, or that was named last."""
+    """Shows rank 0's displays under the cell in which this was made, or the cell of the last ``begin_cell``."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
         self.begin_cell()
 
     def begin_cell(self) -> None:
-        """What comes from now on belongs under the running cell, whichever thread shows it."""
+        """Show all further displays under the running cell, from whichever thread."""
         self._context = contextvars.copy_context()
 
     def show(self, event: events.Display) -> bool:
-        """Show it, if it is more than text, and this is a kernel, and return whether it was shown."""
+        """Show a display that is more than text, in a kernel. Return whether it was shown."""
         display = _display_of_kernel()
         has_place = event.display_id in self._shown
         if display is None or not (has_place or event.data.keys() - {"text/plain"}):
@@ -325,6 +325,6 @@ class KernelDisplay:
 
 
 def _display_of_kernel() -> Callable[..., Any] | None:
-    """IPython's ``display``, which it makes known to every cell; ``None`` outside of kernels."""
+    """Return IPython's ``display``, which every cell can reach; ``None`` outside of kernels."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(builtins, "display", None) if hasattr(shell, "kernel") else None
