@@ -51,7 +51,7 @@ sampling, counting_s(counter) * {steps_per_s}
 _DAY = """
 import time
 from kernel_ext.panel import PanelView
-from notebook_accel import events
+from notebook_accel.protocol import events
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.spec import JobSpec

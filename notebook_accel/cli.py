@@ -65,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser that accepts dashes too, ``--num-processes`` for ``--num_processes``, as Accelerate does."""
 
-    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
-        action = super().add_argument(*names, **how)
+    def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
+        action = super().add_argument(*names, **kwargs)
         dashed = [name.replace("_", "-") for name in names if name.startswith("--") and "_" in name]
         if dashed:
-            super().add_argument(*dashed, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
+            super().add_argument(*dashed, **{**kwargs, "dest": action.dest, "help": argparse.SUPPRESS})
         return action
 
     def refuse(self, word: str) -> NoReturn:

@@ -293,7 +293,7 @@ def test_file_that_may_not_grow_so_far_is_an_error_of_ours(memory_file: int) -> 
 
 def test_kernel_without_torch_can_send() -> None:
     code = (
-        "import sys; from notebook_accel import serialization as s;"
+        "import sys; from notebook_accel.payload import serialization as s;"
         "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -8,7 +8,7 @@ SETUP = """
 import threading
 import time
 from kernel_ext.panel import open_view
-from notebook_accel import events
+from notebook_accel.protocol import events
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.spec import JobSpec

@@ -56,15 +56,10 @@ def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_SMOKE_TEST_DEADLINE_S", 1.0)
 
     def start(_: Target, config: LaunchConfig, foreground_lock: threading.Lock) -> Job:
-        return launcher._start(
-            Target(names={}, function=time.sleep, args=(60,)),
-            {},
-            config,
-            launcher.Devices.find(config),
-            None,
-            name=config.name,
-            foreground_lock=foreground_lock,
+        work = launcher._Work(
+            target=Target(names={}, function=time.sleep, args=(60,)), name=config.name, foreground_lock=foreground_lock
         )
+        return launcher._start(work, config, launcher.Devices.find(config), None)
 
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
         launcher._run_smoke_test(start, LaunchConfig(num_processes=2, use_cpu=True))

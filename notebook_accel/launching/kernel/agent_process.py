@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
@@ -140,7 +140,15 @@ class AgentProcess:
         listening = [] if part.listening is None else [part.listening.fileno()]
         self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
 
-    def _launch(self, job: RunHandle, files: Sequence[int], **how: Any) -> None:
+    def _launch(
+        self,
+        job: RunHandle,
+        files: Sequence[int],
+        *,
+        template_pid: int = 0,
+        elastic: Elastic | None = None,
+        places: Sequence[messages.Place] = (),
+    ) -> None:
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
             job_id=job.id,
@@ -151,7 +159,9 @@ class AgentProcess:
             log_folder="" if job.log_folder is None else str(job.log_folder),
             on_death=job.on_death,
             idle_timeout_s=job.config.idle_timeout_s,
-            **how,
+            template_pid=template_pid,
+            elastic=elastic,
+            places=list(places),
         )
         try:
             self._send(launch, files)

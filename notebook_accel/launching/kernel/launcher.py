@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import threading
@@ -25,6 +26,39 @@ from notebook_accel.protocol.agent_messages import OnDeath
 __all__ = ["diagnosis", "launch_cell", "launch_function", "try_out"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A function or a cell to launch, before the ranks' devices are known.
+
+    Attributes:
+        target: The function or cell that the ranks run.
+        name: The run's name.
+        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
+        sources: Sources of cells, by the file name in their code.
+        cell: The cell's source; ``None`` for a function.
+        cell_filename: The file name of the cell's code.
+        calls: Name of the function that the cell ends by defining.
+        pull: Variables whose values rank 0 sends back.
+        optional_names: Names of the target that are left out if they can't be pickled.
+        set_variables: Takes the pulled variables by name.
+        foreground_lock: Held while the cell waits for the run; ``None`` for a run in the background.
+        on_death: Whether the other ranks stop or stay when one dies.
+    """
+
+    target: Target
+    name: str
+    roots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[str, Source] = dataclasses.field(default_factory=dict)
+    cell: str | None = None
+    cell_filename: str = ""
+    calls: str = ""
+    pull: tuple[str, ...] = ()
+    optional_names: Sequence[str] = ()
+    set_variables: Callable[[dict[str, Any]], object] | None = None
+    foreground_lock: threading.Lock | None = None
+    on_death: OnDeath = "stop"
+
+
 def launch_function(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -35,25 +69,29 @@ def launch_function(
     on_death: OnDeath = "stop",
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
-    """Start a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
+    """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
     Args:
-        function: What each rank calls.
+        function: The function that each rank calls.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         config: The options.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
-        on_death: What becomes of the other ranks when one has died.
+        on_death: Whether the other ranks stop or stay when one dies.
         show: Shows a run in the background.
     """
     label = getattr(function, "__name__", type(function).__name__)
     roots = {f'function "{label}"': function}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
-    target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(
-        target, roots, config, foreground_lock=foreground_lock, show=show, name=config.name or label, on_death=on_death
+    work = _Work(
+        target=Target(names={}, function=function, args=args, kwargs=kwargs),
+        name=config.name or label,
+        roots=roots,
+        foreground_lock=foreground_lock,
+        on_death=on_death,
     )
+    return _launch(work, config, show)
 
 
 def launch_cell(
@@ -67,55 +105,47 @@ def launch_cell(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     foreground_lock: threading.Lock | None = None,
 ) -> Job:
-    """Start a cell on all ranks and returns its job.
+    """Start a cell on all ranks and return its job.
 
     Args:
         cell: The cell.
         config: The options.
-        namespace: The notebook's names, of which the ranks get those that the cell uses.
+        namespace: The notebook's variables, of which the ranks get those that the cell uses.
         args: Arguments for the function that the cell ends by defining.
-        push: Further names to send.
-        pull: Names whose values on rank 0 come back.
-        set_variables: Takes them when the results are read; also after a failure or an interrupt, as they were then.
+        push: Further variables to send.
+        pull: Variables whose values on rank 0 come back.
+        set_variables: Takes them when the results are read; after a failure or an interrupt, as they were then.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     roots = {f'global "{name}"': value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
-    return _launch(
-        Target(names=names, args=args, submodules=cell.submodules(names)),
-        roots,
-        config,
-        foreground_lock=foreground_lock,
+    work = _Work(
+        target=Target(names=names, args=args, submodules=cell.submodules(names)),
         name=config.name or cell.calls or cell.label,
+        roots=roots,
         sources={cell.label: Source(cell.label, cell.source)},
-        optional_names=cell.optional_names(names, push),
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
         pull=tuple(pull),
+        optional_names=cell.optional_names(names, push),
         set_variables=set_variables,
+        foreground_lock=foreground_lock,
     )
+    return _launch(work, config)
 
 
-def _launch(
-    target: Target,
-    roots: Mapping[str, Any],
-    config: LaunchConfig,
-    *,
-    foreground_lock: threading.Lock | None,
-    show: Callable[[Job], None] = foreground.draw_in_background,
-    **how: Any,
-) -> Job:
-    cluster, devices, findings = _checked(config, roots)
+def _launch(work: _Work, config: LaunchConfig, show: Callable[[Job], None] = foreground.draw_in_background) -> Job:
+    cluster, devices, findings = _checked(config, work.roots)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(target, roots, config, devices, cluster, foreground_lock=foreground_lock, **how)
-    if foreground_lock is None:
+    job = _start(work, config, devices, cluster)
+    if work.foreground_lock is None:
         try:
             show(job)
         except BaseException:  # an interrupt, and nobody has the job's handle yet
@@ -134,7 +164,9 @@ def try_out(config: LaunchConfig) -> float:
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
 
     def start(target: Target, options: LaunchConfig, foreground_lock: threading.Lock) -> Job:
-        return _start(target, {}, options, devices, cluster, name=options.name, foreground_lock=foreground_lock)
+        return _start(
+            _Work(target=target, name=options.name, foreground_lock=foreground_lock), options, devices, cluster
+        )
 
     return _run_smoke_test(start, config)
 
@@ -184,22 +216,9 @@ def _cluster(config: LaunchConfig) -> RayEngine | None:
     return RayEngine.connected(config) if config.engine == "ray" else None
 
 
-def _start(
-    target: Target,
-    roots: Mapping[str, Any],
-    config: LaunchConfig,
-    devices: Devices,
-    cluster: RayEngine | None,
-    *,
-    name: str,
-    foreground_lock: threading.Lock | None = None,
-    optional_names: Sequence[str] = (),
-    set_variables: Callable[[dict[str, Any]], object] | None = None,
-    on_death: OnDeath = "stop",
-    **of_cell: Any,
-) -> Job:
+def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: RayEngine | None) -> Job:
     world_size = config.num_processes or devices.available
-    if on_death == "keep" and elastic.is_wanted(config):
+    if work.on_death == "keep" and elastic.is_wanted(config):
         raise ConfigError(
             "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
             why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
@@ -207,24 +226,28 @@ def _start(
         )
     variables = _variables(config, devices)
     spec = JobSpec(
-        name=name,
+        name=work.name,
         world_size=world_size,
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
-        **of_cell,
+        sources=work.sources,
+        cell=work.cell,
+        cell_filename=work.cell_filename,
+        calls=work.calls,
+        pull=work.pull,
     )
     request = LaunchRequest(
-        target,
-        roots,
+        work.target,
+        work.roots,
         spec,
         config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         variables=variables,
-        foreground_lock=foreground_lock,
-        optional_names=optional_names,
-        set_variables=set_variables,
-        on_death=on_death,
+        foreground_lock=work.foreground_lock,
+        optional_names=work.optional_names,
+        set_variables=work.set_variables,
+        on_death=work.on_death,
     )
     job = (cluster or _engine(request.config)).launch(request)
     registry.add(job)
