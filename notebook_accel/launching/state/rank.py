@@ -1,18 +1,18 @@
 """The state of one rank, reduced from its events.
 
-A rank is in one of these states, and every view uses these words:
+Every view uses these words. README's section on the panel has the same table with the colours.
 
 | word | meaning |
 |---|---|
-| starting | its process is on its way and hasn't begun the user's code |
+| starting | its process is being started and hasn't begun the user's code |
 | running | it runs the user's code |
-| waiting | it runs, and waits in a collective for a rank that is silent |
+| waiting | it runs, and waits in a collective for a silent rank |
 | silent | it runs, has done no step for long, and other ranks wait for it |
-| finished | the user's code has returned and the result is there |
-| failed | the user's code has raised, or the process has exited before its end |
-| killed | a signal from elsewhere has ended the process |
-| stopped | it was interrupted or told to end, or has lost a peer that failed |
-| lost | the run is over, and nobody could report how this rank has ended |
+| finished | the user's code has returned, and the result is there |
+| failed | the user's code has raised, or the process exited before its end |
+| killed | a signal from elsewhere ended the process |
+| stopped | it was interrupted, told to end, or lost a peer that failed |
+| lost | the run is over, and nobody could report how this rank ended |
 """
 
 from __future__ import annotations
