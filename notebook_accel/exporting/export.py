@@ -26,7 +26,7 @@ from notebook_accel import config, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import CellError, ConfigError
 from notebook_accel.exporting import export_contents, plain_python
-from notebook_accel.exporting.export_contents import Contents
+from notebook_accel.exporting.export_contents import ScriptContents
 from notebook_accel.exporting.plain_python import Body
 from notebook_accel.formatting import format_size
 from notebook_accel.launching.kernel.cell import Cell
@@ -136,7 +136,7 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _write_data(draft: pathlib.Path, contents: Contents, order: Order) -> list[str]:
+def _write_data(draft: pathlib.Path, contents: ScriptContents, order: Order) -> list[str]:
     """Write what has no source; the lines that load it."""
     names: set[str] = set()
     while names != contents.data.keys():  # classes of what is written may need more
@@ -166,7 +166,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__}{f' {tuple(shape)}' if isinstance(shape, tuple) else ''}"
 
 
-def _text(cell: Cell, order: Order, contents: Contents, body: Body, loading: Sequence[str]) -> str:
+def _text(cell: Cell, order: Order, contents: ScriptContents, body: Body, loading: Sequence[str]) -> str:
     settings = _settings(order)
     if settings:
         contents.imports["import os"] = None
@@ -250,7 +250,7 @@ def _sorted_imports(statements: Iterable[str]) -> list[str]:
     return lines
 
 
-def _report(order: Order, contents: Contents) -> str:
+def _report(order: Order, contents: ScriptContents) -> str:
     lines = [f"Written: {order.path}"]
     if contents.data:
         size = format_size(order.data_path.stat().st_size)

@@ -21,13 +21,13 @@ from notebook_accel.exporting.plain_python import Body
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 
-__all__ = ["Contents", "collect"]
+__all__ = ["ScriptContents", "collect"]
 
 _LONGEST_LITERAL = 200
 _OF_PYTHON_TOO = {"exit", "quit"}
 
 
-class Contents:
+class ScriptContents:
     """The parts of a script besides the cell.
 
     Args:
@@ -208,7 +208,7 @@ def collect(
     namespace: Mapping[str, Any],
     history: Sequence[str],
     push: Sequence[str] = (),
-) -> Contents:
+) -> ScriptContents:
     """Return the parts of a script for a cell.
 
     Args:
@@ -221,7 +221,7 @@ def collect(
     Raises:
         CellError: Something can't be exported.
     """
-    contents = Contents(cell, namespace, NotebookSources(history), body.defines)
+    contents = ScriptContents(cell, namespace, NotebookSources(history), body.defines)
     statements = ast.parse(cell.source).body
     contents.need_all(cells.reads(statements), cell.label, 0, statements)
     contents.need_all(cells.reads(body.arguments), "--args", 0, body.arguments)

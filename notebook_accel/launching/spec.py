@@ -1,4 +1,4 @@
-"""What a rank must know about its run before it opens the payload, whose head this is."""
+"""The head of a payload: what a rank must know about its run before it opens the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know before it opens the payload, whose head this is.
+    """The head of a payload, which a rank reads before it opens the rest.
 
     Attributes:
         name: The run's name.

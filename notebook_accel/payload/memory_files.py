@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 __all__ = [
     "Buffer",
-    "Contents",
+    "FileContents",
     "fill",
     "make_unwritable",
     "memory_file",
@@ -52,7 +52,7 @@ class Buffer(Protocol):
         """Return the offsets and bytes to be written."""
 
 
-class Contents(NamedTuple):
+class FileContents(NamedTuple):
     """The pickle and the buffers of a file, all of them views of one private mapping."""
 
     pickle: memoryview
@@ -132,13 +132,13 @@ def read_head(descriptor: int) -> bytes:
     return os.pread(descriptor, length, _PREFIX.size + count * _SPAN.size)
 
 
-def read(descriptor: int) -> Contents:
+def read(descriptor: int) -> FileContents:
     """Return the pickle and the buffers of a file, mapped privately. The descriptor may be closed afterwards."""
     mapped = _map_privately(descriptor)
     head_bytes, pickle_bytes, count = _PREFIX.unpack_from(mapped)
     spans = [_SPAN.unpack_from(mapped, _PREFIX.size + index * _SPAN.size) for index in range(count)]
     start = _PREFIX.size + count * _SPAN.size + head_bytes
-    return Contents(
+    return FileContents(
         mapped[start : start + pickle_bytes], [mapped[offset : offset + length] for offset, length in spans]
     )
 

@@ -60,7 +60,7 @@ class RunHandle(Protocol):
 
     @property
     def on_death(self) -> OnDeath:
-        """Whether the other ranks stop or stay when one dies."""
+        """``stop`` or ``keep``: the other ranks' fate when one dies."""
 
     @property
     def log_folder(self) -> pathlib.Path | None:
