@@ -31,7 +31,7 @@ class _Flag:
 
     Attributes:
         name: Without the dashes in front.
-        instead: What is said of it.
+        instead: The answer to the flag.
         harmless: The values with which it asks for nothing, or for what is done anyway; ``None`` if all are.
         takes_value: Whether a value follows it.
         short: Another spelling.

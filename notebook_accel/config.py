@@ -187,7 +187,7 @@ class Option(msgspec.Struct, frozen=True):
 
     Attributes:
         name: The field's name in ``LaunchConfig``.
-        help: What it does, in a sentence or two.
+        help: Its effect, in a sentence or two.
         default: Its default.
         choices: The allowed values where they are few, the default first, else empty.
         kind: The type of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts.

@@ -66,8 +66,8 @@ class ConfigFile:
     """The content of a file.
 
     Attributes:
-        path: Where it is.
-        values: What it sets, by key.
+        path: The file.
+        values: The file's values, by key.
         lines: The line of each key, from 1.
         repeated: Keys that are there more than once. The last one counts.
     """

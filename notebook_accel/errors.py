@@ -59,9 +59,9 @@ class NotebookAccelError(Exception):
     """The root of the tree.
 
     Args:
-        what: What happened, in one sentence.
+        what: The event, in one sentence.
         why: The reason, where it isn't plain from ``what``.
-        fix: What to type or to change.
+        fix: The text to type or the thing to change.
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
@@ -107,9 +107,9 @@ class Finding:
     """One finding of the checks before a launch.
 
     Attributes:
-        what: What is the case.
-        why: Why it matters.
-        fix: What to type.
+        what: The finding in a sentence.
+        why: The reason why it matters.
+        fix: The text to type.
         refuses: Whether the launch is refused because of it; otherwise it is a warning.
     """
 
@@ -153,7 +153,7 @@ class PayloadError(LaunchError):
     """An object can't be pickled, or what is to be sent doesn't fit into memory.
 
     Attributes:
-        path: How to get to the object from a name that the user knows, for example
+        path: The path to the object from a name that the user knows, for example
             ``global "loader" -> attribute "dataset" -> attribute "file"``.
     """
 
@@ -175,7 +175,7 @@ class ResultError(PayloadError, RunError):
 
     Attributes:
         values: The ranks' values that there are, by rank.
-        reasons: What is missing, as a message calls it, with the reason.
+        reasons: The missing values, by the words that a message uses for them, with the reasons.
         pulled: The names that were bound in the notebook all the same.
         job: The run, for asking again; ``None`` for a session's cell, and in a copy.
     """
@@ -250,12 +250,12 @@ class RankFailedError(RunError):
         signal: The number of the signal that ended it, or ``None``.
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
-        local_rank: The same among the ranks of this node.
+        local_rank: The rank's number on this node.
         log_file: The file with all that it wrote, empty if there is none.
-        others: How the other ranks ended.
+        others: The ends of the other ranks.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
         not_pulled: Names that were to be, and can't be, with the reasons.
-        restarts: Why all ranks had been started again before, for each time.
+        restarts: The reason of each earlier restart of all ranks.
     """
 
     def __init__(

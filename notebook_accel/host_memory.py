@@ -122,7 +122,7 @@ def _seen(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path
     """Return the visible control groups of this process: its own and those around it.
 
     Args:
-        controller: What limits them.
+        controller: The controller that limits them.
         files: The name of a file that such a group has, by the version of control groups.
     """
     with contextlib.suppress(OSError):

@@ -46,7 +46,7 @@ class Counter:
         step: Steps done in the running epoch.
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if this counts no epochs.
-        label: What is counted.
+        label: The name of the counted things.
     """
 
     __slots__ = ("epoch", "label", "step", "total")
@@ -127,7 +127,7 @@ class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent.
 
     Args:
-        connection: Where to, ``None`` outside a launched rank.
+        connection: The destination, ``None`` outside a launched rank.
     """
 
     def __init__(self, connection: Sender | None = None) -> None:

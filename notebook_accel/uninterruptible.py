@@ -41,7 +41,7 @@ class Latch:
         """Wait for the latch and return whether it is set.
 
         Args:
-            timeout_s: How long; ``None``: until then, however long that takes.
+            timeout_s: Longest wait in seconds; ``None`` for no limit.
         """
         if self._is_set:
             return True

@@ -46,7 +46,7 @@ class Order:
     Attributes:
         path: Where to.
         options: The options of the launch.
-        given: Those that were given as flags.
+        given: The options that were given as flags.
         args: The expression after ``--args``.
         push: Further names that the cell needs.
         overwrite: Whether a file that is there may be replaced, whoever has written it.
@@ -70,7 +70,7 @@ def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequ
 
     Args:
         cell: The cell.
-        order: What is to be done.
+        order: The cell to export and its options.
         namespace: The notebook's.
         history: The cells that were run, in order, from number 0, IPython's syntax translated.
 

@@ -33,8 +33,8 @@ class ScriptContents:
     Args:
         cell: The cell, in plain Python.
         namespace: The notebook's.
-        sources: What its cells say.
-        own: What the script defines for the cell before anything is run, so that the notebook's is not needed.
+        sources: The sources of the notebook's cells.
+        own: Names that the script itself defines before the cell runs, so that the notebook's aren't needed.
 
     Attributes:
         imports: Import statements.
@@ -126,7 +126,7 @@ class ScriptContents:
         Args:
             names: The names.
             label: The cell that it stands in.
-            offset: What is to be added to its line numbers.
+            offset: The number to add to its line numbers.
             nodes: The source.
         """
         known_here = self._cell.assigns or frozenset()
@@ -213,7 +213,7 @@ def collect(
 
     Args:
         cell: The cell, in plain Python.
-        body: The same, as it is in the script.
+        body: The cell as it is in the script.
         namespace: The notebook's.
         history: The cells that were run, in order, from number 0, IPython's syntax translated.
         push: Further names that the script needs.

@@ -31,12 +31,12 @@ class Definition:
     """A statement of a cell that defines a function or a class, or assigns an equivalent.
 
     Attributes:
-        name: What it binds.
+        name: The name that it assigns.
         text: Its text, with the comments above it.
         node: Its tree.
         label: The cell, as ``In[3]``.
         number: The cell's.
-        lines: Where it stands in the cell.
+        lines: Its lines in the cell.
         modules: Modules that the text needs besides what it says.
     """
 

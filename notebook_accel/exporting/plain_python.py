@@ -26,8 +26,8 @@ class Statement:
         nodes: Their trees.
         text: Their text, with the comments that stand directly above.
         first_line: The line on which the first one begins, decorators included; from 1.
-        last_line: That on which the last one ends.
-        above: What stands between the statement before and the text: blank lines and other comments.
+        last_line: The line on which the last one ends.
+        above: Blank lines and comments between the statement before and the text.
     """
 
     nodes: tuple[ast.stmt, ...]
@@ -113,8 +113,8 @@ def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[
 
     Args:
         source: The source.
-        label: What the cell is called.
-        first_line: Where the source begins in it.
+        label: The cell's name.
+        first_line: The line of the cell on which the source begins.
 
     Returns:
         The source, and the modules that it needs besides.
@@ -194,7 +194,7 @@ class Body:
         definitions: Text of functions and classes that can stand before all else.
         defines: Their names.
         guarded: The text of the main program, not indented.
-        arguments: What the function that the cell ends by defining is called with.
+        arguments: The arguments of the function that the cell ends by defining.
 
     Raises:
         CellError: The arguments can't be read without being computed.

@@ -115,7 +115,7 @@ def write_result_file(
         descriptor: The file. What it held is overwritten.
         values: The objects by name; the empty name is for what the rank's code has returned.
         rank: The rank's number, for messages.
-        advice: What an error says to do instead of sending an object.
+        advice: An error's advice instead of sending an object.
         origins: As for ``serialization.pickle_by_value``.
         missing: Further names, each with the reason why there is nothing under it.
 
@@ -151,7 +151,7 @@ class _Pickling:
     """Pickles objects, each with its label, and what they have in common.
 
     Attributes:
-        refused: Those that can't be pickled.
+        refused: The objects that can't be pickled.
     """
 
     def __init__(self, roots: Mapping[str, tuple[str, Any]], origins: serialization.Origins, advice: str) -> None:
@@ -245,8 +245,8 @@ class ResultFile:
         rank: The number of the rank that has written it, for messages.
 
     Attributes:
-        values: Those that are open, by name.
-        problems: Those that aren't, with the reason.
+        values: The objects read so far, by name.
+        problems: The errors of the others, by name.
     """
 
     def __init__(self, descriptor: int, rank: int) -> None:
@@ -316,7 +316,7 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
     Args:
         files: The files, by rank.
         pulled: The names that are bound.
-        again: How to ask once more.
+        again: Advice on reading once more.
     """
     problems = [problem for file in files.values() for problem in file.problems.values()]
     if not problems:
@@ -348,7 +348,7 @@ class ResultFiles:
 
     Args:
         descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
-        by_value: What the payload holds by value, for what comes back by reference.
+        by_value: Functions and classes that the payload holds by value, which come back by reference.
         set_variables: Takes the pulled names and their values.
     """
 

@@ -61,7 +61,7 @@ class Pickled:
         buffers: Its out-of-band buffers, in order.
         by_value: The functions and classes that are in it by value. Their place in here is how the receiver refers to
             them when it sends something back.
-        sizes_bytes: How much of it each root takes, by its label. What two of them share counts for the first.
+        sizes_bytes: Each root's size, by its label. Objects that two roots share count for the first.
         memoized: Objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them. They
             keep the order in which pickle met them, which is the best order to enter cycles in.
     """
@@ -118,14 +118,14 @@ def pickle_by_value(
 
     Args:
         value: The object.
-        roots: What the user knows in it, by the words that a message uses for it, such as ``global "model"``.
+        roots: The value's parts, by the words that a message uses for them, such as ``global "model"``.
         namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
             instead of a dict of their own.
         origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
             came from it, their place in its ``Pickled.by_value``. They go as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
-        shared: What this pickle has in common with others.
-        advice: What an error says to do instead of sending the object.
+        shared: The part that this pickle has in common with others.
+        advice: An error's advice instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
@@ -165,7 +165,7 @@ def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: O
     Args:
         descriptor: The memory file.
         namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
-        origins: What the sender may refer to: what this side had by_value before, or numbers by itself.
+        origins: Objects that the sender may refer to: those that this side sent by value, or numbered by itself.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):

@@ -38,9 +38,9 @@ class Block:
     """A stretch of memory, and the parts of it that views use. Pickled as its bytes.
 
     Args:
-        address: Where it begins.
+        address: Address of the first byte.
         size_bytes: Its length.
-        owner: What keeps the memory.
+        owner: The object that keeps the memory alive.
     """
 
     def __init__(self, address: int, size_bytes: int, owner: Any) -> None:

@@ -28,7 +28,7 @@ class StaysError(pickle.PicklingError):
 
     Args:
         obj: The object.
-        why: What makes it so, as the end of a sentence.
+        why: The reason, as the end of a sentence.
     """
 
     def __init__(self, obj: object, why: str) -> None:
@@ -40,10 +40,10 @@ def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice
     """Return the error that names the unpicklable object and the path to it.
 
     Args:
-        roots: What was to be pickled, by the words that a message uses for it.
-        error: What pickling all of it raised.
+        roots: The objects to pickle, by the words that a message uses for them.
+        error: The error of pickling all of them.
         failure: Pickles one object and gives back what that raised, or ``None``.
-        advice: What to do instead of sending it.
+        advice: Advice instead of sending the object.
     """
     visited: set[int] = set()
     for label, obj in roots.items():
@@ -59,8 +59,8 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
     """Return the error that lists what doesn't fit into memory.
 
     Args:
-        sizes_bytes: What was to be copied, by the words that a message uses for it.
-        available_bytes: What could be copied.
+        sizes_bytes: Sizes of the objects to copy, by the words that a message uses for them.
+        available_bytes: Free memory.
         is_all: Whether the last one was measured to its end.
     """
     ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])

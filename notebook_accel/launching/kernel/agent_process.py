@@ -56,11 +56,11 @@ class NodePart(NamedTuple):
     """The ranks of a run that are on this node.
 
     Attributes:
-        job: What it feeds.
+        job: The receiver of the ranks' events.
         payload: Descriptor of the run's payload.
         result_files: One empty memory file for each rank of this node.
-        places: Where they stand among all, and what their environment has besides.
-        listening: Where the ranks' store is to be, if it is to be here.
+        places: The ranks' places in the run, and their own environment variables.
+        listening: The listening socket of the ranks' store, if the store is on this node.
     """
 
     job: RunHandle

@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         source: Its Python source, with the line numbers that the notebook shows.
-        label: What a traceback calls it, such as ``In[7]``; the file name of its code.
+        label: The cell's name in tracebacks, such as ``In[7]``; the file name of its code.
         uses: Names that it reads before it has assigned them, so that they must come from the notebook.
         calls: The name of the function that it ends by defining, empty if it doesn't.
         assigns: Names that it may assign; ``None`` if that can't be known, as after ``from x import *``.

@@ -38,9 +38,9 @@ class DraftSource:
     """A starting point of a draft.
 
     Attributes:
-        label: What it is.
+        label: A description.
         options: The options that it sets.
-        problems: What it sets besides and can't be taken over, one line each.
+        problems: Other settings, which can't be taken over, one line each.
         path: Its file, ``None`` for the machine.
     """
 
@@ -65,13 +65,13 @@ class Draft:
     """The options of a file that isn't written yet.
 
     Args:
-        path: Where it will be written. Default: where launches look for it.
-        machine: What the basic options are made from. Default: this machine.
+        path: The file to write. Default: the file that launches read.
+        machine: The machine that sets the basic options. Default: this machine.
 
     Attributes:
-        path: Where it will be written.
+        path: The file to write.
         machine: The machine.
-        source: What it was filled from.
+        source: The starting point that has filled the draft.
         values: The value of each option, which may be one that isn't allowed.
     """
 
@@ -253,7 +253,7 @@ def write_basic_config(
 
     Args:
         mixed_precision: ``no``, ``bf16`` or ``fp16``.
-        save_location: Where to. Default: where ``%%distributed`` and the command line look for it.
+        save_location: The file. Default: the file that ``%%distributed`` and the command line read.
 
     Returns:
         The file's path; ``False`` if there is a file already, which stays as it is.

@@ -79,9 +79,9 @@ class Devices:
 
     Attributes:
         kind: ``CPU``, ``GPU``, or what PJRT has.
-        available: How many there are; for CPUs, how many ranks run by default, which is one.
-        platform: What PJRT has, if ranks are to run on that.
-        finding: What there is to say of GPUs that ranks won't use, although nobody has asked for the CPU.
+        available: Number of devices; for CPUs, the default number of ranks, which is one.
+        platform: PJRT's devices, if ranks are to run on them.
+        finding: A finding about GPUs that ranks won't use, although nobody has asked for the CPU.
     """
 
     kind: Literal["CPU", "GPU", "TPU", "XLA CPU"]
@@ -463,7 +463,7 @@ class Machine:
     """This machine: its devices, memory and notebook service.
 
     Attributes:
-        devices: What ranks run on unless they are told otherwise.
+        devices: The ranks' devices by default.
         gpus: The GPUs that ranks would see. Empty also where they could not be asked.
         cores: CPU cores that this process may use, by a container's quota too.
         memory_bytes: Memory that this process may use.

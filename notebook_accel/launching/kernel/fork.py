@@ -76,7 +76,7 @@ class _Forking:
     """The thread that forks the template and waits for its end.
 
     Args:
-        inherited: What the ranks run.
+        inherited: The target, which the ranks inherit.
         log: Descriptor of the file that the template writes to.
     """
 

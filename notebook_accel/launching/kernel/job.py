@@ -53,7 +53,7 @@ class Ending:
     Attributes:
         status: In a word; empty as long as the run goes on.
         why: In a line, what went wrong; empty if nothing did.
-        took_s: How long it ran.
+        took_s: Duration of the run in seconds.
     """
 
     status: str = ""
@@ -74,23 +74,23 @@ class Job:
         name: The run's name.
         config: Its options.
         world_size: Number of ranks here.
-        devices: What they run on, such as ``2 CPUs``.
+        devices: The ranks' devices in words, such as ``2 CPUs``.
         is_background: Whether nobody waits for it in the cell that started it.
         on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
             without any rank, until it is stopped or all have finished.
-        started_s: When it was started, in seconds of ``time.monotonic()``.
-        ended_s: When it ended, ``None`` as long as it runs.
-        ending: How it has ended, filled in then; it may be kept without the job.
-        state: What is known about the ranks, reduced from their events. Other threads change it: read it while holding
+        started_s: Time of the start, in seconds of ``time.monotonic()``.
+        ended_s: Time of the end, ``None`` while the run goes on.
+        ending: The end of the run, filled in then. It may outlive the job.
+        state: The ranks' states, reduced from their events. Other threads change it: read it while holding
             ``state_lock``.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
     Args:
-        by_value: What the payload holds by value, for what comes back by reference.
+        by_value: Functions and classes that the payload holds by value, which come back by reference.
         result_files: One memory file a rank, which this owns.
-        log_folder: Where the ranks' logs are, ``None`` if there was no room for any.
+        log_folder: Folder of the ranks' logs, ``None`` if there was no room for any.
         set_variables: Takes the pulled names and their values, once, when the results are read.
     """
 
@@ -207,7 +207,7 @@ class Job:
         """Return every rank's result, as soon as all are there.
 
         Args:
-            timeout_s: How long to wait; ``None``: until the run has ended, which the agent watches over.
+            timeout_s: Longest wait in seconds; ``None`` waits until the run has ended.
 
         Raises:
             RunTimeoutError: The run hasn't ended by then; it goes on.
@@ -304,7 +304,7 @@ class Job:
 
         Args:
             rank: The rank, of those of this node.
-            tail: How many of the last lines; ``None`` for all.
+            tail: Number of last lines to return; ``None`` for all.
 
         Raises:
             IndexError: There is no such rank.

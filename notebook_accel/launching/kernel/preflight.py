@@ -44,8 +44,8 @@ def check(
 
     Args:
         config: The options.
-        devices: What the ranks would run on. Default: what there is.
-        captured: What the ranks are to have, by the words that a message uses for it.
+        devices: The ranks' devices. Default: those of this machine.
+        captured: The ranks' objects, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]

@@ -23,9 +23,9 @@ class Entry:
     Attributes:
         number: Its number among this process's runs, from 1.
         name: Its name.
-        devices: What it runs on.
-        began: When it was started, in seconds since the epoch.
-        ending: How it has ended.
+        devices: The run's devices in words.
+        began: Time of the start, in seconds since the epoch.
+        ending: The end of the run.
         log_files: The ranks' logs.
     """
 

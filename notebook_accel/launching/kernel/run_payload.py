@@ -41,9 +41,9 @@ def pickle_target(
     """Pickle the target. Print which objects are large and which lose their gradients' graph.
 
     Args:
-        target: What is to be run.
-        roots: What the user knows in it, by the words that a message uses for it.
-        optional_names: Those of its names that are sent if they can be, and stay behind if not.
+        target: The function or cell to run.
+        roots: The target's objects, by the words that a message uses for them.
+        optional_names: Names of the target that are left out if they can't be pickled.
 
     Returns:
         The pickle, and which names stay behind, each with the reason.

@@ -17,7 +17,7 @@ class Series:
     """A curve of at most a few hundred points, spread over its whole length, the last point always included.
 
     Args:
-        most_points: How many.
+        most_points: Largest number of points.
     """
 
     def __init__(self, most_points: int = _SERIES_POINTS) -> None:
@@ -54,7 +54,7 @@ class Curves:
 
     Args:
         world_size: Number of ranks.
-        unit: What its steps are: ``steps``, or ``reports`` where nothing counts steps.
+        unit: Unit of its steps: ``steps``, or ``reports`` where nothing counts steps.
         latest: The value of each rank that has reported it before.
 
     Attributes:
@@ -80,7 +80,7 @@ class Curves:
         Args:
             rank: The rank.
             step: Its step.
-            value: What it has reported.
+            value: The reported value.
         """
         self._latest[rank] = value
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1

@@ -52,9 +52,9 @@ class Failures:
     """Makes errors from the state of a run.
 
     Attributes:
-        start_method: How the ranks come into being.
+        start_method: The ranks' start method.
         unsent: Names that couldn't be sent, with the reason.
-        by_value: What was sent to the ranks by value, for the exceptions that come back.
+        by_value: Functions and classes that were sent by value, for exceptions that refer to them.
     """
 
     start_method: str
@@ -191,9 +191,9 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
     """Return an addition to the description of a rank's death, its likely reason, and advice.
 
     Args:
-        end: How it died.
-        start_method: How the ranks came into being.
-        ranks: How many there are.
+        end: The end of its process.
+        start_method: The ranks' start method.
+        ranks: Number of ranks.
     """
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
@@ -222,7 +222,7 @@ def crash_frames(written: str) -> str:
     """Return the user's lines that had called native code when it crashed, innermost first.
 
     Args:
-        written: What the rank wrote to its standard error from its crash on.
+        written: The rank's standard error from the crash on.
     """
     frames = []
     for line in written.partition(CRASH)[2].splitlines():
@@ -239,9 +239,9 @@ def explain_exception(
     """Return the likely reason of a rank's exception, and advice.
 
     Args:
-        failed: What it raised.
-        end: How its process ended, if it has.
-        memory: What each rank had last said of its memory.
+        failed: The rank's exception.
+        end: The end of its process, ``None`` while it lives.
+        memory: Each rank's last report of its memory.
         unsent: Names that couldn't be sent, with the reason.
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device

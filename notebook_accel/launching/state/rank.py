@@ -50,7 +50,7 @@ class LastSteps:
     Times are seconds of ``time.monotonic()``.
 
     Attributes:
-        stepped_s: When its count last changed, ``None`` before it has counted anything.
+        stepped_s: Time of the last step, ``None`` before the first.
     """
 
     stepped_s: float | None = None
@@ -107,7 +107,7 @@ class LastSteps:
         Args:
             now_s: The present.
             since_s: Count the time from then at the earliest.
-            shortest_s: How long that has to be at least.
+            shortest_s: Shortest duration that counts as a stall.
         """
         usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
         return now_s - max(since_s, self.stepped_s or 0.0) > max(shortest_s, _STALLED_STEPS * usual_s)
@@ -119,30 +119,30 @@ class RankState:
 
     Attributes:
         rank: Its number on this node, from 0.
-        state: How its process is; ``waiting`` and ``silent`` are found in ``word`` only.
+        state: The state of its process; ``word`` adds ``waiting`` and ``silent``.
         pid: Its process, ``None`` before it has started.
         step: Steps done in the running epoch, ``None`` before anything was counted.
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if not known.
-        epochs: How many epochs there will be, ``None`` if not known.
+        epochs: Number of epochs in all, ``None`` if not known.
         steps: Steps done over all epochs and loaders, ``None`` before anything was counted.
-        label: What is counted.
+        label: The name of the counted things.
         device: The device it computes on, such as ``cuda:0``; empty if not known.
         is_compiling: Whether the device's compiler is at work on the running step.
         metrics: The latest value of each metric.
         memory: The memory it last reported, ``None`` before.
         last_line: The last line that it wrote that isn't empty.
         last_lines: The last few lines that it wrote, before a crash of native code if there was one.
-        crash: What Python's fault handler wrote when native code crashed; else empty.
-        reason: Why it failed or ended early, in one line; else empty.
-        silent: What was found out when it had done no step for long; ``None`` again after its next one.
-        last_event_s: When it last gave a sign of life, in seconds of ``time.monotonic()``.
-        starts: How often a process of it has started.
+        crash: The report of Python's fault handler when native code crashed; else empty.
+        reason: The reason of a failure or an early end, in one line; else empty.
+        silent: The finding about a long time without a step; ``None`` again after the next one.
+        last_event_s: Time of the last sign of life, in seconds of ``time.monotonic()``.
+        starts: Number of its processes so far.
         node: The node it is on, from 0.
         first: The number of this node's first rank among all.
         has_result: Whether the user's code has returned and the result is there.
-        failed: What the user's code has raised.
-        ended: How its process has ended.
+        failed: The exception of the user's code.
+        ended: The end of its process.
     """
 
     rank: int
@@ -254,7 +254,7 @@ class RankState:
 
         Args:
             before: A copy of it, made then.
-            began_s: When that was.
+            began_s: The time of the copy.
         """
         metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
         stepped_s = self.last_steps.stepped_s

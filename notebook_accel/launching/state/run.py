@@ -43,11 +43,11 @@ class RunState:
         total_ranks: Number of ranks on all nodes.
         has_started: Whether a rank has ever begun the user's code.
         history: The curves of each metric over steps, or over reports as long as no rank counts steps.
-        nodes: How the other nodes stand, a line for each, or whom this one waits for.
+        nodes: The state of the other nodes, a line for each, or the nodes that this one waits for.
         restartings: The last times that all ranks were started again.
         working: The ranks that have something to do; all, unless the run is a session's.
-        working_since_s: When they got it.
-        first_step_s: When a rank first counted something, ``None`` before; ranks that start again begin anew.
+        working_since_s: The time since when they have.
+        first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -24,7 +24,7 @@ class Silence:
     Times are seconds of ``time.monotonic()``, which the caller gives.
 
     Args:
-        shortest_s: How long a rank has to be silent at least.
+        shortest_s: Shortest time without a step that counts as silence.
     """
 
     def __init__(self, shortest_s: float = _SHORTEST_S) -> None:

@@ -67,7 +67,7 @@ class RankStack:
         pid: Its process, ``None`` if it has none.
         condition: ``said`` if it has a stack; else why it has none.
         frames: The calls of its main thread, the innermost first.
-        threads: The same for its other threads, without ours.
+        threads: The calls of its other threads, without ours.
     """
 
     rank: int
@@ -187,7 +187,7 @@ def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
     """Return the stack that a rank's fault handler has written.
 
     Args:
-        dump: It.
+        dump: The fault handler's text, with the rank's pid and condition.
         sources: Sources of the notebook's functions, by the file name in their code.
     """
     threads: list[list[Frame]] = []

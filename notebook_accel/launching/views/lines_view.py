@@ -75,7 +75,7 @@ class LinesView:
 
     Args:
         job: The run.
-        out: Where to. In a terminal, where the ranks stand is one line below the output.
+        out: The output. In a terminal, the ranks' progress is one line below the output.
         period_s: Seconds between two lines of progress. Default: 5, and more in a run that takes hours.
     """
 

@@ -59,9 +59,9 @@ class _Column:
 
     Attributes:
         value: A rank's, ``None`` if it has none.
-        written: How a value is written.
-        before: What stands before it.
-        after: What stands after it.
+        written: Formats a value.
+        before: Text before the value.
+        after: Text after the value.
     """
 
     value: Callable[[RankState], float | None]
@@ -160,7 +160,7 @@ class RankLine:
     Attributes:
         ranks: Their numbers on this node.
         text: The line.
-        came_s: When the first of them printed it, in seconds.
+        came_s: Time at which the first of them printed it, in seconds.
         due_s: From when on no other rank can join it, in seconds.
         number: Its place among the lines that are not settled.
     """
@@ -181,7 +181,7 @@ class AlikeLines:
 
     Args:
         world_size: Number of ranks here.
-        moment_s: How many seconds after a line others may still join it.
+        moment_s: Seconds in which other ranks may still join a line.
         settle: Takes each line in order, when no rank can join it any more.
     """
 
@@ -205,7 +205,7 @@ class AlikeLines:
         Args:
             rank: The rank.
             texts: Its lines.
-            now_s: When they came, in seconds.
+            now_s: Time of their arrival, in seconds.
 
         Returns:
             The line that each of them is now part of. It has one rank only if it is a new one.
