@@ -14,14 +14,14 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Registers the magics and warms the template, so that the first launch finds it ready."""
+    """Register the magics, and warm the template so that the first launch finds it ready."""
     from kernel_ext import magics
 
     magics.register(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Takes the magics away and stops what runs."""
+    """Remove the magics and stop what runs."""
     from kernel_ext import magics
 
     magics.unregister(shell)

@@ -1,4 +1,4 @@
-"""What stands after a magic: words as people write them, flags, and errors that are one line."""
+"""Parse the line of a magic: split it into words, read flags, and raise errors of one line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Parser", "name", "names", "split"]
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process.
+    """An argument parser that raises instead of ending the process.
 
     Args:
-        magic: What it is called, with its percent signs.
-        description: What stands before the options in its help.
-        epilog: What stands after them.
+        magic: The magic's name, with its percent signs.
+        description: Its help before the options.
+        epilog: Its help after the options.
     """
 
     def __init__(self, magic: str, description: str = "", epilog: str = "") -> None:
@@ -33,10 +33,10 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The arguments in these words.
+        """Parse these words.
 
         Raises:
-            UsageError: They can't be understood.
+            UsageError: A word can't be understood.
         """
         given, rest = self.parse_known_args(words)
         if rest:
@@ -46,33 +46,33 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flags(self) -> list[str]:
-        """All of them."""
+        """All flags of the magic."""
         return list(self._option_string_actions)
 
 
 def name(text: str) -> str:
-    """A name of Python's."""
+    """Check that a word is a Python identifier."""
     if not text.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is no name")
     return text
 
 
 def names(text: str) -> tuple[str, ...]:
-    """``model,history``, with or without spaces around."""
+    """Split ``model,history``, with or without spaces around the commas."""
     return tuple(name(part.strip()) for part in text.split(",") if part.strip())
 
 
 def split(line: str, magic: str) -> list[str]:
-    """Words as a shell would split them, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
+    """Split a line as a shell would, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
 
-    Blanks inside brackets and after commas don't split; quotes outside brackets are taken away; ``#`` ends the line.
+    Blanks inside brackets and after commas don't split, quotes outside brackets are removed, and ``#`` ends the line.
 
     Args:
-        line: What stands after the magic.
-        magic: What it is called, for an error.
+        line: The line after the magic.
+        magic: The magic's name, for an error.
 
     Raises:
-        UsageError: It can't be split.
+        UsageError: A quote or a bracket isn't closed.
     """
     words, word, depth, quote = [""], "", 0, ""
     for character in line.rstrip():

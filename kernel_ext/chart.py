@@ -23,13 +23,13 @@ _Point: TypeAlias = tuple[int, float]
 
 
 def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
-    """A metric over steps; empty until it has two points.
+    """Draw a metric over steps; return nothing until it has two points.
 
     Args:
         state: The run.
         metric: The metric; by default the first one, a loss if there is one.
         of_ranks: Whether to draw a curve for each rank, behind that of their mean.
-        is_titled: Whether it says above it what it shows.
+        is_titled: Whether to print a title above it.
     """
     name = metric if metric in state.history else next(iter(state.metric_names), "")
     curves = state.history.get(name)
@@ -50,12 +50,12 @@ def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_
 
 
 class _Drawing:
-    """Axes and curves.
+    """The axes and curves of a chart.
 
     Args:
-        mean: The curve that is in front.
-        ranks: Those behind it; a few have their rank's number at their end.
-        unit: What is counted from left to right.
+        mean: The curve in front.
+        ranks: The curves behind it; if they are few, each ends in its rank's number.
+        unit: Unit of the horizontal axis.
     """
 
     def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
@@ -83,7 +83,7 @@ class _Drawing:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     def _axes(self) -> str:
-        # Spaces between the texts, since some sanitizers leave nothing of an SVG but those.
+        # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
         grid = " ".join(
             f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
             f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
@@ -105,7 +105,7 @@ class _Drawing:
         )
 
     def _labels(self) -> str:
-        """The ranks' numbers at the ends of their curves, one below the other where those are close together."""
+        """Write the ranks' numbers at the ends of their curves, spread out where those are close together."""
         if not self._has_labels:
             return ""
         ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
@@ -121,7 +121,7 @@ class _Drawing:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Up to five round numbers that span most of ``low`` to ``high``, starting at 0 where the curve comes near it."""
+    """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
     if low >= 0 and low < 0.4 * high:
         low = 0.0
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
@@ -130,5 +130,5 @@ def ticks(low: float, high: float) -> list[float]:
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= _MOST_INTERVALS)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Multiples of a step such as 0.1 aren't round in binary.
+    # Multiples of a step such as 0.1 aren't exact in binary.
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]

@@ -1,7 +1,7 @@
-"""``%distributed``: what goes on, and the few things that one does with it.
+"""The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | config | doctor``; the first four take ``--run`` and a run's name or
-number where several go on, and ``logs`` and ``stacks`` a rank.
+``%distributed status | stop | logs | stacks | config | doctor``. The first four take ``--run`` and a run's name or
+number; ``logs`` and ``stacks`` also take a rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LISTED_RUNS = 10
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """What was asked for after the command's name.
+    """The arguments after the command's name.
 
     Attributes:
-        run: A run's name or number; empty for the only one that goes on, or the last one.
-        rank: ``None`` for all ranks.
+        run: A run's name or number; empty for the only one in progress, or the last one.
+        rank: A rank; ``None`` for all.
     """
 
     run: str = ""
@@ -42,25 +42,25 @@ class _Order:
 
 
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
-    """What goes on, and the few things that one does with it.
+    """Show, stop and inspect runs.
 
-    %distributed status        the runs that go on, or how the last one has ended
-    %distributed stop          ends a run
-    %distributed logs [RANK]   the last lines of all ranks, or of one, and where all of them are
-    %distributed stacks [RANK] where every rank, or one, stands, also if it hangs
-    %distributed config        the form that writes a configuration file
-    %distributed doctor        what speaks against a launch here
+    %distributed [status]        list the runs in progress, or show how the last one ended
+    %distributed stop            stop a run
+    %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
+    %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
+    %distributed config          open the form that writes a configuration file
+    %distributed doctor          check this machine for problems that a launch would meet
 
-    Where several runs go on, or for an earlier one: --run and its name or number.
+    The first four take --run NAME (or its number), to choose among several runs or to name an earlier one.
 
     Examples:
-      %distributed                         the same as %distributed status
-      %distributed logs 1                  what rank 1 has printed last
-      %distributed logs 1 --run first      the same of the run named first
-      %distributed stacks --run 3          where the ranks of the third run stand
-      %distributed stop --run long         ends one of several runs
+      %distributed                       list the runs in progress
+      %distributed logs 1                print the last lines of rank 1
+      %distributed logs 1 --run first    the same for the run named "first"
+      %distributed stacks --run 3        print the stacks of the third run's ranks
+      %distributed stop --run long       stop the run named "long"
 
-    As a cell magic, %%distributed runs the cell.
+    The cell magic %%distributed runs a cell on all ranks; %%distributed? explains it.
     """
     try:
         command, *words = shlex.split(line) or ["status"]
@@ -75,7 +75,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
 
 
 def _read(command: str, words: list[str]) -> _Order:
-    """What stands after the command: a rank for those that take one, and a run as an option."""
+    """Parse the words after the command: a rank, for commands that take one, and ``--run``."""
     order = _Order()
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
     while waiting:
@@ -103,7 +103,7 @@ def _status(order: _Order) -> None:
 def _print_run(entry: registry.Entry) -> None:
     job = entry.job
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
-    ended = entry.ending.status  # read once: the run may end meanwhile
+    ended = entry.ending.status  # read once, since the run may end meanwhile
     status = ended or ("running" if job is None else job.status)
     began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
     took = f", took {format_duration(entry.ending.took_s)}" if ended else ""
@@ -138,7 +138,7 @@ def _stop(order: _Order) -> None:
 def _running(order: _Order) -> Job:
     entry = registry.find(order.run, running=True)
     job = entry.job
-    if job is None:  # between the two lines above
+    if job is None:  # it ended between the two lines above
         raise NotebookAccelError(f"The run {entry.name!r} has just ended.")
     return job
 
@@ -147,7 +147,7 @@ def _logs(order: _Order) -> None:
     entry = registry.find(order.run)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
-    job = entry.job  # which knows whether a rank is still to come
+    job = entry.job  # knows whether a rank hasn't started yet
     for rank in _ranks(order, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
@@ -196,6 +196,6 @@ _OF_A_RANK = ("logs", "stacks")
 
 
 def completions(command: str) -> dict[str, list[str]]:
-    """The options that a command takes, each with what may come after it."""
+    """Return the options that a command takes, each with its possible values."""
     names = [entry.name for entry in registry.latest(_LISTED_RUNS)]
     return {"--run": list(dict.fromkeys(names))} if command in _OF_A_RUN else {}

@@ -1,15 +1,25 @@
-"""Tab completion after the magics: flags, the values of those that have a few, and subcommands."""
+"""Completion of the magics' lines, and completion and ``?`` in a session's cells, which know rank 0's variables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel import config
 
-__all__ = ["register", "unregister"]
+if TYPE_CHECKING:
+    from notebook_accel.sessions.kernel.session import Session
+
+__all__ = ["SessionHelp", "asked_about", "register", "unregister"]
+
+_CELL = re.compile(r"%%(distributed(?!.*--fresh)|rank)\b[^\n]*\n")
+_BEFORE = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
+_AFTER = re.compile(r"\w*")
+_ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
 
 
 def register(
@@ -20,17 +30,17 @@ def register(
     commands: Iterable[str] = (),
     options_of: Callable[[str], Mapping[str, list[str]]] = lambda _: {},
 ) -> None:
-    """Completes a magic's line.
+    """Complete a magic's line.
 
     Args:
-        shell: Where.
-        magic: The magic, with its percent signs.
+        shell: The shell.
+        magic: The magic's name, with its percent signs.
         flags: Its flags.
-        commands: What may stand first in its line.
-        options_of: The flags that a command takes, each with what may come after it.
+        commands: Its commands, the first word of its line.
+        options_of: Returns the flags that a command takes, each with its possible values.
     """
 
-    # IPython binds it to the shell, as it would a method.
+    # IPython binds it to the shell like a method.
     def complete(_: InteractiveShell, event: SimpleNamespace) -> list[str]:
         before = _words(event.text_until_cursor, event.symbol)
         options = {f"--{option.name}": list(option.choices) for option in config.fields()} if flags else {}
@@ -43,14 +53,14 @@ def register(
 
 
 def unregister(shell: InteractiveShell, magic: str) -> None:
-    """Takes that away. IPython can add completers and has no way to remove one."""
+    """Remove the completion again. IPython has no function for that."""
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:
         dispatcher.strs.pop(magic, None)
 
 
 def _words(line: str, symbol: str) -> list[str]:
-    """The words between the magic and ``symbol``, the last word of a line up to the cursor.
+    """Return the words between the magic and ``symbol``, the last word of the line up to the cursor.
 
     IPython splits words at ``=`` too.
     """
@@ -60,8 +70,69 @@ def _words(line: str, symbol: str) -> list[str]:
 def _completions(
     before: list[str], symbol: str, choices: Mapping[str, list[str]], flags: list[str], commands: list[str]
 ) -> list[str]:
-    """What could stand where ``symbol`` does. IPython leaves out what doesn't begin as the symbol does."""
+    """Return what may stand in the place of ``symbol``. IPython drops what doesn't begin as the symbol does."""
     if before and choices.get(before[-1]):
         return choices[before[-1]]
     first = [] if before else commands
     return [*first, *flags] if not symbol or symbol.startswith("-") else first
+
+
+class SessionHelp:
+    """Answers a kernel's completion and inspection requests in cells of a session.
+
+    It wraps the kernel's two methods, since IPython's own completers aren't told which cell they complete. In a shell
+    without a kernel, such as a terminal's, it does nothing.
+
+    Args:
+        shell: The notebook's shell.
+        session: Returns the session, ``None`` if there is none.
+    """
+
+    def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
+        self._kernel = getattr(shell, "kernel", None)
+        self._session = session
+
+    def start(self) -> None:
+        """Wrap the kernel's methods."""
+        if self._kernel is not None:
+            self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
+            self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
+
+    def stop(self) -> None:
+        """Restore the kernel's methods."""
+        if self._kernel is not None:
+            del self._kernel.do_complete, self._kernel.do_inspect
+
+    def complete(self, code: str, cursor_pos: int) -> Any:
+        """Answer a completion request, with rank 0's names first."""
+        reply = self._complete(code, cursor_pos)
+        session = self._session_of(code, cursor_pos)
+        found = _BEFORE.search(code[:cursor_pos])
+        matches = [] if session is None or found is None else session.complete(found[0])
+        if not matches or found is None or not isinstance(reply, dict):
+            return reply
+        start = cursor_pos - len(found[0])
+        others = reply["matches"] if reply.get("cursor_start") == start else []
+        shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
+        return {**shown, "metadata": {}, "status": "ok"}
+
+    def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        """Answer an inspection request, from rank 0 if it knows the name."""
+        session = self._session_of(code, cursor_pos)
+        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
+        name = (before[0] if before else "") + (after[0] if after else "")
+        lines = None if session is None or not name else session.describe(name)
+        if lines:
+            return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
+        return self._inspect(code, cursor_pos, detail_level, omit_sections)
+
+    def _session_of(self, code: str, cursor_pos: int) -> Session | None:
+        """Return the session, if the cursor is in the body of a cell that runs in it."""
+        cell = _CELL.match(code)
+        return self._session() if cell is not None and cursor_pos >= cell.end() else None
+
+
+def asked_about(cell: str) -> str:
+    """Return the name in a cell that is nothing but ``name?`` or ``?name``; empty for any other cell."""
+    found = _ASKED.fullmatch(cell)
+    return "" if found is None else found[1] or found[2]

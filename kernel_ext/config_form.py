@@ -1,7 +1,7 @@
-"""The form that writes a configuration file: a field for each option, and the file as it would be.
+"""The form that writes a configuration file: a field for each option, and a preview of the file.
 
-Only core ipywidgets, with the interface of 7.7, which Colab has. Where nobody looks at widgets it is text that says
-what to type instead.
+Only core ipywidgets, with the interface of 7.7, which Colab has. Where widgets aren't shown, a text says what to type
+instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernel_ext import front_end
-from kernel_ext.form_style import STYLE
+from kernel_ext.markup import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
@@ -24,10 +24,10 @@ _WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; 
 
 
 class ConfigForm:
-    """The form, as the value of a cell: the notebook shows it, other places print it as text.
+    """The form as the value of a cell: a notebook shows it, anything else prints it as text.
 
     Args:
-        draft: What it fills in. Default: one for the file that launches look for, on this machine.
+        draft: The values that it edits. Default: those of the file that launches on this machine read.
     """
 
     def __init__(self, draft: Draft | None = None) -> None:
@@ -59,10 +59,10 @@ class ConfigForm:
 
 
 class _Widgets:
-    """The form's widgets. Each change goes into the draft, and what it says then is shown."""
+    """The form's widgets. Each change goes into the draft, whose state is then shown."""
 
     def __init__(self, draft: Draft) -> None:
-        import ipywidgets  # not above: places without widgets import this module too
+        import ipywidgets  # not above: this module is imported without ipywidgets too
 
         self._draft = draft
         self._sources: tuple[DraftSource, ...] = ()
@@ -100,7 +100,7 @@ class _Widgets:
         }
         self._source_row = box(ipywidgets.HBox, "nba-field", self._source, self._problems)
         self._rare = box(ipywidgets.VBox, "nba-rare", *(row for name, row in rows.items() if name not in BASIC))
-        style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{STYLE}</style>"))
+        style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{FORM_STYLE}</style>"))
         top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(_header(self._draft)))
         basic = (rows[name] for name in BASIC)
         fields = box(ipywidgets.VBox, "nba-fields", self._source_row, *basic, self._more, self._rare)
@@ -110,7 +110,7 @@ class _Widgets:
         return root
 
     def _offer_sources(self) -> None:
-        """Lists what there is to start from. What the fields show stays as it is."""
+        """List what the form can start from. The fields stay as they are."""
         self._filling = True
         self._sources = self._draft.sources()
         self._source.options = [(_label(source, self._draft), index) for index, source in enumerate(self._sources)]
@@ -125,7 +125,7 @@ class _Widgets:
             self._fill()
 
     def _fill(self) -> None:
-        """Brings the fields to what the draft says."""
+        """Set the fields to the draft's values."""
         self._filling = True
         for field in self._fields.values():
             field.fill()
@@ -146,12 +146,12 @@ class _Widgets:
         self._rare.layout.display = "" if self._more.value else "none"
 
     def _show(self, said: str = "") -> None:
-        """Shows what the draft says now.
+        """Show the draft's state.
 
         Args:
-            said: How the last write ended; empty if nothing was written.
+            said: The result of the last write; empty if nothing was written.
         """
-        self._filling = True  # what fits changes the choices, which is no choice of the person's
+        self._filling = True  # changing the choices that fit must not count as the user's choice
         wrong = [name for name, field in self._fields.items() if not field.show()]
         self._filling = False
         draft = self._draft
@@ -183,7 +183,7 @@ class _Widgets:
 
 
 class _Field:
-    """One option: its input, and a note that says what it does, or what is wrong with it."""
+    """An option's input, with a note that explains the option or its error."""
 
     def __init__(self, option: Option, draft: Draft) -> None:
         import ipywidgets
@@ -201,21 +201,21 @@ class _Field:
             self.input = ipywidgets.Text(description=option.name, placeholder=placeholder)
 
     def fill(self) -> None:
-        """Brings the input to what the draft says."""
+        """Set the input to the draft's value."""
         value = self._draft.values[self._option.name]
         if self._option.choices:
             self.input.options = self._option.choices
         self.input.value = value if self._option.kind is bool else config.to_text(value)
 
     def read(self) -> None:
-        """Brings the draft to what the input says."""
+        """Set the draft's value to the input."""
         value = self.input.value
         self._draft.values[self._option.name] = (
             value if self._option.kind is bool else config.from_text(self._option, value)
         )
 
     def show(self) -> bool:
-        """Shows the note and the choices that fit; returns whether the value is allowed."""
+        """Show the note and the choices that fit. Return whether the value is allowed."""
         name, note = self._option.name, html.escape(self._option.help)
         error = self._draft.error(name)
         if error is not None:
@@ -238,7 +238,7 @@ def _label(source: DraftSource, draft: Draft) -> str:
 
 
 def _short(path: pathlib.Path) -> str:
-    """The path as a shell would take it, from the user's home if it is in there."""
+    """Return the path as a shell accepts it, from the user's home if it is in there."""
     home = config_file.from_home("~")
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 

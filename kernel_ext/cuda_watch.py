@@ -1,7 +1,7 @@
-"""Notes which cell has initialised CUDA in the kernel, and at which line, for the message that says so; or XLA.
+"""Note which cell has initialised CUDA or XLA in the kernel, for CUDA with the line, so that errors can name it.
 
-torch calls what was queued for it in the middle of its initialisation, with the guilty cell on the stack. Nothing is
-queued before torch has been imported by somebody else: an entry of ``sys.meta_path`` sees that happen, and goes then.
+torch calls functions that were queued with it in the middle of its initialisation, with the guilty cell on the stack.
+Nothing is queued before somebody else imports torch. A finder in ``sys.meta_path`` notices that and removes itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["CudaWatch"]
 
 
 class CudaWatch:
-    """Watches one shell, from ``start`` to ``stop``."""
+    """Watches a shell for CUDA's and XLA's initialisation, from ``start`` to ``stop``."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -28,7 +28,7 @@ class CudaWatch:
         self._was_xla_initialized = False
 
     def start(self) -> None:
-        """Begins to watch. What was initialised before can't be told any more."""
+        """Begin to watch. An earlier initialisation can't be attributed any more."""
         self._was_initialized = device_state.is_cuda_initialized()
         self._was_xla_initialized = device_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
@@ -36,26 +36,26 @@ class CudaWatch:
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Ends it. An entry in torch's queue stays: it does nothing but take a note."""
+        """Stop watching. The entry in torch's queue stays; it only takes a note."""
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._after_cell)
         self._leave_imports()
 
     def find_spec(self, *_: object, **__: object) -> None:
-        """Called by every import that is not done yet. Finds nothing, ever."""
+        """Look for torch, as an import finder that never finds anything itself."""
         if self._queue():
             self._leave_imports()
 
     def _leave_imports(self) -> None:
-        # Another list: this one may be gone through at this moment, and would skip who stands behind us.
+        # A new list: an import may be iterating over the old one, and would skip the next finder.
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def _queue(self) -> bool:
-        """Has torch call us when it initialises CUDA; whether that is arranged."""
+        """Have torch call us when it initialises CUDA. Return whether that is arranged."""
         cuda: Any = sys.modules.get("torch.cuda")
         if self._is_queued or cuda is None:
             return self._is_queued
-        # torch may be in the middle of its import, and the function is a private one: then the cell has to be enough.
+        # torch may be half imported, and the function is private: then the cell's number, without a line, has to do.
         with contextlib.suppress(Exception):
             if not cuda.is_initialized():
                 cuda._lazy_call(self._initializing)
@@ -63,7 +63,7 @@ class CudaWatch:
         return self._is_queued
 
     def _initializing(self) -> None:
-        """Called by torch while it initialises CUDA. Must not raise: torch would."""
+        """Note the running cell. Torch calls this while it initialises CUDA, and would pass on an exception."""
         with contextlib.suppress(Exception):
             frame: FrameType | None = sys._getframe()
             while frame is not None and frame.f_globals is not self._shell.user_ns:
@@ -72,7 +72,7 @@ class CudaWatch:
                 device_state.note_cuda_origin(f"{self._label(frame)}, line {frame.f_lineno}")
 
     def _label(self, frame: FrameType) -> str:
-        """``In[3]``, of the cell that the code is in; a function's may be another than the one that runs."""
+        """Return ``In[3]``, the cell of the frame's code. A function may come from an earlier cell."""
         named = getattr(self._shell.compile, "format_code_name", lambda _: None)(frame.f_code.co_filename)
         return str(named[1]) if named is not None else f"In[{self._shell.execution_count}]"
 

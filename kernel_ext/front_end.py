@@ -1,17 +1,31 @@
-"""Whether a person looks at this kernel through something that shows widgets, and how to hand it one."""
+"""The front end: does somebody see widgets, and does a click on one reach the kernel while a cell runs?
+
+A running cell keeps the kernel's main shell from reading messages. Since ipykernel 7 there are subshells, threads that
+read messages beside it:
+
+- 7.0 to 7.3 pass a message to the subshell that the front end names in its header. JupyterLab does so from 4.4 on,
+  after it has asked for a subshell for its widgets; VS Code names none.
+- 7.4 passes a comm's messages to whoever last sent something over the comm. For a panel that is the running cell, so
+  nobody reads them. The comm decides this in its private method ``_reply_subshell_for``. We replace it on the instance
+  to name a subshell of our own, which also serves front ends without subshells.
+- 6, which Colab has, knows no subshells.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import sys
 from typing import Any
 
-__all__ = ["is_watched", "kernel", "widget_view"]
+__all__ = ["LiveClicks", "is_watched", "kernel", "widget_view"]
 
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_ROUTE = "_reply_subshell_for"
 
 
 def kernel() -> Any:
-    """The ipykernel that this process is, or ``None``. Imports nothing, since plain scripts come through here too."""
+    """Return this process's ipykernel, or ``None``. Imports nothing, since plain scripts call this too."""
     ipython = sys.modules.get("IPython") if "ipykernel" in sys.modules else None
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None)
@@ -20,14 +34,75 @@ def kernel() -> Any:
 def is_watched(running: Any) -> bool:
     """Return whether somebody looks at a kernel.
 
-    Front ends with a person before them allow a cell to ask for input; nbclient, nbconvert and papermill don't, and
-    that is the one difference that a kernel can see.
+    Front ends with a person in front of them allow a cell to ask for input; nbclient, nbconvert and papermill don't. A
+    kernel sees no other difference.
     """
-    # _allow_stdin is what the running cell's execute request said. In a kernel without it, somebody may be looking.
+    # _allow_stdin is from the running cell's execute request. In a kernel without it, assume that somebody looks.
     return running is not None and bool(getattr(running, "_allow_stdin", True))
 
 
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
-    """The mime bundle that shows a widget, and text where none is shown."""
+    """Return the mime bundle that shows a widget, or text where widgets aren't shown."""
     view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
     return {_WIDGET_VIEW: view, "text/plain": text}
+
+
+class LiveClicks:
+    """Delivers clicks on one panel's widgets while a cell runs.
+
+    Args:
+        kernel: This process's ipykernel.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._is_routed = False
+
+    def attend(self, widget: Any) -> None:
+        """Have a widget's messages delivered while a cell runs, as far as this ipykernel can."""
+        if self._subshells() is None or not hasattr(widget.comm, _ROUTE):
+            return
+        made = _own_subshell(self._kernel)
+        setattr(widget.comm, _ROUTE, lambda _, named: _id_of(made) or named)
+        self._is_routed = True
+
+    @property
+    def are_delivered(self) -> bool:
+        """True if a click arrives while a cell runs. May become true some time after the widget is shown."""
+        there = self._subshells() or []
+        if self._is_routed:
+            made = _own_subshell(self._kernel)
+            if not made.done() or made.exception() is None:
+                return _id_of(made) in there
+        # The front end chooses: it makes a subshell as soon as it knows of a widget, or never.
+        return bool(there)
+
+    def _subshells(self) -> list[str] | None:
+        """Return the ids of all subshells, ``None`` in kernels without subshells."""
+        with contextlib.suppress(AttributeError):
+            return list(self._kernel.shell_channel_thread.manager.list_subshell())
+        return None
+
+
+_made: concurrent.futures.Future[str] | None = None
+
+
+def _own_subshell(kernel: Any) -> concurrent.futures.Future[str]:
+    """Return our subshell's id as a future: one for all panels of the kernel. Doesn't wait."""
+    global _made
+    if _made is None:
+        _made = made = concurrent.futures.Future[str]()
+        thread = kernel.shell_channel_thread
+
+        def create() -> None:  # subshells can only be made in that thread
+            try:
+                made.set_result(thread.manager._create_subshell())
+            except Exception as error:  # noqa: BLE001 - private, and so it may be called otherwise one day
+                made.set_exception(error)
+
+        thread.io_loop.add_callback(create)
+    return _made
+
+
+def _id_of(made: concurrent.futures.Future[str]) -> str | None:
+    return made.result() if made.done() and made.exception() is None else None

@@ -1,4 +1,4 @@
-"""``%%distributed``: a few lines between IPython and the launcher."""
+"""The cell magic ``%%distributed``, and the registration of all magics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import arguments, commands, completion, front_end, panel_widgets, session_magics
+from kernel_ext import arguments, commands, completion, front_end, panel, session_magics
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
@@ -30,27 +30,28 @@ __all__ = ["register", "unregister"]
 
 _NAME = "distributed"
 _DESCRIPTION = """\
-Runs the cell in several processes, each a rank with a device of its own.
+Run the cell in several processes (ranks), each with a device of its own.
 
-The cell is the training function: it runs once in every rank, with the
-notebook's names that it uses. The value of its last expression is that rank's
-result; the cell's own value is all of them. If it ends with a `def`, that
-function is also defined in the notebook, and is what is run, with --args.
-Names that the cell assigns stay in the ranks, unless they are pulled.
+The cell is the training function: it runs once in every rank, which gets a
+copy of the notebook variables that the cell uses. The value of the last
+expression is that rank's result; in the notebook, the cell's value is all
+results. If the cell ends with a `def`, that function is also defined in the
+notebook, and the ranks call it, with --args. Variables that the cell assigns
+stay in the ranks; --pull copies them into the notebook.
 """
 _EXAMPLES = """\
 examples:
   %%distributed                           one rank for each device
-  %%distributed -n 2 --pull model,losses  rank 0's model and losses come back
+  %%distributed -n 2 --pull model,losses  copies rank 0's model and losses here
   %%distributed --mixed_precision bf16 --out results
                                           results[1] is rank 1's value
   %%distributed --args (5,)               calls the function that the cell ends
                                           with, with 5
-  %%distributed --background --name long  goes on while other cells run
-  %%distributed --export train.py         runs nothing: it becomes a script
+  %%distributed --background --name long  lets other cells run meanwhile
+  %%distributed --export train.py         writes a script instead of running
 
-Where there is a session (%distributed start), the cell runs in its ranks, and
-what it assigns stays there.
+In a session (%distributed start), the cell runs in the session's ranks, and
+its variables stay there for later cells.
 """
 
 
@@ -90,7 +91,7 @@ class Magics:
         self.sessions = SessionMagics(shell, self._read)
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Each magic's kind, name and function."""
+        """Return each magic's kind, name and function."""
         return [("cell", _NAME, self.distributed), ("line", _NAME, self.control), *self.sessions.all()]
 
     def control(self, line: str) -> Any:
@@ -128,7 +129,7 @@ class Magics:
 
         try:
             outcome = launch() if given.background else foreground.run_in_foreground(launch)
-        finally:  # not before: it may import what takes its time, and the panel would stand still
+        finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)
         self._bind(given.out, outcome)
@@ -152,14 +153,14 @@ class Magics:
 
     def _read(self, cell: str) -> cells.Cell:
         try:
-            # The line of the magic is the notebook's line 1: keep its place, so that line numbers are the notebook's.
+            # The magic's own line is line 1 of the cell: an empty line keeps its place, so that line numbers match.
             return cells.parse("\n" + self._shell.transform_cell(cell), self._label())
         except SyntaxError as error:
             shown = self._shell.SyntaxTB.structured_traceback(type(error), error, None)
             raise CellSyntaxError(f"The cell is not Python: {error}", shown=tuple(shown)) from None
 
     def _label(self) -> str:
-        """``In[7]``, of the cell that is running. Whether the shell's counter is ahead of it differs by version."""
+        """Return ``In[7]``, the running cell. IPython versions differ in when they advance the shell's counter."""
         name_of = getattr(self._shell.compile, "format_code_name", lambda _: None)
         frame = sys._getframe()
         while frame.f_back is not None:
@@ -181,9 +182,9 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:
-        """Defines the function that the cell launches here too, with what it needs.
+        """Define the function that the cell launches in the notebook too, with what it needs.
 
-        Names that the notebook has already stay as they are.
+        Names that the notebook already has keep their values.
         """
         if not cell.calls:
             return
@@ -191,7 +192,7 @@ class Magics:
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
         kept = {name: value for name, value in self._shell.user_ns.items() if name != cell.calls}
         for code in definitions(cell.source, cell.label):
-            # What needs a statement that only runs in the ranks can't be had here; the launch doesn't depend on it.
+            # A definition may need a statement that only the ranks run. The launch doesn't depend on it here.
             with contextlib.suppress(Exception):
                 self._shell.ex(code)
         self._shell.user_ns.update(kept)
@@ -202,7 +203,7 @@ class Magics:
 
 
 def register(shell: InteractiveShell) -> None:
-    """Makes the magics known to a shell, starts warming the template, and imports what the first launch will show."""
+    """Register the magics in a shell, start warming the template, and import what the first launch will show."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
     if owner is not None and not isinstance(getattr(owner, "__self__", None), Magics):
         print(
@@ -225,13 +226,13 @@ def register(shell: InteractiveShell) -> None:
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
-    if front_end.kernel() is not None:  # while agent and template start, which takes longer
+    if front_end.kernel() is not None:  # meanwhile agent and template start, which takes longer
         view.warm()
-        panel_widgets.warm()
+        panel.warm()
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Takes the magics away, stops every run and ends the processes that were kept ready."""
+    """Remove the magics, stop every run and end the processes that were kept ready."""
     owner = getattr(shell.magics_manager.magics["cell"].get(_NAME), "__self__", None)
     if isinstance(owner, Magics):
         owner.watch.stop()

@@ -1,38 +1,47 @@
-"""The live panel under a cell: a run's state in widgets that change as it does.
+"""The live panel under a cell: a run's state in widgets that follow it.
 
-Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, what the widgets showed is
-replaced by the same as plain HTML, so that a saved notebook shows it without a kernel. A page that was reloaded in the
-meantime can't be told to replace it; for such a page the outermost widget stays open and shows that HTML too.
+Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, plain HTML replaces the
+widgets, so that a saved notebook shows it without a kernel. A page that was reloaded in the meantime can't be told to
+replace them; for such a page the outermost widget stays open and shows that HTML too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import importlib
+import threading
 import time
-from typing import TYPE_CHECKING, Literal
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
-from kernel_ext import front_end, output_pane, render
-from kernel_ext.asked_stacks import AskedStacks
+from kernel_ext import front_end, output, render
 from kernel_ext.chart import chart_html
-from kernel_ext.live_clicks import LiveClicks
-from kernel_ext.panel_widgets import PanelWidgets
-from kernel_ext.shown_run import ShownRun
-from kernel_ext.table import table_html
-from notebook_accel.errors import NotebookAccelError
+from kernel_ext.front_end import LiveClicks
+from kernel_ext.output import Choice, OutputLog
+from kernel_ext.table import MOST_ROWS, table_html
+from notebook_accel.errors import NotebookAccelError, RankFailedError
+from notebook_accel.formatting import format_clock
+from notebook_accel.launching.views.view import line_prefix
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["PanelView", "open_view"]
+__all__ = ["PanelView", "open_view", "warm"]
 
-_SLOW_PERIOD_S = 1.0  # for what costs more to draw, or to read
+_SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
+_VIEWS = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
+_MEAN, _EACH = "Mean", "Each rank"
 
 
-def open_view(job: Job) -> PanelView | ShownRun | None:
-    """Opens the panel of a run, or returns ``None`` where nobody would see it.
+def open_view(job: Job) -> PanelView | _ShownRun | None:
+    """Open the panel of a run. Return ``None`` where nobody would see it.
 
     The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
     """
@@ -40,7 +49,7 @@ def open_view(job: Job) -> PanelView | ShownRun | None:
     if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
         return None
     if job.done:
-        return ShownRun(job)
+        return _ShownRun(job)
     try:
         return PanelView(job)
     except ImportError:  # no ipywidgets
@@ -51,18 +60,18 @@ class PanelView:
     """A run's panel. Constructing it displays it under the running cell.
 
     Args:
-        job: The run. Its events are taken by nobody else.
+        job: The run. Nobody else may take its events.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._shown = ShownRun(job)
+        self._shown = _ShownRun(job)
         self._state = job.state
-        self._stacks = AskedStacks(job, self._on_change)
+        self._stacks = _AskedStacks(job, self._on_change)
         self._drawn = _Drawn()
-        self._has_changed = False  # what people have chosen
+        self._has_changed = False  # something that people choose
         self._clicked: Literal["", "stop", "interrupt"] = ""
-        self._widgets = PanelWidgets(
+        self._widgets = _PanelWidgets(
             job.world_size,
             on_stop=self._on_stop,
             on_interrupt=self._on_interrupt,
@@ -76,11 +85,11 @@ class PanelView:
         self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
-        """Draws what is new. Without events, only the clock moves, once a second."""
+        """Draw what is new. Without events only the clock moves, once a second."""
         self._shown.in_cell(self._refresh)
 
     def close(self) -> None:
-        """Replaces what is displayed by the final state as plain HTML and text. The run has ended."""
+        """Replace the widgets with the final state as plain HTML and text. The run has ended."""
         self._shown.in_cell(self._close)
 
     def _refresh(self) -> None:
@@ -99,13 +108,13 @@ class PanelView:
         self._widgets.close(html)
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
-        facts = self._shown.facts(now_s, self._hint())  # before the lock, since the job's error takes another
+        facts = self._shown.facts(now_s, self._hint())  # before the lock: the job's error takes another one
         with self._job.state_lock:
             self._draw_state(facts, now_s, kinds)
         self._drawn.second = int(now_s - self._job.started_s)
 
     def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
-        # A widget sends nothing when it is given the value that it has.
+        # Setting a widget to the value that it has sends nothing.
         widgets, state, drawn = self._widgets, self._state, self._drawn
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
@@ -114,7 +123,7 @@ class PanelView:
         drawn.metrics |= events.Metrics in kinds
         if has_changed or not widgets.body.value or self._is_body_due(now_s):
             drawn.output, drawn.body_s = False, now_s
-            widgets.errors.value = output_pane.errors_html(self._shown.output, widgets.choice)
+            widgets.errors.value = output.errors_html(self._shown.output, widgets.choice)
             widgets.body.value = self._body_html()
         is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
@@ -130,23 +139,23 @@ class PanelView:
             )
 
     def _is_body_due(self, now_s: float) -> bool:
-        """Return whether what is below the table has changed by itself. A file isn't read five times a second."""
+        """Return whether the part below the table has changed by itself. A log file is read once a second at most."""
         period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
         return self._drawn.output and now_s - self._drawn.body_s >= period_s
 
     def _body_html(self) -> str:
         choice = self._widgets.choice
         if choice.view == "stacks":
-            return output_pane.stacks_html(self._stacks.texts, self._stacks.said, choice)
+            return output.stacks_html(self._stacks.texts, self._stacks.said, choice)
         if choice.view == "output":
-            return output_pane.output_html(self._shown.output, choice)
+            return output.output_html(self._shown.output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
             try:
                 text = self._job.logs(choice.rank, _LOG_LINES)
             except NotebookAccelError as error:
                 text = str(error)
-        return output_pane.log_html([str(path) for path in self._job.log_files], text, choice)
+        return output.log_html([str(path) for path in self._job.log_files], text, choice)
 
     def _hint(self) -> str:
         job = self._job
@@ -161,21 +170,21 @@ class PanelView:
         return "" if self._is_clickable() else "interrupt the kernel to stop"
 
     def _is_clickable(self) -> bool:
-        """Whether something happens on a click: a cell that waits for the run may keep the kernel from hearing of it.
+        """Return whether a click has an effect: a cell that waits for the run may keep the kernel from reading it.
 
-        A run of this very process can't be stopped from outside.
+        A run in the kernel's own process can't be stopped from outside.
         """
         job = self._job
         return job.run_here is None and (job.is_background or self._clicks.are_delivered)
 
-    # Called in whatever thread a click comes in: nothing is drawn there.
+    # Called in the thread in which a click arrives, where nothing may be drawn.
 
     def _on_stop(self) -> None:
         self._clicked, self._has_changed = "stop", True
         self._job.stop()
 
     def _on_interrupt(self) -> None:
-        if self._job.on_death == "keep":  # a session: what its ranks do now ends, and they stay
+        if self._job.on_death == "keep":  # a session: interrupt its request, keep its ranks
             self._has_changed = True
             self._job.interrupt(escalate=False)
         elif not self._clicked:
@@ -188,10 +197,287 @@ class PanelView:
 
 @dataclasses.dataclass
 class _Drawn:
-    """What was drawn when, and what has come since: whether there was output, and metrics."""
+    """When each part was last drawn, and whether output or metrics have arrived since."""
 
     second: int = -1
     body_s: float = -_SLOW_PERIOD_S
     chart_s: float = -_SLOW_PERIOD_S
     output: bool = False
     metrics: bool = False
+
+
+class _AskedStacks:
+    """The ranks' stacks, asked for in the background so that drawing never waits.
+
+    Args:
+        job: The run.
+        on_change: Called when the answers are there, in another thread.
+
+    Attributes:
+        texts: Each rank's stack; empty before the first answer.
+        said: A line above them: ranks are being asked, when they answered, or why they could not.
+    """
+
+    def __init__(self, job: Job, on_change: Callable[[], None]) -> None:
+        self._job = job
+        self._on_change = on_change
+        self._asking: threading.Thread | None = None
+        self.texts: tuple[str, ...] = ()
+        self.said = "not asked yet"
+
+    def ask(self) -> None:
+        """Ask for the stacks, unless that is under way."""
+        if self._asking is None or not self._asking.is_alive():
+            self.said = "asking every rank …"
+            self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
+            self._asking.start()
+
+    def _ask(self) -> None:
+        try:
+            self.texts = tuple(map(str, self._job.stacks()))
+            self.said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
+        except NotebookAccelError as error:
+            self.said = str(error)
+        self._on_change()
+
+
+def warm() -> None:
+    """Import ipywidgets if it is installed, so that the first panel needn't wait for it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("ipywidgets")
+
+
+class _PanelWidgets:
+    """The panel's widgets, and what people choose and click in them.
+
+    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted and
+    passed on to the panel's callbacks. Widgets change when the panel is drawn, in one thread.
+
+    Args:
+        world_size: Number of ranks.
+        on_stop: Called by the button Stop.
+        on_interrupt: Called by the button Interrupt.
+        on_ask: Asks for the ranks' stacks.
+        on_change: Called after every other choice. All four run in a click's thread and must be quick.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        on_stop: Callable[[], None],
+        on_interrupt: Callable[[], None],
+        on_ask: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        import ipywidgets  # not above: plain scripts import this module too, to find that they need no panel
+
+        self.header, self.table, self.errors, self.body, self.chart = (ipywidgets.HTML() for _ in range(5))
+        self._stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
+        self._stop.on_click(lambda _: on_stop())
+        self._interrupt = ipywidgets.Button(
+            description="Interrupt", tooltip="Raise KeyboardInterrupt in every rank, so that each can clean up"
+        )
+        self._interrupt.on_click(lambda _: on_interrupt())
+        self._fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
+        self._view = ipywidgets.ToggleButtons(
+            options=list(_VIEWS),
+            tooltips=["What the ranks print", "Where every rank stands now", "The ranks' log files"],
+        )
+        self._rank = ipywidgets.Dropdown(
+            description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
+        )
+        self._search = ipywidgets.Text(description="Search", placeholder="search")
+        self._again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
+        self._again.on_click(lambda _: on_ask())
+        self._metric = ipywidgets.Dropdown(description="Metric", options=[])
+        self._curves = ipywidgets.ToggleButtons(
+            options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"]
+        )
+        self._view.observe(lambda change: on_ask() if change["new"] == "Stacks" else None, "value")
+        for widget in (self._fold, self._view, self._rank, self._search, self._metric, self._curves):
+            widget.observe(lambda _: on_change(), "value")
+        self.clickable = (
+            *(self._stop, self._interrupt, self._fold, self._view, self._rank, self._search, self._again),
+            *(self._metric, self._curves),
+        )
+        self._has_many, self._has_some = world_size > MOST_ROWS, world_size > 1
+        self.root = self._laid_out()
+
+    def _laid_out(self) -> Any:
+        from ipywidgets import HTML, HBox, VBox
+
+        def named(widget: Any, *names: str) -> Any:
+            for name in names:
+                widget.add_class(name)
+            return widget
+
+        named(self._stop, "nba-button", "nba-stop")
+        named(self._again, "nba-button", "nba-small")
+        named(self._fold, "nba-button", "nba-small", "nba-fold")
+        named(self._view, "nba-tabs")
+        named(self._curves, "nba-tabs")
+        named(self._interrupt, "nba-button")
+        self._tools = named(HBox([self._view, self._again, self._rank, self._search]), "nba-tools")
+        self._chart_tools = named(HBox([self._metric, self._curves]), "nba-tools")
+        scroll = named(VBox([self.body]), "nba-scrollback")
+        output = named(VBox([self._tools, self.errors, scroll]), "nba-output-pane")
+        chart = named(VBox([self._chart_tools, self.chart]), "nba-chart-pane")
+        top = named(HBox([self.header, self._interrupt, self._stop]), "nba-top")
+        bottom = named(HBox([output, chart]), "nba-bottom")
+        style = named(HTML(render.style_html()), "nba-style")
+        return named(VBox([style, top, self.table, self._fold, bottom]), "nba-panel")
+
+    @property
+    def choice(self) -> Choice:
+        """The choice of what is shown below the table."""
+        rank = None if self._rank.value == -1 else self._rank.value
+        return Choice(_VIEWS[self._view.value], rank, self._search.value.strip())  # type: ignore[arg-type]
+
+    @property
+    def is_folded(self) -> bool:
+        """True if ranks may share rows."""
+        return not self._fold.value
+
+    @property
+    def metric(self) -> str:
+        """The chart's metric, empty for the first one."""
+        return self._metric.value or ""
+
+    @property
+    def has_each_rank(self) -> bool:
+        """True if the chart has a curve for each rank."""
+        return bool(self._curves.value == _EACH)
+
+    @property
+    def names_chart(self) -> bool:
+        """True if the visible controls already name the chart's metric."""
+        return bool(self._chart_tools.layout.display == "")
+
+    def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
+        """Show the controls that have an effect now.
+
+        Args:
+            are_live: Whether clicks arrive.
+            metrics: The metrics that the chart can show.
+            clicked: ``stop`` or ``interrupt`` after such a click; else empty.
+            has_chart: Whether there is a chart.
+        """
+        if self._metric.options != metrics:
+            chosen = self._metric.value
+            self._metric.options = metrics
+            self._metric.value = chosen if chosen in metrics else next(iter(metrics), None)
+        self._stop.disabled = clicked == "stop"
+        self._interrupt.disabled = bool(clicked)
+        shown = {
+            self._stop: are_live,
+            self._interrupt: are_live,
+            self._fold: are_live and self._has_many,
+            self._tools: are_live,
+            self._rank: self._has_some,
+            self._again: self._view.value == "Stacks",
+            self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
+            self._curves: self._has_some,
+        }
+        for widget, is_shown in shown.items():
+            widget.layout.display = "" if is_shown else "none"
+
+    def close(self, summary: str) -> None:
+        """Leave the final state as the root's only content, and close all other widgets."""
+        import ipywidgets
+
+        parts = self.root.children
+        self.root.children = [ipywidgets.HTML(summary)]
+        self.root.add_class("nba-ended")
+        for part in parts:
+            _close(part)
+
+
+def _close(widget: Any) -> None:
+    """Close a widget, its children, and their layouts' and styles' models, so that no comm stays open."""
+    for part in (*getattr(widget, "children", ()), getattr(widget, "style", None), widget.layout):
+        if part is not None:
+            _close(part) if hasattr(part, "layout") else part.close()
+    widget.close()
+
+
+class _ShownRun:
+    """A run's output and its one place under the running cell. As a view it shows the summary when it is closed.
+
+    It serves the live panel, and alone is the view of a run that has ended before a panel opened: making widgets would
+    take longer than a short run.
+
+    Args:
+        job: The run. Nobody else may take its events.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.output = OutputLog(job.world_size, functools.partial(line_prefix, job))
+        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
+        # a context variable (since version 7).
+        self._cell_context = contextvars.copy_context()
+        self._display_id = uuid.uuid4().hex
+        self._is_there = False
+
+    def in_cell(self, act: Callable[[], None]) -> None:
+        """Call a function whose messages to front ends belong under the run's cell."""
+        self._cell_context.copy().run(act)
+
+    def take_events(self) -> set[type[events.Event]]:
+        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
+        kinds: set[type[events.Event]] = set()
+        for rank, event in self._job.events():
+            kinds.add(type(event))
+            if isinstance(event, events.Output):
+                self.output.take(rank, event)
+            elif isinstance(event, events.Display):
+                options = {"display_id": event.display_id or None, "update": event.is_update}
+                self._display(event.data, metadata=event.metadata, **options)
+        return kinds
+
+    def facts(self, now_s: float, hint: str = "") -> render.RunFacts:
+        """Return what is shown besides the ranks' own state."""
+        job = self._job
+        end_s = now_s if job.ended_s is None else job.ended_s
+        error = job.error
+        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
+        return render.RunFacts(
+            name=job.name,
+            devices=job.devices,
+            precision=job.config.mixed_precision,
+            status=job.status,
+            elapsed_s=end_s - job.started_s,
+            hint=hint,
+            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
+            traceback=traceback,
+            is_background=job.is_background,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
+        )
+
+    def show(self, data: dict[str, Any]) -> None:
+        """Display a mime bundle in the run's place, replacing what is there."""
+        self._display(data, display_id=self._display_id, update=self._is_there)
+        self._is_there = True
+
+    def show_summary(self, now_s: float, hint: str = "") -> None:
+        """Display the run's end as HTML and text that need no kernel."""
+        facts, state = self.facts(now_s, hint), self._job.state
+        with self._job.state_lock:
+            html = render.summary_html(facts, state, self.output, now_s)
+            text = render.summary_text(facts, state, self.output, now_s)
+        self.show({"text/html": html, "text/plain": text})
+
+    def refresh(self) -> None:
+        """Take the events, so that they don't pile up."""
+        self.take_events()
+
+    def close(self) -> None:
+        """Display the summary. The run has ended."""
+        self.take_events()
+        self.show_summary(time.monotonic())
+
+    def _display(self, data: dict[str, Any], **options: Any) -> None:
+        from IPython.display import display
+
+        self.in_cell(lambda: display(data, raw=True, **options))

@@ -1,8 +1,8 @@
-"""From a run's state to HTML and to plain text. Pure functions; everything that a rank said is escaped.
+"""Turn a run's state into HTML and plain text. Pure functions; everything that a rank said is escaped.
 
-The HTML reads well without its style sheet too, as sanitizers leave it: a real table, words for states, text beside
-every bar. The live panel shows its parts (header, table, output, chart) in widgets of their own; the summary that stays
-in the notebook is the same parts in one piece.
+Sanitizers may remove the style sheet, so the HTML reads well without it: a real table, words for states, text beside
+every bar. The live panel shows the parts (header, table, output, chart) in widgets; the summary that stays in the
+notebook has the same parts in one piece.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import dataclasses
 import html
 
 from kernel_ext.chart import chart_html
-from kernel_ext.markup import badge, counted, faint
-from kernel_ext.output_log import OutputLog
-from kernel_ext.output_pane import output_lines, traceback_html, whole_output_html
-from kernel_ext.style import STYLE
+from kernel_ext.markup import STYLE, badge, counted, faint
+from kernel_ext.output import OutputLog, output_lines, traceback_html, whole_output_html
 from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
 from notebook_accel.formatting import format_clock, format_duration
 from notebook_accel.launching.state.run import RunState
@@ -24,19 +22,19 @@ __all__ = ["RunFacts", "header_html", "style_html", "summary_html", "summary_par
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What is shown of a run besides what its ranks say.
+    """Facts about a run that aren't in its ranks' state.
 
     Attributes:
         name: Its name.
         devices: What it runs on, such as ``2 CPUs``.
         precision: Its mixed precision, ``no`` if it has none.
         status: ``starting``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
-        elapsed_s: How long it has been running, or ran.
-        hint: A word for the reader, such as how to stop it; may be empty.
+        elapsed_s: Its running time so far, or in all.
+        hint: A hint for the reader, such as how to stop it; may be empty.
         failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
         traceback: That traceback.
-        is_background: Whether nobody waits for the run, so that only the panel says why it failed.
-        log_folder: Where the ranks' whole output is, empty if it is nowhere.
+        is_background: Whether no cell waits for the run, so that only the panel reports a failure.
+        log_folder: Folder of the ranks' whole output, empty if there is none.
     """
 
     name: str
@@ -57,17 +55,17 @@ class RunFacts:
 
     @property
     def state(self) -> str:
-        """The status in the words that ranks have too."""
+        """The run's status in the words for ranks' states."""
         return "finished" if self.status == "succeeded" else self.status
 
 
 def style_html() -> str:
-    """The style sheet for everything below an element of class ``nba-panel``."""
+    """Return the style sheet for everything below an element of class ``nba-panel``."""
     return f"<style>{STYLE}</style>"
 
 
 def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
-    """The line above the table: state, name, devices, epoch, times; and why ranks were started again."""
+    """Return the line above the table: state, name, devices, epoch and times; below it the reasons of restarts."""
     times = [f"<span>{_time(facts)} {faint('in all' if facts.has_ended else 'elapsed')}</span>"]
     left_s = None if facts.has_ended else state.left_s(now_s)
     if left_s is not None:
@@ -83,16 +81,16 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
 
 
 def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """What stays in the notebook: the whole panel as it is now, in one piece that needs no kernel."""
+    """Return the summary that stays in the notebook: the whole panel in one piece that needs no kernel."""
     return f'<div class="nba-panel">{summary_parts_html(facts, state, output, now_s)}</div>'
 
 
 def summary_parts_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """What ``summary_html`` has inside, for an element that is a panel already."""
+    """Return the content of ``summary_html``, for an element that is a panel already."""
     chart = chart_html(state)
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
     bottom = ""
-    if output.count or beside:  # the chart stays where the live panel had it
+    if output.count or beside:  # the chart stays in the live panel's place
         pane = f'<div class="nba-output-pane">{whole_output_html(output, facts.log_folder)}</div>'
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
@@ -102,7 +100,7 @@ def summary_parts_html(facts: RunFacts, state: RunState, output: OutputLog, now_
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """The same facts in plain text, for where HTML isn't shown."""
+    """Return the summary as plain text, for where HTML isn't shown."""
     first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
     lines = [first, *state.restarts_why, *state.nodes, *table_lines(state, now_s), *notes(state, now_s)]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
@@ -126,12 +124,12 @@ def _about(facts: RunFacts, state: RunState) -> list[str]:
 
 
 def _lines_html(state: RunState) -> str:
-    """Why ranks were started again, the last few times, and how the other nodes stand."""
+    """List the reasons of the last restarts, and the other nodes' states."""
     return "".join(f'<p class="nba-said">{html.escape(line)}</p>' for line in (*state.restarts_why, *state.nodes))
 
 
 def _every_rank_html(state: RunState, now_s: float) -> str:
-    """Where ranks share rows, a row for each, folded away."""
+    """Fold a row for every rank below a table in which ranks share rows."""
     count = len(state.ranks)
     if count <= MOST_ROWS:
         return ""
@@ -140,7 +138,7 @@ def _every_rank_html(state: RunState, now_s: float) -> str:
 
 
 def _traceback_html(facts: RunFacts) -> str:
-    """Why the run failed; open where no cell raises it."""
+    """Show the failure's traceback; unfolded where no cell raises it."""
     if facts.failed_rank is None:
         return ""
     said = " · job.results() raises it" if facts.is_background else ""

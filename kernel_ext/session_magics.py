@@ -11,13 +11,13 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from kernel_ext.arguments import Parser, name, split
-from kernel_ext.session_help import SessionHelp, asked_about
+from kernel_ext.completion import SessionHelp, asked_about
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.showing import Shown, ranks_in_words
+from notebook_accel.sessions.kernel.output import Shown, ranks_in_words
 
 if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.background import BackgroundCell
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "SessionMagics"]
 
 COMMANDS = ("start", "stop", "restart", "debug")
-"""What may stand after ``%distributed`` and is for here."""
+"""The commands of ``%distributed`` that concern a session."""
 
 HELP = """\
-    A session: ranks that stay, in which %%distributed cells then run.
+    A session keeps its ranks between cells. While there is one, %%distributed cells run in its ranks:
 
-    %distributed start -n 2        starts it, with the options of %%distributed
-    %distributed restart [RANKS]   starts ranks that have died again, or these (0,2-3), or all
-    %distributed debug [RANK]      pdb at the last error, or at that of a rank
-    %distributed stop              ends it
+    %distributed start -n 2        start a session, with the options of %%distributed
+    %distributed restart [RANKS]   restart ranks that have died, or these (such as 0,2-3), or all
+    %distributed debug [RANK]      open pdb at the last error, or at the last error of a rank
+    %distributed stop              end the session
 """
 
 _HINT = (
     "%%distributed cells run there, %%rank 0 cells in one; %push and %pull bring names; %distributed stop ends them."
 )
-_ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`, which an interrupt ends earlier
+_ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`; an interrupt ends it earlier
 
 
 class SessionMagics:
-    """The session of one notebook, if it has one, and the magics for it.
+    """The notebook's session, if it has one, and its magics.
 
     Args:
-        shell: The notebook's.
-        read: Reads a cell.
+        shell: The notebook's shell.
+        read: Parses a cell.
     """
 
     def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell]) -> None:
@@ -61,13 +61,13 @@ class SessionMagics:
         self.help = SessionHelp(shell, lambda: self.session)
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Each magic's kind, name and function."""
+        """Return each magic's kind, name and function."""
         return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
 
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
 
     def handles(self, line: str) -> bool:
-        """Return whether a line after ``%distributed`` is for here: ``stop`` is only if it means the session."""
+        """Return whether a ``%distributed`` line is for the session. ``stop`` is if the session is what it means."""
         command, *arguments = line.split() or [""]
         if command != "stop":
             return command in COMMANDS
@@ -75,14 +75,14 @@ class SessionMagics:
             return False
         running = [entry for entry in registry.latest() if entry.is_running]
         mine = next((entry for entry in running if entry.job is self.session.job), None)
-        if mine is None:  # it has ended by itself
+        if mine is None:  # the session has ended by itself
             return not arguments
         if not arguments:
             return running == [mine]
         return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
 
     def run(self, line: str) -> None:
-        """``%distributed start | stop | restart | debug``."""
+        """Run ``%distributed start``, ``stop``, ``restart`` or ``debug``."""
         command, *_ = line.split()
         rest = line.strip().removeprefix(command)
         if command == "start":
@@ -102,13 +102,13 @@ class SessionMagics:
         if self.session is not None and not self.session.is_over:
             raise RunError("There is a session already.", why=repr(self.session),
                            fix="%distributed stop, before another one is started")  # fmt: skip
-        # Not above: on other systems than Linux it can't be imported.
+        # Not above: it can only be imported on Linux.
         from notebook_accel.sessions.kernel.session import Session
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
         config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
-        with held():  # ranks that have started, and that nothing refers to, could not be ended
+        with held():  # an interrupt before the assignment would leave ranks that nobody can end
             self.session = Session.from_config(config)
         job = self.session.job
         ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
@@ -129,7 +129,7 @@ class SessionMagics:
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
-        """Ends the session, if there is one."""
+        """End the session, if there is one."""
         with held():
             session, self.session = self.session, None
             if session is not None:
@@ -143,7 +143,7 @@ class SessionMagics:
     # Cells ------------------------------------------------------------------------------------------------------------
 
     def cell(self, given: argparse.Namespace, cell: str) -> Shown | BackgroundCell | None:
-        """A ``%%distributed`` cell, in the session."""
+        """Run a ``%%distributed`` cell in the session."""
         refused = [f"--{name}" for name in (*configuration.given_flags(given), "args") if getattr(given, name)]
         if refused:
             raise UsageError(
@@ -163,7 +163,7 @@ class SessionMagics:
             shown, values = session.run_cell(
                 parsed, self._shell.user_ns, push=given.push, wants_values=given.out is not None
             )
-        except ResultError:  # a value for --out can't be had, which is no reason to do without the names
+        except ResultError:  # a value for --out can't be sent; pull the names all the same
             if given.pull:
                 self._bind(session, given.pull, 0)
             raise
@@ -186,12 +186,12 @@ class SessionMagics:
         return handle
 
     def rank(self, line: str, cell: str) -> Shown | None:
-        """Runs a cell on some ranks of the session only.
+        """Run a cell on some ranks of the session only.
 
         %%rank 0        on rank 0
         %%rank 0,2-3    on ranks 0, 2 and 3
 
-        What all ranks do together, such as a training step, must not be in there: the others don't come to it.
+        The cell must not do what all ranks do together, such as a training step: it would wait for the others.
         """
         session = self._needed("%%rank")
         if not line.strip():
@@ -202,7 +202,7 @@ class SessionMagics:
     # Names ------------------------------------------------------------------------------------------------------------
 
     def push(self, line: str) -> None:
-        """Binds names of the notebook in the session's ranks, by value, whatever they have under them.
+        """Copy notebook variables to the session's ranks, replacing what they have under these names.
 
         %push model lr         on all ranks
         %push lr --rank 1      on rank 1; also 0,2-3
@@ -216,7 +216,7 @@ class SessionMagics:
         session.push(given.rank, **{name: self._shell.user_ns[name] for name in given.names})
 
     def pull(self, line: str) -> None:
-        """Binds names in the notebook to what a rank of the session has, by value.
+        """Copy variables of one of the session's ranks into the notebook.
 
         %pull losses           rank 0's
         %pull losses --rank 1
@@ -245,7 +245,7 @@ def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -
     if session.job.ranks[0].has_ended:
         return "Rank 0 has died. %distributed restart starts it again."
     doing = session.job.doing()
-    why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing  # it may have become so since
+    why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing  # the ranks may be idle again by now
     return f"The ranks can't be asked just now: {why}."
 
 
@@ -257,10 +257,10 @@ def _names_parser(magic: str) -> Parser:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """``0,2-3`` as a list.
+    """Parse ``0,2-3`` into a list.
 
     Raises:
-        UsageError: It is no such thing.
+        UsageError: The text names no ranks.
     """
     ranks: list[int] = []
     for part in text.replace(" ", "").split(","):

@@ -1,8 +1,8 @@
 """The table of a run's ranks, as HTML and as text.
 
-Up to a screenful of ranks have a row each. Of more, those of one state share a row, on several nodes those of one node,
-with what they have in common and how far they are apart, and below the table each has a small cell; those that few
-share a state with, such as the one that failed, keep a row of their own.
+Up to a screenful of ranks have a row each. Of more ranks, those in one state share a row (on several nodes, those of
+one node), which shows their common values and their spread; a small cell below the table stands for each. Ranks in a
+rare state, such as the one that failed, keep a row of their own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from notebook_accel.launching.state.run import RunState
 __all__ = ["MOST_ROWS", "notes", "table_html", "table_lines"]
 
 MOST_ROWS = 16
-"""Of more ranks, those of one state share a row, unless all are asked for."""
+"""Of more ranks than this, those in one state share a row, unless all are asked for."""
 _MOST_SINGLE = 3
 _MOST_METRIC_COLUMNS = 4
-_MOST_METRICS_BESIDE_OUTPUT = 2  # of more, nothing that can be read would be left of a line
+_MOST_METRICS_BESIDE_OUTPUT = 2  # with more, too little of a line would be left to read
 _MOST_NAME_CHARACTERS = 24
 _ALIVE_S = 3.0
 _SIGNS = {"failed": "✗", "killed": "✗", "lost": "✗", "finished": "✓", "silent": "!", "behind": "▼"}
@@ -40,12 +40,12 @@ _ALARMING = ("failed", "killed", "lost", "silent", "behind")
 
 
 def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
-    """One row a rank, and below it a row with what happened to it, if something did.
+    """Draw a row for each rank, or group of ranks, and below it a row that says what happened to it.
 
     Args:
         state: The run.
-        now_s: The present.
-        is_folded: Whether ranks share rows where they are many.
+        now_s: The current time.
+        is_folded: Whether many ranks may share rows.
     """
     table = _Table(state, now_s)
     groups = table.groups() if is_folded else [[rank] for rank in state.ranks]
@@ -61,7 +61,7 @@ def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
 
 
 def table_lines(state: RunState, now_s: float) -> list[str]:
-    """The same as aligned text, with a row for every rank."""
+    """Return the table as aligned text, with a row for every rank."""
     table = _Table(state, now_s)
     rows = [["rank", *(column.head for column in table.columns)]]
     rows += [[str(rank.number), *(column.text(rank) for column in table.columns)] for rank in state.ranks]
@@ -70,20 +70,20 @@ def table_lines(state: RunState, now_s: float) -> list[str]:
 
 
 def notes(state: RunState, now_s: float) -> list[str]:
-    """What happened to ranks, a line for each of which there is something to say."""
+    """Return a line for each rank to which something has happened."""
     return [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """One column of the table.
+    """A column of the table.
 
     Attributes:
-        head: Its head.
-        text: A rank's cell as text.
+        head: Its heading.
+        text: Returns a rank's cell as text.
         kind: The CSS class of its cells.
-        html: A rank's cell as HTML, where it is more than its text.
-        together: The cell of several ranks, as HTML; empty where they have nothing in common.
+        html: Returns a rank's cell as HTML, where that is more than its text.
+        together: Returns several ranks' common cell as HTML; empty if they have nothing in common.
     """
 
     head: str
@@ -99,7 +99,7 @@ class _Column:
 
 
 class _Table:
-    """A run's table at one time."""
+    """A run's table at one moment."""
 
     def __init__(self, state: RunState, now_s: float) -> None:
         self._state = state
@@ -109,7 +109,7 @@ class _Table:
         self.columns = self._columns()
 
     def groups(self) -> list[list[RankState]]:
-        """The ranks that share a row, by their lowest rank; what is alarming first."""
+        """Return the ranks that share a row, by their lowest rank; alarming states first."""
         ranks = self._state.ranks
         if len(ranks) <= MOST_ROWS:
             return [[rank] for rank in ranks]
@@ -141,7 +141,7 @@ class _Table:
         return f"node {ranks[0].node}: {len(ranks)} ranks" if self._is_by_node else f"{len(ranks)} ranks"
 
     def cells_html(self) -> str:
-        """A small cell for each rank: its number, a sign for its state, and how far it is."""
+        """Draw a small cell for each rank: its number, a sign for its state, and its progress."""
         return f'<ul class="nba-cells" aria-label="All ranks">{"".join(map(self._cell_html, self._state.ranks))}</ul>'
 
     def _cell_html(self, rank: RankState) -> str:
@@ -154,7 +154,7 @@ class _Table:
         )
 
     def _columns(self) -> list[_Column]:
-        """The columns that some rank has something for."""
+        """Return the columns for which some rank has a value."""
         ranks = self._state.ranks
         columns = [
             _Column(
@@ -189,7 +189,7 @@ class _Table:
                     "seen", self._seen, "nba-seen", together=lambda ranks: self._seen(min(ranks, key=_last_event_s))
                 )
             )
-        # There from the start: it takes the width that the others leave, so that they don't move when one comes.
+        # There from the start, since it takes the remaining width: other columns don't move when one is added.
         if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
             columns.append(_Column("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
@@ -198,7 +198,7 @@ class _Table:
         return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
 
     def _seen(self, rank: RankState) -> str:
-        """How long ago it gave a sign of life."""
+        """Return how long ago the rank last sent an event."""
         if rank.has_ended or rank.last_event_s is None:
             return UNKNOWN
         ago_s = self._now_s - rank.last_event_s
@@ -218,7 +218,7 @@ def _metric_column(name: str) -> _Column:
 
 
 def _numbers(ranks: Sequence[RankState]) -> str:
-    """``ranks 0-3``, ``ranks 0, 2-7``."""
+    """Return ``ranks 0-3`` or ``ranks 0, 2-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank.number == parts[-1][-1] + 1:
@@ -263,7 +263,7 @@ def _step_html(rank: RankState) -> str:
 
 
 def _steps_html(ranks: Sequence[RankState]) -> str:
-    """The slowest's and the fastest's step, and the bar of the slowest."""
+    """Return the slowest and the fastest rank's step, with the slowest rank's bar."""
     slowest, fastest = (choose(ranks, key=lambda rank: rank.step or 0) for choose in (min, max))
     if slowest.step is None or fastest.step is None:
         return html.escape(_step_text(fastest))
@@ -291,13 +291,13 @@ def _memory_html(rank: RankState) -> str:
 
 
 def _memories_html(ranks: Sequence[RankState]) -> str:
-    """The fullest rank's."""
+    """Return the memory of the rank that uses most."""
     known = [rank for rank in ranks if rank.memory_used_bytes is not None]
     return _memory_html(max(known, key=lambda rank: rank.memory_used_bytes or 0)) if known else UNKNOWN
 
 
 def _note(rank: RankState, now_s: float) -> str:
-    """What happened to it; of a rank that the others wait for, where it stands."""
+    """Say what happened to a rank; of a silent rank that others wait for, say where it is."""
     if rank.note or rank.silent is None or rank.silent.waits_in:
         return rank.note
     at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
@@ -305,7 +305,7 @@ def _note(rank: RankState, now_s: float) -> str:
 
 
 def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:
-    """What happened to the first of them, and to how many the same."""
+    """Say what happened to the first rank of a group, and to how many of them."""
     found = [note for rank in ranks if (note := _note(rank, now_s))]
     if not found:
         return ""

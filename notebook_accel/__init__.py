@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.session import Session
     from notebook_accel.training.accelerator import Accelerator
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
-    from notebook_accel.training.availability import is_rich_available
-    from notebook_accel.training.batch_size import find_executable_batch_size
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
     from notebook_accel.training.handlers import (
@@ -44,9 +42,8 @@ if TYPE_CHECKING:
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
     )
-    from notebook_accel.training.process_control import DistributedType, PartialState
-    from notebook_accel.training.profiling import ProfileKwargs
     from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.refusals import (
         DeepSpeedPlugin,
@@ -63,7 +60,9 @@ if TYPE_CHECKING:
         prepare_pippy,
     )
     from notebook_accel.training.skipping import skip_first_batches
-    from notebook_accel.training.states import AcceleratorState
+    from notebook_accel.training.states import AcceleratorState, DistributedType, PartialState
+    from notebook_accel.utils.imports import is_rich_available
+    from notebook_accel.utils.memory import find_executable_batch_size
 
 __version__ = "0.1.0"
 
@@ -80,7 +79,7 @@ _HOME = {
     "DataLoaderConfiguration": "training.data",
     "DeepSpeedPlugin": "training.refusals",
     "DistributedDataParallelKwargs": "training.handlers",
-    "DistributedType": "training.process_control",
+    "DistributedType": "training.states",
     "FullyShardedDataParallelPlugin": "training.refusals",
     "GradScalerKwargs": "training.handlers",
     "GradientAccumulationPlugin": "training.accumulation",
@@ -90,10 +89,10 @@ _HOME = {
     "LaunchError": "errors",
     "NotebookAccelError": "errors",
     "ParallelismConfig": "training.refusals",
-    "PartialState": "training.process_control",
+    "PartialState": "training.states",
     "PayloadError": "errors",
     "PreflightError": "errors",
-    "ProfileKwargs": "training.profiling",
+    "ProfileKwargs": "training.handlers",
     "ProjectConfiguration": "training.checkpoint_folders",
     "RankFailedError": "errors",
     "ResultError": "errors",
@@ -107,11 +106,11 @@ _HOME = {
     "debug_launcher": "launching.kernel.notebook_launcher",
     "disk_offload": "training.refusals",
     "dispatch_model": "training.refusals",
-    "find_executable_batch_size": "training.batch_size",
+    "find_executable_batch_size": "utils.memory",
     "infer_auto_device_map": "training.refusals",
     "init_empty_weights": "training.refusals",
     "init_on_device": "training.refusals",
-    "is_rich_available": "training.availability",
+    "is_rich_available": "utils.imports",
     "load_checkpoint_and_dispatch": "training.refusals",
     "load_checkpoint_in_model": "training.refusals",
     "notebook_launcher": "launching.kernel.notebook_launcher",

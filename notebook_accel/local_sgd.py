@@ -1,5 +1,75 @@
-"""The name that users of Accelerate import from ``accelerate.local_sgd``."""
+"""Local SGD, as in ``accelerate.local_sgd``: ranks train by themselves and average their weights every few steps."""
 
-from notebook_accel.training.local_sgd import LocalSGD
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from notebook_accel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from notebook_accel.training.accelerator import Accelerator
 
 __all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """A context in which gradients stay local, and weights are averaged every few steps and at the end.
+
+    The method is that of Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks have to take the
+    same number of steps. A checkpoint has rank 0's weights, which differ from the others' between two averagings.
+
+    Args:
+        accelerator: The Accelerator that has prepared the model.
+        model: The prepared model, or a bare tensor in place of one.
+        local_sgd_steps: Calls of ``step`` between two averagings.
+        enabled: ``False`` trains as without ``LocalSGD``.
+
+    Raises:
+        ConfigError: ``local_sgd_steps`` isn't a whole number from 1.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module | torch.Tensor,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
+        number: object = local_sgd_steps
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"local_sgd_steps is {number!r}.", fix="a whole number from 1")
+        self._accelerator = accelerator
+        self._model = model
+        self._period = number
+        self._is_enabled = enabled and accelerator.use_distributed
+        self._steps = 0
+        self._local = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._is_enabled:
+            self._local.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._local.close()
+        if self._is_enabled and kind is None:  # after an error the others may never come
+            self._average()
+
+    def step(self) -> None:
+        """Count a step, and average the weights after every ``local_sgd_steps``."""
+        self._steps += 1
+        if self._is_enabled and self._steps % self._period == 0:
+            self._average()
+
+    def _average(self) -> None:
+        model = self._model
+        weights = [model] if isinstance(model, torch.Tensor) else list(model.parameters())
+        means = self._accelerator.reduce([weight.detach() for weight in weights], "mean")
+        with torch.no_grad():
+            for weight, mean in zip(weights, means, strict=True):
+                weight.copy_(mean)

@@ -1,5 +1,66 @@
-"""The names that users of Accelerate import from ``accelerate.logging``."""
+"""Loggers whose messages come from one rank, as in ``accelerate.logging``."""
 
-from notebook_accel.training.rank_logging import get_logger
+from __future__ import annotations
 
-__all__ = ["get_logger"]
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from notebook_accel.training import collectives, process_group
+
+__all__ = ["RankLogger", "get_logger"]
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # Python 3.10 can't subscript it
+
+_warned: set[tuple[str, object]] = set()
+
+
+class RankLogger(_Adapter):
+    """A logger whose messages come from rank 0 only, by default.
+
+    Each method takes two more arguments. ``main_process_only=False`` logs on every rank. ``in_order=True`` lets these
+    log one after the other, and all ranks have to call the method then.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log on rank 0, on every rank, or on every rank in order."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        if not self.isEnabledFor(level):
+            return
+        rank = process_group.rank_place().rank
+        if main_process_only and rank != 0:
+            return
+        if main_process_only or not in_order:
+            self.logger.log(level, msg, *args, **kwargs)
+            return
+        backend = process_group.current()
+        for turn in range(backend.place.world_size):
+            if turn == rank:
+                self.logger.log(level, msg, *args, **kwargs)
+            collectives.wait_for_everyone(backend)
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a warning the first time only."""
+        if (self.logger.name, msg) not in _warned:
+            _warned.add((self.logger.name, msg))
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> RankLogger:
+    """Return a logger whose messages come from rank 0 only.
+
+    Args:
+        name: As for ``logging.getLogger``.
+        log_level: Such as ``"INFO"``. Default: ``ACCELERATE_LOG_LEVEL``, or the level that ``logging`` has.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return RankLogger(logger, {})

@@ -1,6 +1,6 @@
 """What a session's kernel and its ranks say to each other. Descriptors travel beside a message, as stated.
 
-kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, Standing, Settle, Renew
+kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, InspectGroup, Settle, Renew
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Only what has been sealed by the other side is ever unpickled, and a rank opens nothing before the kernel has taken its
@@ -24,12 +24,12 @@ __all__ = [
     "Fetch",
     "FromRank",
     "Hello",
+    "InspectGroup",
     "Look",
     "Prompt",
     "Renew",
     "Reply",
     "Settle",
-    "Standing",
     "Take",
     "ToRank",
     "Typed",
@@ -140,7 +140,7 @@ class Typed(_Message, frozen=True, kw_only=True):
     line: str
 
 
-class Standing(_Asked, frozen=True, kw_only=True):
+class InspectGroup(_Asked, frozen=True, kw_only=True):
     """Where the rank stands in its process groups, after a cell that did not end well."""
 
 
@@ -205,7 +205,7 @@ class Reply(_Message, frozen=True, kw_only=True):
         missing: A name that it doesn't have, for which it failed.
         log_bytes: How much it has written to its log so far.
         steps: How many steps it has counted so far.
-        standing: For ``Standing``: calls made in each process group; ``None`` without a group.
+        group_calls: For ``InspectGroup``: calls made in each process group; ``None`` without a group.
         lines: For ``Look``: the answer. For ``Renew``: what could not be kept. For ``Debug``: why not.
     """
 
@@ -220,11 +220,11 @@ class Reply(_Message, frozen=True, kw_only=True):
     missing: str = ""
     log_bytes: int = 0
     steps: int = 0
-    standing: list[int] | None = None
+    group_calls: list[int] | None = None
     lines: list[str] = []
 
 
-ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | Standing | Settle | Renew
+ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | InspectGroup | Settle | Renew
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,1 +1,1 @@
-"""Ranks that stay between cells: a launched function that waits for what the notebook wants next."""
+"""Sessions: ranks that keep running between cells."""

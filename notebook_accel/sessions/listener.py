@@ -1,6 +1,6 @@
-"""How ranks come to their session: a socket in a folder that only this user can look into, and a secret.
+"""Ranks join their session through a socket in a folder that only this user can read, with a secret.
 
-The folder, and not a socket pair that the rank is forked with, because a rank that is started again has to come too.
+A socket pair that ranks inherit wouldn't do: a rank that is started again has to join too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Arrival", "Meeting", "join_session"]
+__all__ = ["JoinedRank", "Listener", "join_session"]
 
 _HELLO_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.1
@@ -32,14 +32,14 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
 
-class Arrival:
-    """A rank that has come.
+class JoinedRank:
+    """A rank that has joined.
 
     Attributes:
         rank: Its number.
-        connection: The line to it.
-        pidfd: Leads to its process, whatever becomes of the process's number.
-        was_taken: Set when somebody looks after it.
+        connection: The connection to it.
+        pidfd: Refers to its process, even if the process ID is reused.
+        was_taken: Set once the rank's connection is served.
     """
 
     def __init__(self, rank: int, connection: Connection, pidfd: int) -> None:
@@ -49,20 +49,20 @@ class Arrival:
         self.was_taken = Latch()
 
     def close(self) -> None:
-        """Closes both."""
+        """Close the connection and the pidfd."""
         self.connection.close()
         os.close(self.pidfd)
 
 
-class Meeting:
-    """Where ranks come to.
+class Listener:
+    """The session's end of the socket that ranks join through.
 
     Attributes:
-        folder: Its folder, which ranks are told.
-        secret: Which they prove to have been told.
+        folder: The socket's folder.
+        secret: Ranks send it to prove that they belong to the session.
 
     Raises:
-        LaunchError: There is no room for it.
+        LaunchError: The folder can't be made.
     """
 
     def __init__(self) -> None:
@@ -80,22 +80,22 @@ class Meeting:
         self._socket.settimeout(_LOOK_PERIOD_S)
 
     def close(self) -> None:
-        """Nobody can come any more."""
+        """Stop listening and remove the folder."""
         self._socket.close()
         if self._hold is not None:
             os.close(self._hold)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def arrivals(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[Arrival]:
-        """The next so many ranks, as they come.
+    def joining(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[JoinedRank]:
+        """Yield ranks as they join, until ``count`` have.
 
         Args:
-            count: How many are waited for.
-            timeout_s: How long for all of them.
-            check: Called now and then; raises if it is no use to wait.
+            count: Number of ranks to wait for.
+            timeout_s: Deadline for all of them together.
+            check: Called repeatedly; raises if waiting is useless.
 
         Raises:
-            LaunchError: They didn't come in time.
+            LaunchError: Some ranks didn't join in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while count:
@@ -103,13 +103,13 @@ class Meeting:
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"{count} of the session's ranks have not come within {timeout_s:g} s.")
             with contextlib.suppress(TimeoutError):
-                arrival = self._received(self._socket.accept()[0])
-                if arrival is not None:
+                joined = self._received(self._socket.accept()[0])
+                if joined is not None:
                     count -= 1
-                    yield arrival
+                    yield joined
 
-    def _received(self, sock: socket.socket) -> Arrival | None:
-        """Who has come; ``None`` if it is nobody of ours."""
+    def _received(self, sock: socket.socket) -> JoinedRank | None:
+        """Check who has connected. Return the rank, or ``None`` for anything else."""
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
@@ -118,13 +118,13 @@ class Meeting:
             hello = messages.decode_hello(frames[0].body) if frames else None
             if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
                 connection.set_receive_deadline(0)
-                return Arrival(hello.rank, connection, pidfd_open(pid))
+                return JoinedRank(hello.rank, connection, pidfd_open(pid))
         connection.close()
         return None
 
 
 def join_session(folder: str, hello: messages.Hello) -> Connection:
-    """A rank's line to its session."""
+    """Connect a rank to its session."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short_path(pathlib.Path(folder)) as path:
         sock.connect(path)
@@ -135,7 +135,7 @@ def join_session(folder: str, hello: messages.Hello) -> Connection:
 
 @contextlib.contextmanager
 def _short_path(folder: pathlib.Path) -> Iterator[str]:
-    """A path to the socket in the folder that is short enough for the system, however long the folder's own is."""
+    """Yield a path to the folder's socket that is short enough for the system, however long the folder's path is."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{_NAME}"

@@ -1,87 +1,99 @@
-"""``Accelerator``: what training code holds. It owns the parts of the backend and hands each call to one of them."""
+"""``Accelerator``, the object that training code holds. Its methods delegate to one module for each area."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterable, Sequence
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import (
     accumulation,
+    checkpoint,
+    checkpoint_folders,
+    collectives,
     data,
-    forgotten,
     handlers,
+    model_files,
     models,
     optimizers,
     process_group,
-    profiling,
     random_state,
     refusals,
-    schedule_hint,
     skipping,
+    tracking,
     uneven,
+    unprepared_warnings,
 )
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
-from notebook_accel.training.checkpoint import CUSTOM, Contents
+from notebook_accel.training.checkpoint import CheckpointState
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.data import DataLoaderConfiguration
-from notebook_accel.training.group_calls import GroupCalls
-from notebook_accel.training.handlers import AutocastKwargs
+from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loaders import DataLoaderShard
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.passes import PASSES
 from notebook_accel.training.precision import Precision
-from notebook_accel.training.profiling import ProfileKwargs
-from notebook_accel.training.project import Project
-from notebook_accel.training.settings import Settings
-from notebook_accel.training.states import AcceleratorState
+from notebook_accel.training.states import AcceleratorState, ProcessState
 
 __all__ = ["Accelerator"]
 
 _T = TypeVar("_T")
+_Path = str | os.PathLike[str]
 
 
-class Accelerator(GroupCalls, Project, Settings):
+class Accelerator(ProcessState):
     """One rank of a training run.
 
-    Making it joins the group that the environment describes; without one, this process trains alone. A further one in
-    the same process uses the same group.
+    The first one in a process joins the group that the environment describes, or trains alone if it describes none.
+    Further ones use the same group.
 
     Args:
         device_placement: Put models and batches on this rank's device.
-        split_batches: The loaders' batch size is that of all ranks together. The same as in ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. By default what the launcher was told, else ``"no"``.
+        split_batches: Take the loaders' batch size as that of all ranks together. As in ``dataloader_config``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: what the launch was told, or ``"no"``.
         gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: what the
             launch was told, or 1.
-        gradient_accumulation_plugin: More about accumulation.
+        gradient_accumulation_plugin: Further settings of accumulation.
         dataloader_config: How loaders are prepared.
-        cpu: Compute on the CPU, also where there are GPUs.
+        cpu: Compute on the CPU, even where there are GPUs.
         log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
-        project_dir: The folder of checkpoints and logs. The same as in ``project_config``.
-        project_config: More about it, such as numbered checkpoints.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. Orders
-            of samples agree without it.
+        project_dir: The folder of checkpoints and logs. As in ``project_config``.
+        project_config: Further settings of that folder, such as numbered checkpoints.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. The
+            order of samples is the same on all ranks without it.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
-        downcast_bf16: On a TPU with bf16, have float32 replace float64 too.
+        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
-            ``GradScalerKwargs``, ``InitProcessGroupKwargs``.
+            ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
 
     Attributes:
-        gradient_state: Where training stands: ``sync_gradients``, ``end_of_dataloader``.
+        gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
         state: This rank and its precision.
+        project_configuration: The folders of the run.
+        trackers: The trackers that ``log`` writes to; on rank 0, after ``init_trackers``.
 
     Raises:
-        ConfigError: An option was given a value that it can't have.
-        TrainingError: The other ranks didn't come in time, or this one has no device.
+        ConfigError: An option has a value that isn't possible, or a tracker isn't installed or has no folder.
+        TrainingError: The other ranks didn't come in time, or this rank has no device.
     """
+
+    # Programs that support every way to spread a model over devices ask for these first.
+    deepspeed_plugin: None = None
+    parallelism_config: None = None
+    is_composable_parallelism_enabled = False
+    is_fsdp2 = False
 
     def __init__(
         self,
@@ -94,7 +106,7 @@ class Accelerator(GroupCalls, Project, Settings):
         dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,
         log_with: Any = None,
-        project_dir: str | os.PathLike[str] | None = None,
+        project_dir: _Path | None = None,
         project_config: ProjectConfiguration | None = None,
         rng_types: Iterable[Any] | None = None,
         step_scheduler_with_optimizer: bool = True,
@@ -103,13 +115,14 @@ class Accelerator(GroupCalls, Project, Settings):
         **others: Any,
     ) -> None:
         refusals.refuse(others)
-        self._handlers = handlers.Handlers.of(kwargs_handlers)
+        self._handlers = handlers.Handlers.from_list(kwargs_handlers)
         self._rng_types = random_state.check_rng_types(rng_types or ())
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
         config = dataloader_config or DataLoaderConfiguration()
         self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
-        backend = process_group.join(cpu=cpu, options=self._handlers.group)
-        super().__init__(backend, project_dir=project_dir, configuration=project_config, log_with=log_with)
+        super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
+        self.trackers: list[Any] = []
+        self._open_project(project_dir, project_config, log_with)
         self._precision = Precision(
             mixed_precision,
             self._backend.device,
@@ -118,224 +131,59 @@ class Accelerator(GroupCalls, Project, Settings):
             downcast_bf16=downcast_bf16,
             computes_in=self._backend.computes_in,
         )
-        self.state = AcceleratorState.of(self._backend, self._precision)
+        self.state = AcceleratorState.from_accelerator(self._backend, self._precision)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._prepared: list[tuple[Any, Any]] = []
+        self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
         self._has_begun = False
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Makes models, optimizers, loaders and schedulers ready for this rank.
+    # Settings
 
-        Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
-        rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects are passed
-        through, and so is what was prepared before.
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return self._precision.name
 
-        Args:
-            objects: What to prepare.
-            device_placement: For each of them, whether it is put on the device; ``None`` as the Accelerator does it.
+    @property
+    def split_batches(self) -> bool:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.split_batches
 
-        Returns:
-            The objects in the same order; a single one by itself.
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.dispatch_batches
 
-        Raises:
-            ConfigError: A loader can't be shared out, a dataset was given in place of one, or ``device_placement`` has
-                another length.
-            TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
-        """
-        data.refuse_data(objects)
-        prepared, placed = objects, self._placements(objects, device_placement)
-        for is_kind, prepare_one in self._kinds:
-            pairs = zip(prepared, placed, strict=True)
-            prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
-        if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
-            optimizers.refuse_strangers(prepared, [item for _, item in self._prepared])
-        return prepared[0] if len(prepared) == 1 else prepared
+    @property
+    def even_batches(self) -> bool:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.even_batches
 
-    def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> torch.nn.Module:
-        """``prepare`` for one model; one that is only evaluated doesn't average gradients."""
-        prepare = functools.partial(
-            models.prepare_model,
-            device_placement=self._is_placed(device_placement),
-            learns=not evaluation_mode,
-            parallel=self._handlers.ddp,
-            before_training_pass=self.gradient_state.refuse_to_wait_in_vain,
-        )
-        return self._once(model, lambda: prepare(model, self._backend, self._precision))
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.use_seedable_sampler
 
-    def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
-        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._backend, device_placement=device_placement))
+    @property
+    def non_blocking(self) -> bool:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.non_blocking
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """``prepare`` for one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
-        moves, end_step = self._is_placed(device_placement), self._backend.end_step
-        prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, end_step=end_step)
-        return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """As in ``DataLoaderConfiguration``."""
+        return self._loading.use_stateful_dataloader
 
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
-    ) -> DataLoaderShard:
-        """``prepare`` for one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
-        data.refuse_slicing(slice_fn_for_dispatch)
-        prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
-        device = self.device if self._is_placed(device_placement) else None
-        return self._once(data_loader, lambda: prepare(data_loader, backend=self._backend, device=device))
+    @property
+    def multi_device(self) -> bool:
+        """True if there are several ranks and they have GPUs."""
+        return self.use_distributed and self.device.type == "cuda"
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """``prepare`` for one scheduler. Its optimizer has to be prepared before."""
-        steps = 1 if self._loading.split_batches else self.num_processes
-        follows = self._step_scheduler_with_optimizer
-
-        def prepare() -> AcceleratedScheduler:
-            if self.is_main_process and follows:
-                schedule_hint.say(scheduler, ranks=steps, window=self.gradient_accumulation_steps)
-            return optimizers.prepare_scheduler(
-                scheduler, self._optimizers, self.gradient_state, steps_per_call=steps, step_with_optimizer=follows
-            )
-
-        return self._once(scheduler, prepare)
-
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
-        return skipping.skip_first_batches(dataloader, num_batches)
-
-    def join_uneven_inputs(
-        self, joinables: Iterable[Any], even_batches: bool | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context in which ranks that have no further batch take part in what the others do.
-
-        Args:
-            joinables: The prepared models that are trained in there.
-            even_batches: What holds for the prepared loaders in there; by default what they were prepared with.
-        """
-        if self.num_processes == 1:
-            return contextlib.nullcontext()
-        even = self._loading.even_batches if even_batches is None else even_batches
-        loaders = [prepared for _, prepared in self._prepared if isinstance(prepared, DataLoaderShard)]
-        return uneven.join_uneven_inputs(joinables, even, loaders=loaders, state=self.gradient_state)
-
-    def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> torch.nn.Module:
-        """The model that was prepared, as it was. Training can go on with the prepared one.
-
-        Args:
-            model: A prepared model; any other is returned as it is.
-            keep_fp32_wrapper: Return it so that it still computes in mixed precision; ``False`` returns it computing
-                in its own, with the same weights.
-            keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
-        """
-        return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Forgets all that was prepared and a window that has begun, and gives unused device memory back.
-
-        Returns:
-            As many ``None`` as there are arguments, to overwrite the caller's names with.
-        """
-        self._prepared.clear()
-        self.gradient_state.reset()
-        gc.collect()
-        self._backend.release_memory()
-        return [None] * len(objects)
-
-    clear = free_memory
-
-    def end_training(self) -> None:
-        """Ends trackers, forgets all that was prepared and leaves the group.
-
-        The group ends with the last Accelerator of this process.
-        """
-        self._finish_trackers()
-        self.free_memory()
-        self._backend.leave()
-
-    # One step
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``, divided by the length of the accumulation window and scaled for fp16.
-
-        Raises:
-            CollectiveError: Another rank didn't come to average the gradients; says where each was.
-        """
-        if not self._has_begun:
-            self._begin()
-        loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
-        scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
-        PASSES.upload_next()
-        try:
-            scaled.backward(**kwargs)
-        except RuntimeError as error:
-            self._backend.explain(error)
-            raise
-
-    def _begin(self) -> None:
-        self._has_begun = True
-        if self.is_main_process:
-            prepared = [item for _, item in self._prepared]
-            window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
-            scales = self._precision.scaler is not None
-            forgotten.warn(prepared, ranks=self.num_processes, window=window, scales=scales)
-
-    def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
-        """One micro-batch, around its forward and backward pass and the optimizer's step.
-
-        Gradients add up, each rank's for itself, until ``gradient_accumulation_steps`` micro-batches are done or the
-        loader ends; only then they are averaged over the ranks, and optimizers and schedulers step.
-        """
-        return self.gradient_state.accumulate(models)
-
-    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
-        return accumulation.no_sync(model)
-
-    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the backward pass averages gradients although the forward pass was in ``no_sync``.
-
-        Raises:
-            TrainingError: The model was prepared to find unused parameters, which only a forward pass finds.
-        """
-        return accumulation.sync_in_backward(model)
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """A context that computes in mixed precision, for what happens outside of a prepared model."""
-        return self._precision.autocast(autocast_handler)
-
-    def unscale_gradients(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None) -> None:
-        """Brings the gradients of a window that ends here back to their real size; only fp16 scales them.
-
-        Args:
-            optimizer: One or several prepared ones; by default all.
-        """
-        if self.sync_gradients:
-            chosen = self._optimizers if optimizer is None else optimizer
-            optimizers.unscale(chosen if isinstance(chosen, Sequence) else [chosen], self._precision.scaler)
-
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Runs torch's profiler around the body, and gives it to the body as ``with ... as``."""
-        return profiling.profile(profile_handler or self._handlers.profile, self.process_index)
-
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Clips gradients to a total norm where they sync, and returns the norm that they had before.
-
-        Can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
-        """
-        clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
-        return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
-
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clips gradients to ``[-clip_value, clip_value]`` where they sync. Can be called for every micro-batch."""
-        clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
-        clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
-
-    # Where training stands
+    @property
+    def should_save_model(self) -> bool:
+        """True on the rank that writes weights."""
+        return self.is_main_process
 
     @property
     def sync_gradients(self) -> bool:
@@ -353,28 +201,89 @@ class Accelerator(GroupCalls, Project, Settings):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if an optimizer left out its last step because a gradient overflowed in fp16."""
+        """True if an optimizer skipped its last step because a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    def _contents(self) -> Contents:
-        prepared = [item for _, item in self._prepared]
-        states: dict[str, list[Any]] = {
-            "optimizer": [*self._optimizers],
-            "scheduler": [item for item in prepared if isinstance(item, AcceleratedScheduler)],
-            "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
-            CUSTOM: self._registered,
-        }
-        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
-        loaders = [item for item in prepared if isinstance(item, DataLoaderShard)]
-        return Contents(models, states, loaders, self.gradient_state)
+    # Preparing
 
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return [prepared for _, prepared in self._prepared if isinstance(prepared, AcceleratedOptimizer)]
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready for this rank.
+
+        Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
+        rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
+        were prepared before, are returned as they are.
+
+        Args:
+            objects: The objects to prepare.
+            device_placement: Whether to put each of them on the device; ``None`` follows the Accelerator's setting.
+
+        Returns:
+            The objects in the same order; a single one by itself.
+
+        Raises:
+            ConfigError: A loader can't be sharded, a dataset was given in place of one, or ``device_placement`` has
+                another length.
+            TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
+        """
+        data.refuse_data(objects)
+        prepared, placed = objects, self._placements(objects, device_placement)
+        for is_kind, prepare_one in self._kinds:
+            pairs = zip(prepared, placed, strict=True)
+            prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
+        if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
+            optimizers.refuse_unrelated(prepared, self._all_prepared)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients."""
+        prepare = functools.partial(
+            models.prepare_model,
+            device_placement=self._is_placed(device_placement),
+            learns=not evaluation_mode,
+            parallel=self._handlers.ddp,
+            before_training_pass=self.gradient_state.refuse_missing_ranks,
+        )
+        return self._once(model, lambda: prepare(model, self._backend, self._precision))
+
+    def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
+        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._backend, device_placement=device_placement))
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
+        moves, mark_step = self._is_placed(device_placement), self._backend.mark_step
+        prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, mark_step=mark_step)
+        return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
+    ) -> DataLoaderShard:
+        """Prepare one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
+        data.refuse_slicing(slice_fn_for_dispatch)
+        prepare = functools.partial(data.share_out, config=self._loading, rng_types=self._rng_types)
+        device = self.device if self._is_placed(device_placement) else None
+        return self._once(data_loader, lambda: prepare(data_loader, backend=self._backend, device=device))
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Prepare one scheduler. Its optimizer has to be prepared before."""
+        steps = 1 if self._loading.split_batches else self.num_processes
+        follows = self._step_scheduler_with_optimizer
+
+        def prepare() -> AcceleratedScheduler:
+            if self.is_main_process and follows:
+                unprepared_warnings.log_schedule_hint(scheduler, ranks=steps, window=self.gradient_accumulation_steps)
+            return optimizers.prepare_scheduler(
+                scheduler, self._optimizers, self.gradient_state, steps_per_call=steps, step_with_optimizer=follows
+            )
+
+        return self._once(scheduler, prepare)
 
     @property
     def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any, bool], Any]], ...]:
-        """What is prepared, in this order, and how."""
+        """The kinds of objects in the order in which they are prepared, with the method for each."""
         return (
             (_is_a(torch.nn.Module), self.prepare_model),  # first: optimizers follow where their parameters have gone
             (models.is_leaf, self._prepare_leaf),
@@ -385,7 +294,7 @@ class Accelerator(GroupCalls, Project, Settings):
         )
 
     def _once(self, given: Any, prepare: Callable[[], _T]) -> _T:
-        """What ``given`` was prepared as before, or is now."""
+        """Return ``given`` as it was prepared before, or prepare it now."""
         for original, prepared in self._prepared:
             if given is original or given is prepared:
                 already: _T = prepared
@@ -394,6 +303,442 @@ class Accelerator(GroupCalls, Project, Settings):
         self._prepared.append((given, new))
         return new
 
+    @property
+    def _all_prepared(self) -> list[Any]:
+        return [prepared for _, prepared in self._prepared]
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return [item for item in self._all_prepared if isinstance(item, AcceleratedOptimizer)]
+
+    @property
+    def _loaders(self) -> list[DataLoaderShard]:
+        return [item for item in self._all_prepared if isinstance(item, DataLoaderShard)]
+
+    def _is_placed(self, device_placement: bool | None) -> bool:
+        return self._device_placement if device_placement is None else device_placement
+
+    def _placements(self, objects: Sequence[object], device_placement: Sequence[bool | None] | None) -> list[bool]:
+        """Return for each object whether it goes to the device."""
+        asked: Any = [None] * len(objects) if device_placement is None else device_placement
+        if not isinstance(asked, Sequence) or len(asked) != len(objects):
+            raise ConfigError(
+                f"prepare was given {len(objects)} objects and device_placement={device_placement!r}.",
+                fix=f"a list of {len(objects)}: True, False or None for each object",
+            )
+        return [self._is_placed(placement) for placement in asked]
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
+        return skipping.skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Return the model as it was before ``prepare``. Training can go on with the prepared one.
+
+        Args:
+            model: A prepared model; any other is returned as it is.
+            keep_fp32_wrapper: Return it still computing in mixed precision. ``False`` returns a model that computes in
+                its own precision, with the same weights.
+            keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
+        """
+        return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget all prepared objects and an unfinished accumulation window, and release unused device memory.
+
+        Returns:
+            As many ``None`` as there are arguments, to overwrite the caller's names with.
+        """
+        self._prepared.clear()
+        self.gradient_state.reset()
+        gc.collect()
+        self._backend.release_memory()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """Finish trackers, forget all prepared objects and leave the group.
+
+        The group ends with the last Accelerator of this process.
+        """
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
+        self.free_memory()
+        self._backend.leave()
+
+    # One step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Call ``loss.backward(**kwargs)``, with the loss divided by the window's length and scaled for fp16.
+
+        Raises:
+            CollectiveError: Another rank didn't come to average the gradients. The message says where each rank was.
+        """
+        if not self._has_begun:
+            self._warn_of_unprepared()
+        loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
+        scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
+        PASSES.upload_next()
+        try:
+            scaled.backward(**kwargs)
+        except RuntimeError as error:
+            self._backend.explain(error)
+            raise
+
+    def _warn_of_unprepared(self) -> None:
+        self._has_begun = True
+        if self.is_main_process:
+            window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
+            scales = self._precision.scaler is not None
+            unprepared_warnings.warn(self._all_prepared, ranks=self.num_processes, window=window, scales=scales)
+
+    def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one micro-batch: its forward and backward pass and the optimizer's step.
+
+        Each rank sums its own gradients until ``gradient_accumulation_steps`` micro-batches are done or the loader
+        ends. Only then are they averaged over the ranks, and only then do optimizers and schedulers step.
+        """
+        return self.gradient_state.accumulate(models)
+
+    def no_sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the backward pass leaves ``model``'s gradients local to this rank."""
+        return accumulation.no_sync(model)
+
+    def trigger_sync_in_backward(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the backward pass averages gradients although the forward pass was in ``no_sync``.
+
+        Raises:
+            TrainingError: The model was prepared to find unused parameters, which only a forward pass finds.
+        """
+        return accumulation.sync_in_backward(model)
+
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ranks without further batches take part in the others' steps.
+
+        Args:
+            joinables: The prepared models that are trained in the context.
+            even_batches: Overrides the setting of the prepared loaders within the context.
+        """
+        if self.num_processes == 1:
+            return contextlib.nullcontext()
+        even = self._loading.even_batches if even_batches is None else even_batches
+        return uneven.join_uneven_inputs(joinables, even, loaders=self._loaders, state=self.gradient_state)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that computes in mixed precision, for code outside of a prepared model."""
+        return self._precision.autocast(autocast_handler)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that runs torch's profiler and yields it."""
+        return handlers.profile(profile_handler or self._handlers.profile, self.process_index)
+
+    def unscale_gradients(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None) -> None:
+        """Bring the gradients of a window that ends here back to their real size. Only fp16 scales them.
+
+        Args:
+            optimizer: One or several prepared optimizers; by default all.
+        """
+        if self.sync_gradients:
+            chosen = self._optimizers if optimizer is None else optimizer
+            optimizers.unscale(chosen if isinstance(chosen, Sequence) else [chosen], self._precision.scaler)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip gradients to a total norm where they sync, and return the norm that they had before.
+
+        Can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
+        """
+        clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
+        return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip gradients to ``[-clip_value, clip_value]`` where they sync. Can be called for every micro-batch."""
+        clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
+        clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+
+    # Collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the ranks' tensors on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
+
+        Takes nested lists, tuples and mappings of tensors. With one process they come back as they are.
+
+        Raises:
+            CollectiveError: Shapes or types differ between ranks. Between CPUs this is noticed before it happens.
+        """
+        return collectives.gather(self._backend, tensor, self.gradient_state.tail)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather each sample of an epoch once: leave out those that were repeated to fill the last batches.
+
+        Args:
+            input_data: Nested tensors with as many rows for each sample of the current batch, mostly one; or a list of
+                objects.
+            use_gather_object: Gather a list as objects even if its items are tensors.
+        """
+        return collectives.gather_for_metrics(
+            self._backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+        )
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce the ranks' tensors element by element into new tensors, multiplied by ``scale``.
+
+        Args:
+            tensor: Nested tensors.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
+            scale: The factor of the result.
+        """
+        return collectives.reduce(self._backend, tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Fill the ranks' tensors with those of one rank, in place, and return them."""
+        return collectives.broadcast(self._backend, tensor, from_process)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
+        return collectives.pad_across_processes(self._backend, tensor, dim, pad_index, pad_first)
+
+    # The project's folder
+
+    def _open_project(self, folder: _Path | None, configuration: ProjectConfiguration | None, log_with: Any) -> None:
+        self.project_configuration = configuration or ProjectConfiguration(project_dir=folder)
+        if folder is not None and self.project_dir is None:
+            self.project_configuration.set_directories(folder)
+        self._log_with = tracking.resolve(log_with, self.logging_dir)
+        self._registered: list[Any] = []
+        # Ordered dictionaries, since a handle refers to them weakly.
+        self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+        self._before_load: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+
+    @property
+    def project_dir(self) -> _Path | None:
+        """The run's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> _Path | None:
+        """The folder that trackers write to."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint, with automatic naming."""
+        return self.project_configuration.iteration
+
+    # Checkpoints
+
+    def save_state(self, output_dir: _Path | None = None, safe_serialization: bool = True) -> str:
+        """Save everything that training depends on, so that ``load_state`` goes on as if nothing had happened.
+
+        A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random numbers,
+        the position of each loader, the gradients of an unfinished window, and registered objects. All ranks call
+        this. The folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
+
+        Args:
+            output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: Write weights as safetensors rather than in torch's own format.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: A rank couldn't write its part.
+            ConfigError: There is no folder to save to, or the numbered one exists.
+        """
+        configuration = self.project_configuration
+        is_numbered = configuration.automatic_checkpoint_naming
+
+        def choose() -> pathlib.Path:
+            return checkpoint_folders.next_in(configuration) if is_numbered else _absolute(output_dir)
+
+        hooks = [*self._before_save.values()]
+        folder = checkpoint.save(self._backend, self._checkpoint_state(), hooks, choose, safe=safe_serialization)
+        if is_numbered:
+            configuration.iteration += 1
+            if self.is_main_process:
+                checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
+        return str(folder)
+
+    def load_state(
+        self,
+        input_dir: _Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+    ) -> str:
+        """Put training back to where ``save_state`` was called. All ranks call this, after ``prepare``.
+
+        A loader goes on with the next batch of the epoch that was running, which its ``epoch`` says. If the last batch
+        of an epoch was out, that epoch has no further ones, and the code after its loop runs.
+
+        Args:
+            input_dir: The folder; by default, with automatic naming, the numbered one with the highest number.
+            load_kwargs: ``{"weights_only": False}`` also reads registered objects that can run code when they are read.
+            strict: Require that the models have exactly the tensors that were saved.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it isn't whole, or its world size or model differs.
+        """
+        configuration = self.project_configuration
+        is_numbered = input_dir is None and configuration.automatic_checkpoint_naming
+
+        def choose() -> pathlib.Path:
+            return checkpoint_folders.latest(configuration) if is_numbered else _absolute(input_dir)
+
+        hooks = [*self._before_load.values()]
+        weights_only = bool((load_kwargs or {}).get("weights_only", True))
+        options = {"strict": strict, "weights_only": weights_only}
+        folder = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
+        number = checkpoint_folders.number_of(folder)
+        if configuration.automatic_checkpoint_naming and number is not None:
+            configuration.iteration = number + 1
+        return str(folder)
+
+    def _checkpoint_state(self) -> CheckpointState:
+        prepared = self._all_prepared
+        states: dict[str, list[Any]] = {
+            "optimizer": [*self._optimizers],
+            "scheduler": [item for item in prepared if isinstance(item, AcceleratedScheduler)],
+            "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
+            checkpoint.CUSTOM: self._registered,
+        }
+        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
+        return CheckpointState(models, states, self._loaders, self.gradient_state)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Make objects part of each checkpoint.
+
+        Raises:
+            TrainingError: An object has no ``state_dict`` or no ``load_state_dict``.
+        """
+        for item in objects:
+            if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict")):
+                raise TrainingError(
+                    f"{type(item).__name__} can't be part of a checkpoint.",
+                    why="It needs the methods state_dict() and load_state_dict(state).",
+                    fix="give its class both",
+                )
+        self._registered += [item for item in objects if not any(item is known for known in self._registered)]
+
+    def register_save_state_pre_hook(
+        self, hook: Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+    ) -> RemovableHandle:
+        """Call ``hook(models, weights, folder)`` on every rank before models are saved.
+
+        ``folder`` has a temporary name at that time. Weights that the hook removes from the list aren't saved.
+
+        Returns:
+            A handle; ``handle.remove()`` removes the hook.
+        """
+        return _add_hook(self._before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[[list[torch.nn.Module], str], None]) -> RemovableHandle:
+        """Call ``hook(models, folder)`` on every rank before models are loaded. Models that it removes aren't loaded.
+
+        Returns:
+            A handle; ``handle.remove()`` removes the hook.
+        """
+        return _add_hook(self._before_load, hook)
+
+    # Weights and other files
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now."""
+        state: dict[str, Any] = self._backend.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
+        return state
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: _Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights to ``model.safetensors`` on rank 0, in shards with an index if they are large.
+
+        Args:
+            model: A model, prepared or not.
+            save_directory: The folder.
+            max_shard_size: A number of bytes, or text such as ``"5GB"``.
+            safe_serialization: Write safetensors rather than torch's own format.
+
+        Raises:
+            CheckpointError: The model's state has something that safetensors can't hold.
+            ConfigError: ``max_shard_size`` isn't a size, or there is a file where the folder should be.
+        """
+        if self.is_main_process:
+            state = self.get_state_dict(model)
+            model_files.save_model(state, _absolute(save_directory), max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: _Path, safe_serialization: bool = False) -> None:
+        """Write an object by ``torch.save`` on rank 0, or as safetensors. The file appears when it is complete."""
+        if self.is_main_process:
+            model_files.save(obj, f, safe=safe_serialization)
+
+    # Trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of ``log_with`` on rank 0.
+
+        Args:
+            project_name: The run's name there.
+            config: The run's settings, such as hyperparameters.
+            init_kwargs: Further arguments by the tracker's name, such as ``{"tensorboard": {"flush_secs": 60}}``.
+        """
+        if self.is_main_process:
+            self.trackers = tracking.start(self._log_with, project_name, self.logging_dir, init_kwargs or {})
+            for tracker in self.trackers if config is not None else ():
+                tracker.store_init_configuration(dict(config or {}))
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write values to every tracker on rank 0."""
+        for tracker in self.trackers:
+            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by its name, or with ``unwrap`` its library's own object. Other ranks get an idle tracker.
+
+        Raises:
+            ConfigError: There is no tracker of that name.
+        """
+        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else tracking.GeneralTracker()
+
 
 def _is_a(kind: type) -> Callable[[Any], bool]:
     return lambda item: isinstance(item, kind)
+
+
+def _absolute(path: _Path | None) -> pathlib.Path:
+    if path is None:
+        raise ConfigError(
+            "There is no folder for the checkpoint.",
+            fix='give it one, or Accelerator(project_config=ProjectConfiguration(project_dir="runs/first", '
+            "automatic_checkpoint_naming=True))",
+        )
+    return pathlib.Path(path).expanduser().resolve()
+
+
+def _add_hook(hooks: collections.OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,7 +1,7 @@
-"""Gradient accumulation: when gradients sync, and what the loss is divided by.
+"""Gradient accumulation: when gradients sync, and the divisor of the loss.
 
-A window is the run of micro-batches whose gradients make one optimizer step. All windows of an epoch are
-``num_steps`` long but the last, which ends with the loader.
+A window is the sequence of micro-batches whose gradients make one optimizer step. Each window of an epoch has
+``num_steps`` micro-batches, except the last, which ends with the loader.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ __all__ = ["GradientAccumulationPlugin", "GradientState", "is_left_local", "no_s
 
 @dataclasses.dataclass(frozen=True)
 class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
     Attributes:
-        num_steps: Micro-batches in a window; by default what the ``Accelerator`` is told as
-            ``gradient_accumulation_steps``.
-        adjust_scheduler: Let a scheduler advance by all the micro-batches of a window instead of by one: for a schedule
-            that was planned in micro-batches. Accelerate has ``True`` here, but there it has no effect on the learning
-            rate, so ``False`` is what gives the same numbers.
+        num_steps: Micro-batches in a window; by default the ``Accelerator``'s ``gradient_accumulation_steps``.
+        adjust_scheduler: Advance a scheduler by all the micro-batches of a window instead of by one, for a schedule
+            that was planned in micro-batches. Accelerate's default is ``True``, but there it has no effect on the
+            learning rate, so that ``False`` gives the same numbers.
         sync_with_dataloader: End a window where the loader ends.
-        sync_each_batch: Average gradients over the ranks after every micro-batch instead of once a window. Slower, but
-            no rank holds gradients of its own.
+        sync_each_batch: Average gradients over the ranks after every micro-batch instead of once in a window. This is
+            slower, but no rank holds gradients of its own.
         scale_last_window: Divide the loss of a shorter last window by its real length, so that its step is the mean
             over its micro-batches like any other. ``False``, or ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the
             environment, divides by ``num_steps`` as Accelerate does.
@@ -62,12 +61,12 @@ class GradientAccumulationPlugin:
 def resolve(
     steps: int | None, plugin: GradientAccumulationPlugin | None, environ: Mapping[str, str] = os.environ
 ) -> GradientAccumulationPlugin:
-    """The plugin that says what ``gradient_accumulation_steps``, the given plugin and the launch say together.
+    """Return the plugin that results from ``gradient_accumulation_steps``, the given plugin and the launch.
 
-    What the launch was told, which is in the environment, is for programs that don't say it themselves.
+    The launch's setting, in the environment, is for programs that don't set it themselves.
 
     Raises:
-        ConfigError: The first two say different numbers, or one that can't be.
+        ConfigError: The first two are different numbers, or one isn't a whole number from 1.
     """
     plugin = plugin or GradientAccumulationPlugin()
     told = _steps_of_launch(environ)
@@ -108,21 +107,21 @@ def _steps_of_launch(environ: Mapping[str, str]) -> int | None:
 
 
 class GradientState:
-    """Where an ``Accelerator``'s training stands. Its optimizers and schedulers share it.
+    """The accumulation window of an ``Accelerator``. Its optimizers and schedulers share it.
 
-    Which batch is out is known to all of a process's, whichever of them has prepared the loader. But a new one knows
-    nothing of batches that came out before it was made: their pass may be one that an exception has ended, and whose
-    traceback a notebook keeps.
+    All objects of a process know the current batch, whichever ``Accelerator`` has prepared the loader. But a new object
+    ignores batches from before it was made: an exception may have ended their iteration, and a notebook keeps the
+    traceback, which keeps the iterator.
 
     Args:
-        plugin: As ``resolve`` returns it. Without one, this is the state of the ``Accelerator`` that was made last.
+        plugin: The plugin that ``resolve`` returns. Without one, this is the state of the latest ``Accelerator``.
 
     Attributes:
-        plugin: How gradients are accumulated.
+        plugin: Settings of gradient accumulation.
         num_steps: Micro-batches in a window.
-        sync_gradients: Whether this micro-batch ends a window, so that gradients are averaged over the ranks and
+        sync_gradients: True if this micro-batch ends a window, so that gradients are averaged over the ranks and
             optimizers step.
-        joins_uneven: Whether ranks that have no further batch take part in what the others do.
+        joins_uneven: True if ranks without further batches take part in the others' steps.
     """
 
     _latest: ClassVar[Any] = None
@@ -139,14 +138,14 @@ class GradientState:
         self._since = PASSES.moment
         self.reset()
         GradientState._latest = self
-        if plugin is not None:  # of an Accelerator, which all ranks make
+        if plugin is not None:  # made by an Accelerator, which every rank has
             same_state.remember(self)
 
     def reset(self) -> None:
-        """Forgets a window that has begun."""
+        """Forget an unfinished window."""
         self.sync_gradients = True
         self._divisor = self.num_steps
-        self._micro_batches = 0  # of the window so far; 0 as long as nobody uses ``accumulate``
+        self._micro_batches = 0  # of the window so far; 0 unless ``accumulate`` is used
 
     abandon_step = reset  # after an interrupt
 
@@ -156,19 +155,19 @@ class GradientState:
         return not self.sync_gradients
 
     def change_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches in a window. One that has begun ends when it has as many.
+        """Change the number of micro-batches in a window. An unfinished window ends when it has as many.
 
         Raises:
-            ConfigError: It isn't a whole number from 1.
+            ConfigError: ``steps`` isn't a whole number from 1.
         """
         _check_steps("gradient_accumulation_steps", steps)
         self.num_steps = steps
-        # Of a window that has begun, losses have been divided by the old number; where it ends they are rescaled.
+        # In an unfinished window, losses were divided by the old number; they are rescaled where it ends.
         if self.sync_gradients or not self.plugin.scale_last_window:
             self._divisor = steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window stands, for a checkpoint."""
+        """Return the state of the window, for a checkpoint."""
         return {
             "sync_gradients": self.sync_gradients,
             "divisor": self._divisor,
@@ -176,7 +175,7 @@ class GradientState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state_dict`` has stood."""
+        """Restore a state that ``state_dict`` has returned."""
         self.sync_gradients = state["sync_gradients"]
         self._divisor = state["divisor"]
         self._micro_batches = state["micro_batches"]
@@ -207,19 +206,19 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if the batch that came out last is the last of its loader."""
+        """True if the current batch is the last of its loader."""
         current = self._seen(PASSES.current)
         return current is not None and current.is_last
 
     @property
     def tail(self) -> Tail | None:
-        """The round of the batch that came out last, if it is a last one unlike the others."""
+        """The round of the current batch, if it is the last round and differs from the others."""
         current = self._seen(PASSES.current)
         return None if current is None else current.tail
 
     @property
     def remainder(self) -> int:
-        """Samples in the last round that aren't repeated, while it is out and some are; -1 otherwise."""
+        """Samples in the last round that aren't repeated, if it is the current round and repeats any; -1 otherwise."""
         tail = self.tail
         return -1 if tail is None else tail.real
 
@@ -227,11 +226,11 @@ class GradientState:
         return current if current is not None and current.moment > self._since else None
 
     def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """One micro-batch: gradients stay local in here unless it ends a window."""
+        """Return a context for one micro-batch, in which gradients stay local unless it ends a window."""
         return _MicroBatch(self, models)
 
     def begin_micro_batch(self) -> None:
-        """Counts a micro-batch, and decides whether gradients sync in it."""
+        """Count a micro-batch, and decide whether gradients sync in it."""
         current = self._seen(PASSES.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
@@ -240,26 +239,26 @@ class GradientState:
         self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
 
     def _expected_length(self, current: LoaderPass | None) -> int:
-        """Length of the window that begins, as far as the loader's length tells."""
+        """Return the length of the window that begins, as far as the loader's length tells."""
         if current is None or current.total is None or not self.plugin.scale_last_window:
             return self.num_steps
         batches_left = current.total - current.counter.step + 1
         return max(1, min(self.num_steps, batches_left))
 
     def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
-        """The loss divided by the length of its window.
+        """Return the loss divided by the length of its window.
 
-        If the window ends here with another length than was expected when it began, which happens with loaders that
-        have no length, what the earlier micro-batches left in the gradients is rescaled.
+        A window can end with another length than expected if its loader has no length. The gradients of its earlier
+        micro-batches are then rescaled here.
 
         Args:
-            loss: Of this micro-batch.
-            parameters: Gives the parameters whose gradients accumulate.
+            loss: The loss of this micro-batch.
+            parameters: Returns the parameters whose gradients accumulate.
 
         Raises:
             TrainingError: Gradients would sync with ranks that have no such batch.
         """
-        self.refuse_to_wait_in_vain()
+        self.refuse_missing_ranks()
         length = self._micro_batches
         if self.sync_gradients and length and length != self._divisor and self.plugin.scale_last_window:
             for parameter in parameters():
@@ -268,8 +267,8 @@ class GradientState:
             self._divisor = length
         return loss if self._divisor == 1 else loss / self._divisor
 
-    def refuse_to_wait_in_vain(self) -> None:
-        """Raises where gradients would sync with ranks that have no batch any more.
+    def refuse_missing_ranks(self) -> None:
+        """Raise if gradients would sync with ranks that have no further batch.
 
         Raises:
             TrainingError: They would.
@@ -288,7 +287,7 @@ class GradientState:
 
 
 class _MicroBatch:
-    """A class, because a generator costs several microseconds more in each micro-batch."""
+    """The context of a micro-batch. A generator would cost several microseconds more in each micro-batch."""
 
     __slots__ = ("_local", "_models", "_state")
 
@@ -313,12 +312,12 @@ class _MicroBatch:
 
 
 def _may_sync(kind: type) -> bool:
-    """Whether objects of this class can have a ``no_sync``; asking a module that hasn't costs more than the rest."""
+    """Return whether objects of a class can have ``no_sync``; looking it up in a module without it is slow."""
     return hasattr(kind, "no_sync") or getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__
 
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the backward pass leaves ``model``'s gradients local to this rank."""
+    """Return a context in which the backward pass leaves ``model``'s gradients local to this rank."""
     if isinstance(model, torch.Tensor):
         return _left_local(model)
     method = getattr(model, "no_sync", None)
@@ -326,8 +325,8 @@ def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the backward pass averages gradients, although the forward pass was in ``no_sync``."""
-    method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient syncs outside of ``no_sync`` anyway
+    """Return a context in which the backward pass averages gradients, although the forward pass was in ``no_sync``."""
+    method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient always syncs outside of ``no_sync``
     return method() if callable(method) else contextlib.nullcontext()
 
 

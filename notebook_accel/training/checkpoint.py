@@ -1,8 +1,8 @@
-"""Saving and loading all that training depends on, by all ranks together.
+"""Saving and loading a checkpoint, by all ranks together.
 
 A checkpoint is a folder: the weights of each model in safetensors, the state of each optimizer, scheduler and
-registered object, and one file a rank for what differs between them: random numbers, the place in each loader,
-gradients of a window that has begun. What goes wrong on one rank is an error on all; the group can still be used.
+registered object, and one file for each rank with its random numbers, the position of each loader, and the gradients of
+an unfinished window. A failure on one rank raises on all of them, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import pathlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,26 @@ from notebook_accel.training.agreement import agree
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.models import unwrap_model
 
-__all__ = ["CUSTOM", "Contents", "Hooks", "load", "save", "state_of"]
+__all__ = ["CUSTOM", "CheckpointState", "load", "save", "state_of"]
 
-# What users register, by the name that Accelerate's files have.
+# The kind of objects that users register, named as in Accelerate's files.
 CUSTOM = "custom_checkpoint"
 
 _SHOWN_TENSORS = 5
 
 
+_BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
+_BeforeLoad = Sequence[Callable[[list[Any], str], None]]
+
+
 @dataclasses.dataclass
-class Contents:
-    """What a checkpoint is of.
+class CheckpointState:
+    """The objects whose state a checkpoint has.
 
     Attributes:
         models: Prepared models.
-        states: What has a state that is equal on all ranks, by kind, with the name of its files.
-        loaders: Prepared loaders, which know where they stand.
+        states: Objects whose state is equal on all ranks, by kind. The kind names their files.
+        loaders: Prepared loaders, each with its position.
         gradients: The accumulation window.
     """
 
@@ -50,40 +54,32 @@ class Contents:
     gradients: GradientState
 
 
-@dataclasses.dataclass
-class Hooks:
-    """What users have registered.
-
-    Attributes:
-        before_save: Called with models, their weights and the folder that is being written. What they take out of the
-            list of weights isn't saved.
-        before_load: Called with models and the folder. What they take out of the list of models isn't loaded.
-    """
-
-    before_save: list[Callable[[list[Any], list[Any], str], None]]
-    before_load: list[Callable[[list[Any], str], None]]
-
-
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """The state dict of the model that was prepared."""
+    """Return the state dict of a model as it was before ``prepare``."""
     state: dict[str, Any] = unwrap_model(model, keep_torch_compile=False).state_dict()
     return state
 
 
 def save(
-    backend: Backend, contents: Contents, hooks: Hooks, choose: Callable[[], pathlib.Path], *, safe: bool = True
+    backend: Backend,
+    state: CheckpointState,
+    hooks: _BeforeSave,
+    choose: Callable[[], pathlib.Path],
+    *,
+    safe: bool = True,
 ) -> pathlib.Path:
-    """Writes a checkpoint and returns its folder. The folder appears when it is complete, and then on all ranks.
+    """Write a checkpoint and return its folder, which appears when it is complete on all ranks.
 
     Args:
-        backend: The way to the other ranks.
-        contents: What to save.
-        hooks: What to call before.
-        choose: Gives the folder; only rank 0's is used.
-        safe: Weights in safetensors rather than in torch's own format.
+        backend: The backend of this rank.
+        state: The objects to save.
+        hooks: Called with models, their weights and the folder that is being written. Weights that a hook removes from
+            the list aren't saved.
+        choose: Returns the folder; only rank 0's is used.
+        safe: Write weights as safetensors rather than in torch's own format.
 
     Raises:
-        CheckpointError: A rank couldn't write its part. What was there before is still there.
+        CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is still there.
     """
     is_main = backend.place.rank == 0
 
@@ -98,9 +94,9 @@ def save(
     draft = folders.draft_of(folder)
     try:
         fingerprints = _together(
-            backend, "write its part of a checkpoint", lambda: _write(backend, contents, hooks, draft, safe)
+            backend, "write its part of a checkpoint", lambda: _write(backend, state, hooks, draft, safe)
         )
-        publish = functools.partial(_publish, backend, contents, folder, fingerprints[0])
+        publish = functools.partial(_publish, backend, state, folder, fingerprints[0])
         _together(backend, "complete a checkpoint", publish if is_main else lambda: None)
     except BaseException:
         if is_main:
@@ -109,37 +105,38 @@ def save(
     return folder
 
 
-def _write(backend: Backend, contents: Contents, hooks: Hooks, draft: pathlib.Path, safe: bool) -> list[str]:
-    """Writes a rank's part, and returns a fingerprint of each model that is saved."""
-    weights = [backend.to_host(state_of(model)) for model in contents.models]
-    for hook in hooks.before_save:
-        hook(contents.models[:], weights, str(draft))
+def _write(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path, safe: bool) -> list[str]:
+    """Write this rank's part, and return a fingerprint of each saved model."""
+    weights = [backend.to_host(state_of(model)) for model in state.models]
+    for hook in hooks:
+        hook(state.models[:], weights, str(draft))
     rank = backend.place.rank
-    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in contents.states.items()}
-    model_files.write_object(_own_state(backend, contents), draft / f"rank_{rank}.bin")
+    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}
+    model_files.write_object(_own_state(backend, state), draft / f"rank_{rank}.bin")
     if rank == 0:
-        for number, state in enumerate(weights):
-            model_files.write_weights(state, draft / _model_file(number, safe), safe=safe)
+        for number, of_model in enumerate(weights):
+            model_files.write_weights(of_model, draft / _model_file(number, safe), safe=safe)
         for name, of_one_kind in states.items():
-            for number, state in enumerate(of_one_kind):
-                model_files.write_object(state, draft / _numbered(name, number))
-    return [_fingerprint(state) for state in weights]
+            for number, of_object in enumerate(of_one_kind):
+                model_files.write_object(of_object, draft / _numbered(name, number))
+    return [_fingerprint(of_model) for of_model in weights]
 
 
-def _publish(backend: Backend, contents: Contents, folder: pathlib.Path, fingerprints: list[str]) -> None:
+def _publish(backend: Backend, state: CheckpointState, folder: pathlib.Path, fingerprints: list[str]) -> None:
     manifest = {
         "world_size": backend.place.world_size,
         "models": fingerprints,
-        "counts": {name: len(items) for name, items in contents.states.items()},
+        "counts": {name: len(items) for name, items in state.states.items()},
     }
     folders.publish(folder, manifest)
 
 
-def _own_state(backend: Backend, contents: Contents) -> dict[str, Any]:
-    models = [] if contents.gradients.sync_gradients else contents.models
+def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
+    """Return the state that differs between ranks."""
+    models = [] if state.gradients.sync_gradients else state.models
     return {
-        "loaders": [loader.state_dict() for loader in contents.loaders],
-        "window": contents.gradients.state_dict(),
+        "loaders": [loader.state_dict() for loader in state.loaders],
+        "window": state.gradients.state_dict(),
         "gradients": [backend.to_host(_gradients_of(model)) for model in models],
         "random": random_state.capture(backend),
     }
@@ -152,41 +149,41 @@ def _gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def load(
     backend: Backend,
-    contents: Contents,
-    hooks: Hooks,
+    state: CheckpointState,
+    hooks: _BeforeLoad,
     choose: Callable[[], pathlib.Path],
     *,
     strict: bool = True,
     weights_only: bool = True,
 ) -> pathlib.Path:
-    """Puts training back to where a checkpoint was saved, and returns its folder.
+    """Put training back to where a checkpoint was saved, and return its folder.
 
-    Everything is read and checked on every rank before anything changes.
+    Every rank reads and checks everything before any rank changes anything.
 
     Args:
-        backend: The way to the other ranks.
-        contents: What to load into.
-        hooks: What to call before.
-        choose: Gives the folder; only rank 0's is used.
-        strict: The models have to have exactly the tensors that were saved.
+        backend: The backend of this rank.
+        state: The objects to load into.
+        hooks: Called with models and the folder. Models that a hook removes from the list aren't loaded.
+        choose: Returns the folder; only rank 0's is used.
+        strict: Require that the models have exactly the tensors that were saved.
         weights_only: Read nothing that can run code. Registered objects may need ``False``.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it isn't whole, or it is of something else.
+        CheckpointError: There is no such checkpoint, it isn't whole, or it was saved from other objects.
     """
 
     def begin() -> pathlib.Path | None:
         if backend.place.rank != 0:
             return None
         folder = choose()
-        folders.settle(folder)
+        folders.recover(folder)
         return folder
 
     folder: pathlib.Path = _together(backend, "find a checkpoint", begin)[0]
     own: list[_Read] = []
-    read = functools.partial(_read, backend, contents, hooks, folder, strict=strict, weights_only=weights_only)
+    read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
     _together(backend, "read a checkpoint", lambda: own.append(read()))
-    _together(backend, "load a checkpoint", lambda: _apply(backend, contents, own[0], strict=strict))
+    _together(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
     return folder
 
 
@@ -200,44 +197,50 @@ class _Read:
 
 
 def _read(
-    backend: Backend, contents: Contents, hooks: Hooks, folder: pathlib.Path, *, strict: bool, weights_only: bool
+    backend: Backend,
+    state: CheckpointState,
+    hooks: _BeforeLoad,
+    folder: pathlib.Path,
+    *,
+    strict: bool,
+    weights_only: bool,
 ) -> _Read:
     manifest = folders.read_manifest(folder)
     _check_world_size(manifest, backend, folder)
-    if not (contents.models or contents.loaders or any(contents.states.values())):
+    if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"There is nothing to load the checkpoint {folder} into: nothing has been prepared.",
             fix="accelerator.prepare(model, optimizer, ...) first, then load_state",
         )
-    models = contents.models[:]
-    for hook in hooks.before_load:
+    models = state.models[:]
+    for hook in hooks:
         hook(models, str(folder))
-    _check_counts(manifest, models, contents, folder)
+    _check_counts(manifest, models, state, folder)
     weights = []
     for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
         safe = _model_file(number, safe=True) in manifest["files"]
-        state = model_files.read_weights(folder / _model_file(number, safe), safe=safe)
+        saved = model_files.read_weights(folder / _model_file(number, safe), safe=safe)
         own = state_of(model)
         if strict and _fingerprint(own) != fingerprint:
-            raise _of_another_model(own, state, folder)
-        weights.append((model, state))
+            raise _other_model_error(own, saved, folder)
+        weights.append((model, saved))
     states = [
         (item, _read_object(folder / _numbered(name, number), weights_only=weights_only))
-        for name, items in contents.states.items()
+        for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
     return _Read(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
 
 
-def _apply(backend: Backend, contents: Contents, read: _Read, *, strict: bool) -> None:
-    for model, state in read.models:
-        unwrap_model(model, keep_torch_compile=False).load_state_dict(state, strict=strict)
-    for item, state in read.states:
-        item.load_state_dict(state)
-    for loader, state in zip(contents.loaders, read.own["loaders"], strict=False):  # evaluation's may come later
-        loader.load_state_dict(state)
-    contents.gradients.load_state_dict(read.own["window"])
-    for model, gradients in zip(contents.models, read.own["gradients"], strict=False):
+def _apply(backend: Backend, state: CheckpointState, read: _Read, *, strict: bool) -> None:
+    for model, saved in read.models:
+        unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
+    for item, saved in read.states:
+        item.load_state_dict(saved)
+    for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # evaluation's may come later
+        loader.load_state_dict(position)
+    state.gradients.load_state_dict(read.own["window"])
+    for model, gradients in zip(state.models, read.own["gradients"], strict=False):
         for name, parameter in unwrap_model(model, keep_torch_compile=False).named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -245,10 +248,10 @@ def _apply(backend: Backend, contents: Contents, read: _Read, *, strict: bool) -
 
 
 def _together(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs a part of the work on every rank, and returns what it gave, by rank.
+    """Run an action on every rank, and return the values by rank.
 
     Raises:
-        CheckpointError: It failed on a rank. The others get the first such rank's message.
+        CheckpointError: The action failed on a rank. The others get the first such rank's message.
     """
     value, error = None, None
     agree(backend, what)  # no rank saves what another one loads
@@ -281,9 +284,11 @@ def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pat
         )
 
 
-def _check_counts(manifest: Mapping[str, Any], models: Iterable[Any], contents: Contents, folder: pathlib.Path) -> None:
+def _check_counts(
+    manifest: Mapping[str, Any], models: Iterable[Any], state: CheckpointState, folder: pathlib.Path
+) -> None:
     saved = {"model": len(manifest["models"]), **manifest["counts"]}
-    prepared = {"model": len(list(models)), **{name: len(items) for name, items in contents.states.items()}}
+    prepared = {"model": len(list(models)), **{name: len(items) for name, items in state.states.items()}}
     for name, count in prepared.items():
         # Fewer is fine, such as a model alone to evaluate it.
         is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
@@ -294,7 +299,7 @@ def _check_counts(manifest: Mapping[str, Any], models: Iterable[Any], contents: 
             )
 
 
-def _of_another_model(own: Mapping[str, Any], saved: Mapping[str, Any], folder: pathlib.Path) -> CheckpointError:
+def _other_model_error(own: Mapping[str, Any], saved: Mapping[str, Any], folder: pathlib.Path) -> CheckpointError:
     differing = [
         f"  {name}: {_shape(saved, name)} in the checkpoint, {_shape(own, name)} in the model"
         for name in sorted({*own, *saved})
@@ -314,7 +319,7 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
 
 def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
     try:
-        with torch.serialization.safe_globals(_numpys_own()):
+        with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(path, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -326,10 +331,10 @@ def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
 
 
-def _numpys_own() -> list[Any]:
-    """What a pickled NumPy scalar or array refers to, by the names of NumPy 1 and 2: a learning rate may be one.
+def _numpy_globals() -> list[Any]:
+    """Return the names that a pickled NumPy scalar or array refers to, in NumPy 1 and 2.
 
-    To make one runs no code of anyone else's.
+    A learning rate may be such a scalar. Unpickling one runs no foreign code.
     """
     try:
         import numpy
@@ -343,7 +348,7 @@ def _numpys_own() -> list[Any]:
 
 
 def _fingerprint(state: Mapping[str, Any]) -> str:
-    """What two models have in common if one's weights fit the other."""
+    """Return a hash of names and shapes: equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -353,5 +358,5 @@ def _model_file(number: int, safe: bool) -> str:
 
 
 def _numbered(name: str, number: int, suffix: str = "bin") -> str:
-    """``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
+    """Return ``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
     return f"{name}.{suffix}" if number == 0 else f"{name}_{number}.{suffix}"

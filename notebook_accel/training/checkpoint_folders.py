@@ -1,35 +1,37 @@
-"""Folders of checkpoints: complete ones only, however the process that writes them ends.
+"""Checkpoint folders and files that appear only when they are complete, however the process that writes them ends.
 
-A checkpoint is written under another name, with a manifest that comes last, and renamed. It takes the place of an older
-one of its name in two renames; ``settle`` puts the older one back if the process was killed between them.
+A checkpoint is written under a temporary name, its manifest last, and then renamed. It replaces an older one of its
+name in two renames; ``recover`` puts the older one back if the process was killed between them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 from notebook_accel.errors import CheckpointError, ConfigError
-from notebook_accel.training.durable_files import sync, written
 
 __all__ = [
     "MANIFEST",
     "ProjectConfiguration",
     "abandon",
+    "atomic_write",
+    "delete_oldest",
     "draft_of",
     "latest",
     "next_in",
     "number_of",
     "publish",
     "read_manifest",
-    "settle",
+    "recover",
     "start_draft",
-    "tidy",
 ]
 
 MANIFEST = "checkpoint.json"
@@ -39,19 +41,19 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 @dataclasses.dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files.
+    """Folders of a run.
 
     Attributes:
         project_dir: The run's folder.
-        logging_dir: Where trackers write; by default ``project_dir``.
+        logging_dir: The folder that trackers write to; by default ``project_dir``.
         automatic_checkpoint_naming: Number the checkpoints: ``project_dir/checkpoints/checkpoint_0`` and so on.
-        total_limit: With automatic naming: how many checkpoints are kept, the newest ones. By default all.
-        iteration: With automatic naming: the number of the next checkpoint. After ``load_state`` it is the one after
-            the checkpoint that was loaded.
-        save_on_each_node: Only ``False``: there is one machine, or one file system that all see.
+        total_limit: With automatic naming, keep this number of checkpoints, the newest ones. By default all.
+        iteration: With automatic naming, the number of the next checkpoint. ``load_state`` sets it to the number after
+            the loaded checkpoint's.
+        save_on_each_node: Only ``False``: there is one machine, or one file system that all machines share.
 
     Raises:
-        ConfigError: One of them can't be.
+        ConfigError: An option has a value that isn't possible.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -69,13 +71,13 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Sets the run's folder, and that of the trackers if it has none."""
+        """Set the run's folder, and that of the trackers if it isn't set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
 
     def checkpoints(self) -> pathlib.Path:
-        """The folder of the numbered checkpoints.
+        """Return the folder of the numbered checkpoints.
 
         Raises:
             ConfigError: There is no ``project_dir``.
@@ -89,10 +91,10 @@ class ProjectConfiguration:
 
 
 def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
-    """The folder of the next numbered checkpoint.
+    """Return the folder of the next numbered checkpoint.
 
     Raises:
-        ConfigError: There is no ``project_dir``, or there is such a checkpoint already.
+        ConfigError: There is no ``project_dir``, or the checkpoint exists.
     """
     folder = configuration.checkpoints() / f"checkpoint_{configuration.iteration}"
     if _is_complete(folder):
@@ -105,10 +107,10 @@ def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
 
 
 def latest(configuration: ProjectConfiguration) -> pathlib.Path:
-    """The numbered checkpoint with the highest number.
+    """Return the numbered checkpoint with the highest number.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
         ConfigError: There is no ``project_dir``.
     """
     folder = configuration.checkpoints()
@@ -120,29 +122,29 @@ def latest(configuration: ProjectConfiguration) -> pathlib.Path:
     return complete[-1]
 
 
-def tidy(folder: pathlib.Path, limit: int | None) -> None:
-    """Deletes numbered checkpoints in ``folder`` but the newest ``limit``, and what killed processes have left."""
+def delete_oldest(folder: pathlib.Path, limit: int | None) -> None:
+    """Delete all numbered checkpoints in ``folder`` but the newest ``limit``, and the drafts of killed processes."""
     for old in [] if limit is None else _numbered(folder)[:-limit]:
-        # It loses its name before the first file goes, so that half of a checkpoint is never taken for one.
+        # Rename it before deleting files, so that half of a checkpoint is never taken for one.
         old.rename(_sibling(old, "removed"))
     for path in list(folder.glob(".checkpoint_*.removed")) + list(folder.glob(".checkpoint_*.saving")):
         _delete(path)
 
 
 def number_of(folder: pathlib.Path) -> int | None:
-    """A numbered checkpoint's number."""
+    """Return a numbered checkpoint's number, ``None`` for any other folder."""
     match = _NUMBERED.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
 
 def draft_of(folder: pathlib.Path) -> pathlib.Path:
-    """What a folder is called as long as it is being written."""
+    """Return the temporary name of a checkpoint that is being written."""
     return _sibling(folder, "saving")
 
 
 def start_draft(folder: pathlib.Path) -> pathlib.Path:
-    """An empty folder to write into, in place of what a killed process may have left."""
-    settle(folder)
+    """Create an empty folder to write to, in place of a killed process's draft."""
+    recover(folder)
     draft = draft_of(folder)
     _delete(draft)
     draft.mkdir(parents=True)
@@ -150,14 +152,14 @@ def start_draft(folder: pathlib.Path) -> pathlib.Path:
 
 
 def abandon(folder: pathlib.Path) -> None:
-    """Deletes what was written of a checkpoint that can't be finished."""
+    """Delete the draft of a checkpoint that can't be finished."""
     _delete(draft_of(folder))
 
 
 def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Completes the draft with its manifest and gives it the folder's name.
+    """Complete the draft with its manifest and give it the folder's name.
 
-    If there is a folder of that name, what isn't part of a checkpoint in there moves into the new one.
+    Files in an older folder of that name that aren't part of a checkpoint move to the new one.
     """
     draft, previous = draft_of(folder), _sibling(folder, "previous")
     files = {
@@ -165,19 +167,19 @@ def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
         for inner, _, names in os.walk(draft)
         for name in names
     }
-    with written(draft / MANIFEST) as file:
+    with atomic_write(draft / MANIFEST) as file:
         file.write_text(json.dumps({"format": _FORMAT, **manifest, "files": files}, indent=2) + "\n", encoding="utf-8")
     for inner, _, _ in os.walk(draft):
-        sync(pathlib.Path(inner))
+        _fsync(pathlib.Path(inner))
     if folder.exists():
         folder.rename(previous)
     draft.rename(folder)
-    sync(folder.parent)
-    settle(folder)
+    _fsync(folder.parent)
+    recover(folder)
 
 
-def settle(folder: pathlib.Path) -> None:
-    """Ends what a killed process has begun: afterwards there is one folder of that name, or none."""
+def recover(folder: pathlib.Path) -> None:
+    """Finish or undo the renames of a killed process: afterwards there is one folder of that name, or none."""
     previous = _sibling(folder, "previous")
     if previous.exists() and not folder.exists():
         previous.rename(folder)
@@ -190,7 +192,7 @@ def settle(folder: pathlib.Path) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """What a checkpoint is of, after a look whether all its files are there and whole.
+    """Return a checkpoint's manifest, after checking that all its files are there and have their sizes.
 
     Raises:
         CheckpointError: There is no such folder, it isn't a checkpoint, or a file is missing or has another size.
@@ -236,7 +238,7 @@ def _is_complete(folder: pathlib.Path) -> bool:
 
 
 def _numbered(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The complete numbered checkpoints, the oldest first."""
+    """Return the complete numbered checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
     found = {number_of(path): path for path in folder.iterdir() if _is_complete(path)}
@@ -244,7 +246,7 @@ def _numbered(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _listed(folder: pathlib.Path) -> list[str]:
-    """The files that a checkpoint consists of; none if the folder isn't one."""
+    """Return the names of a checkpoint's files; none if the folder isn't a checkpoint."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -261,3 +263,24 @@ def _delete(path: pathlib.Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a temporary name to write a file under, and rename the file to ``path`` if the body succeeds."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield draft
+        _fsync(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _fsync(path: pathlib.Path) -> None:
+    """Block until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,15 +1,18 @@
-"""What ``Accelerator(kwargs_handlers=[...])`` takes: settings that are handed on to torch, under Accelerate's names."""
+"""Settings that ``Accelerator(kwargs_handlers=[...])`` passes on to torch, under Accelerate's names."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
-from collections.abc import Iterable
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from notebook_accel.errors import ConfigError
-from notebook_accel.training.profiling import ProfileKwargs
 
 __all__ = [
     "AutocastKwargs",
@@ -18,11 +21,19 @@ __all__ = [
     "GradScalerKwargs",
     "Handlers",
     "InitProcessGroupKwargs",
+    "ProfileKwargs",
+    "profile",
 ]
+
+_ACTIVITIES = {
+    "cpu": torch.profiler.ProfilerActivity.CPU,
+    "cuda": torch.profiler.ProfilerActivity.CUDA,
+    "xpu": torch.profiler.ProfilerActivity.XPU,
+}
 
 
 class DDPCommunicationHookType(enum.Enum):
-    """How gradients travel between ranks; see torch's page on DDP communication hooks."""
+    """Ways to compress gradients between ranks; see torch's page on DDP communication hooks."""
 
     NO = "no"
     FP16 = "fp16"
@@ -33,7 +44,7 @@ class DDPCommunicationHookType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class AutocastKwargs:
-    """How the forward pass is autocast; ``torch.autocast`` has the details.
+    """Settings of autocast in the forward pass; ``torch.autocast`` has the details.
 
     Attributes:
         enabled: ``False`` computes in float32 in spite of ``mixed_precision``.
@@ -46,13 +57,13 @@ class AutocastKwargs:
 
 @dataclasses.dataclass(frozen=True)
 class GradScalerKwargs:
-    """How losses are scaled with fp16; ``torch.amp.GradScaler`` has the details.
+    """Settings of loss scaling in fp16; ``torch.amp.GradScaler`` has the details.
 
     Attributes:
         init_scale: The first scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` steps without an overflow.
-        backoff_factor: What it is multiplied by after an overflow.
-        growth_interval: In steps.
+        growth_factor: The scale is multiplied by this after ``growth_interval`` steps without an overflow.
+        backoff_factor: The scale is multiplied by this after an overflow.
+        growth_interval: A number of steps.
         enabled: ``False`` leaves losses as they are.
     """
 
@@ -65,17 +76,17 @@ class GradScalerKwargs:
 
 @dataclasses.dataclass(frozen=True)
 class InitProcessGroupKwargs:
-    """How ranks come together and how long they wait for each other.
+    """Settings of the process group: its backend and its timeout.
 
     Attributes:
-        backend: ``"nccl"`` or ``"gloo"``; by default what suits the device. With ``"gloo"`` several ranks can share a
+        backend: ``"nccl"`` or ``"gloo"``; by default the one for the device. With ``"gloo"`` several ranks can share a
             GPU.
         init_method: Only ``None`` and ``"env://"``: ranks meet where their environment says.
-        timeout: How long a rank waits for the others, when it joins and in each collective. By default 10 minutes for
-            joining and for collectives of GPUs, 30 for collectives of CPUs, which are torch's.
+        timeout: How long a rank waits for the others when it joins and in each collective. The defaults are torch's: 10
+            minutes for joining and for collectives of GPUs, 30 for collectives of CPUs.
 
     Raises:
-        ConfigError: One of them can't be.
+        ConfigError: An option has a value that isn't possible.
     """
 
     backend: str | None = None
@@ -99,22 +110,22 @@ class InitProcessGroupKwargs:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedDataParallelKwargs:
-    """How gradients are averaged; ``torch.nn.parallel.DistributedDataParallel`` has the details.
+    """Settings of gradient averaging; ``torch.nn.parallel.DistributedDataParallel`` has the details.
 
     Attributes:
-        dim: Of torch; without effect there with one device a rank.
+        dim: An option of torch without effect, since each rank has one device.
         broadcast_buffers: Give all ranks rank 0's buffers before each forward pass.
         bucket_cap_mb: Size of the buckets in which gradients travel, in MiB.
-        find_unused_parameters: Cope with parameters that a forward pass doesn't use.
-        check_reduction: Of torch; without effect there.
-        gradient_as_bucket_view: Save memory by having gradients lie in the buckets.
-        static_graph: Every forward pass uses the same parameters.
-        comm_hook: How gradients travel.
+        find_unused_parameters: Allow forward passes that don't use all parameters.
+        check_reduction: An option of torch that has no effect there.
+        gradient_as_bucket_view: Keep gradients in the buckets, which saves memory.
+        static_graph: Assume that every forward pass uses the same parameters.
+        comm_hook: Compression of the gradients that ranks exchange.
         comm_wrapper: ``FP16`` or ``BF16`` around a PowerSGD hook.
         comm_state_option: For PowerSGD: the arguments of torch's ``PowerSGDState``.
 
     Raises:
-        ConfigError: ``comm_wrapper`` is something else.
+        ConfigError: ``comm_wrapper`` has another value.
     """
 
     dim: int = 0
@@ -134,15 +145,75 @@ class DistributedDataParallelKwargs:
             raise ConfigError(f"comm_wrapper is {self.comm_wrapper}.", fix="DDPCommunicationHookType.FP16, BF16 or NO")
 
     def options(self) -> dict[str, Any]:
-        """The arguments of ``DistributedDataParallel`` that differ from its defaults; torch warns of some of them."""
+        """Return the arguments of ``DistributedDataParallel`` that differ from its defaults; it warns of some."""
         ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
         told = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in told.items() if name not in ours and value != default}
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfileKwargs:
+    """Settings of torch's profiler; ``torch.profiler.profile`` has the details.
+
+    Attributes:
+        activities: Some of ``"cpu"``, ``"cuda"`` and ``"xpu"``; by default all that are available.
+        schedule_option: Arguments of ``torch.profiler.schedule``, such as ``{"wait": 1, "warmup": 1, "active": 3}``.
+        on_trace_ready: Called with the profiler when a trace is complete.
+        record_shapes: Record the shapes of inputs.
+        profile_memory: Record allocations.
+        with_stack: Record the source lines that call operations.
+        with_flops: Estimate the floating point operations of some operations.
+        with_modules: Record the modules that operations are called from.
+        output_trace_dir: A folder for Chrome traces, ``profile_<rank>.json``.
+
+    Raises:
+        ConfigError: There is no such activity.
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[[Any], None] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.activities or ():
+            if name not in _ACTIVITIES:
+                raise ConfigError(f"activities has {name!r}.", fix=f"some of {', '.join(map(repr, _ACTIVITIES))}")
+
+    def build(self) -> torch.profiler.profile:
+        """Return a profiler with these settings."""
+        options: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("activities", "schedule_option", "output_trace_dir")
+        }
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [_ACTIVITIES[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            **options,
+        )
+
+
+@contextlib.contextmanager
+def profile(options: ProfileKwargs | None, rank: int) -> Iterator[torch.profiler.profile]:
+    """Profile the body on this rank, and write its trace to ``options.output_trace_dir``."""
+    options = options or ProfileKwargs()
+    with options.build() as profiler:
+        yield profiler
+    if options.output_trace_dir is not None:
+        folder = pathlib.Path(options.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+
+
+@dataclasses.dataclass(frozen=True)
 class Handlers:
-    """One of each kind."""
+    """One handler of each kind."""
 
     autocast: AutocastKwargs = AutocastKwargs()
     ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
@@ -151,11 +222,11 @@ class Handlers:
     scaler: GradScalerKwargs = GradScalerKwargs()
 
     @classmethod
-    def of(cls, given: Iterable[object] | None) -> Handlers:
-        """Sorts what ``kwargs_handlers`` was given.
+    def from_list(cls, given: Iterable[object] | None) -> Handlers:
+        """Sort the handlers that ``kwargs_handlers`` was given.
 
         Raises:
-            ConfigError: There are two of a kind, or one of no known kind.
+            ConfigError: Two handlers are of one kind, or one is of no known kind.
         """
         kinds = {type(field.default): field.name for field in dataclasses.fields(cls)}
         known = ", ".join(kind.__name__ for kind in kinds)

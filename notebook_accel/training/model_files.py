@@ -1,4 +1,4 @@
-"""A model's weights in files, with the names and the layout that the Hugging Face libraries read."""
+"""Files of a model's weights, with the names and the layout that the Hugging Face libraries read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from notebook_accel.errors import CheckpointError, ConfigError
-from notebook_accel.training.durable_files import written
+from notebook_accel.training.checkpoint_folders import atomic_write
 
 __all__ = ["read_weights", "save", "save_model", "write_object", "write_weights"]
 
@@ -25,32 +25,32 @@ _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 
 
 def write_weights(state: Mapping[str, Any], path: pathlib.Path, *, safe: bool) -> None:
-    """Writes a state dict to one file: safetensors, or torch's own format.
+    """Write a state dict to one file: safetensors, or torch's own format.
 
-    Tensors that are the same one under several names are written once, as safetensors' own ``save_model`` does it.
+    A tensor that has several names is written once, as safetensors' own ``save_model`` does it.
 
     Raises:
-        CheckpointError: There is something in it that isn't a tensor, which safetensors can't hold.
+        CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
     """
     if not safe:
         write_object(dict(state), path)
         return
     distinct, same = _without_repetitions(state)
-    with written(path) as draft:
+    with atomic_write(path) as draft:
         save_file(distinct, draft, {**_FORMAT, **same})
 
 
 def write_object(value: Any, path: pathlib.Path) -> None:
-    """``torch.save`` to a file that is there whole or not at all."""
-    with written(path) as draft:
+    """Write an object by ``torch.save`` to a file that appears when it is complete."""
+    with atomic_write(path) as draft:
         torch.save(value, draft)
 
 
 def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
-    """Writes a state dict to a safetensors file, or anything by ``torch.save``; the file is there whole or not at all.
+    """Write a state dict as safetensors, or any object by ``torch.save``. The file appears when it is complete.
 
     Raises:
-        CheckpointError: Safetensors can't hold it.
+        CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
     """
     target = pathlib.Path(path).expanduser()
     if safe:
@@ -60,7 +60,7 @@ def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
 
 
 def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
-    """The state dict that ``write_weights`` has written, on the CPU.
+    """Return the state dict that ``write_weights`` has written, on the CPU.
 
     Raises:
         CheckpointError: The file isn't whole.
@@ -80,12 +80,12 @@ def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
 def save_model(
     state: Mapping[str, Any], folder: pathlib.Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True
 ) -> None:
-    """Writes weights to ``model.safetensors``, or to numbered shards and an index of them.
+    """Write weights to ``model.safetensors``, or to numbered shards and an index of them.
 
-    Each file is there whole or not at all, the index comes last, and the shards of an earlier model go.
+    Each file appears when it is complete, the index last, and the shards of an earlier model are deleted.
 
     Raises:
-        CheckpointError: There is something in it that isn't a tensor, which safetensors can't hold.
+        CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
         ConfigError: ``max_shard_size`` isn't a size, or ``folder`` is a file.
     """
     limit_bytes = _size_bytes(max_shard_size)
@@ -100,13 +100,13 @@ def save_model(
         name = f"{stem}.{suffix}" if len(shards) == 1 else f"{stem}-{number:05}-of-{len(shards):05}.{suffix}"
         places.update(dict.fromkeys(shard, name))
         own = {again: first for again, first in same.items() if first in shard}
-        with written(folder / name) as draft:
+        with atomic_write(folder / name) as draft:
             save_file(shard, draft, {**_FORMAT, **own}) if safe_serialization else torch.save(shard, draft)
     names = {*places.values()}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_bytes_of, distinct.values()))}, "weight_map": places}
         names.add(f"{stem}.{suffix}.index.json")
-        with written(folder / f"{stem}.{suffix}.index.json") as draft:
+        with atomic_write(folder / f"{stem}.{suffix}.index.json") as draft:
             draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in os.listdir(folder):
         if _SHARD.fullmatch(name) and name not in names:
@@ -114,7 +114,7 @@ def save_model(
 
 
 def _without_repetitions(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor under its first name, none sharing memory with another; and the other names with that first one."""
+    """Return each tensor under its first name, without shared memory; and for each further name that first one."""
     first: dict[Any, str] = {}
     storages: set[Any] = set()
     distinct: dict[str, torch.Tensor] = {}
@@ -153,7 +153,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _size_bytes(size: int | str) -> int:
-    """What ``"5GB"`` means: a power of ten, as at Hugging Face; ``"5GiB"`` is one of two."""
+    """Return a size in bytes: ``"5GB"`` counts in powers of ten, as at Hugging Face, ``"5GiB"`` in powers of two."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"max_shard_size is {size!r}.", fix='a size such as "500MB" or "10GB", or a number of bytes')

@@ -1,4 +1,4 @@
-"""Models: where they compute, in what precision, and how their gradients reach the other ranks."""
+"""Preparation of models: their device, their precision, and the averaging of their gradients."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from notebook_accel.training.trees import to_float32
 __all__ = ["is_compiled", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
 
 
-# What averages gradients and was made here; the user's own is left as it is.
+# The wrappers that average gradients and were made here. A wrapper of the user's own is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def is_leaf(item: object) -> bool:
-    """Return whether it is a bare tensor that learns, in the place of a model."""
+    """Return whether an item is a bare trainable tensor, in place of a model."""
     return isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
 
 
 def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool = True) -> torch.Tensor:
-    """The same tensor on the device, with rank 0's values, and a gradient that is averaged over the ranks."""
+    """Return the same tensor on the device, with rank 0's values and a gradient that is averaged over the ranks."""
     if device_placement:
         backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it follows
     if backend.place.world_size > 1:
@@ -65,25 +65,25 @@ def prepare_model(
     parallel: DistributedDataParallelKwargs | None = None,
     before_training_pass: Callable[[], None] | None = None,
 ) -> torch.nn.Module:
-    """The model as training calls it: on the device, under autocast, gradients averaged over the ranks.
+    """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
 
-    With one rank that is ``model`` itself. The model keeps its parameters, so optimizers that were made for it go on
-    working; and it computes under autocast wherever it is called from, such as a module that it is a part of.
+    With one rank this is ``model`` itself. The model keeps its parameters, so that optimizers that were made for it
+    still work. It computes under autocast wherever it is called from, such as from a module that contains it.
 
     Args:
-        model: What to prepare.
-        backend: The way to the other ranks.
-        precision: What it computes in.
-        device_placement: Move it to the rank's device.
-        learns: Whether gradients are averaged, if any of its parameters requires one.
-        parallel: How gradients are averaged.
+        model: The model to prepare.
+        backend: The backend of this rank.
+        precision: The precision of the forward pass.
+        device_placement: Move the model to the rank's device.
+        learns: Average the gradients, if any of its parameters requires one.
+        parallel: Settings of gradient averaging.
         before_training_pass: Called before each forward pass that trains together with other ranks.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
         TrainingError: The model was sharded before.
     """
-    # Prepared by another Accelerator, perhaps with another precision, or in a group that has ended since.
+    # Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
     _end_autocasting(model)
@@ -99,7 +99,7 @@ def prepare_model(
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
     if before_training_pass is not None:
-        # Not only before the backward pass: a forward pass, too, can wait for the other ranks.
+        # The backward pass checks too, but a forward pass can also wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
     return distributed
 
@@ -107,7 +107,7 @@ def prepare_model(
 def _has_its_place(model: torch.nn.Module) -> bool:
     """Return whether the library that has loaded a model has placed it, and refuses to move it.
 
-    Transformers says so by these names: a model that is on several devices, or whose quantised weights belong to one.
+    Transformers marks these models by attributes: those on several devices, and those with quantised weights.
     """
     for module in model.modules():
         own = vars(module)
@@ -119,12 +119,12 @@ def _has_its_place(model: torch.nn.Module) -> bool:
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Refuses a model of which each rank holds a part only: to average its gradients once more would fail.
+    """Refuse a model of which each rank holds a part only: its gradients can't be averaged a second time.
 
     Raises:
-        TrainingError: It was sharded.
+        TrainingError: The model was sharded.
     """
-    tensors: Any = sys.modules.get("torch.distributed.tensor")  # where it isn't imported, nothing is sharded
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # as long as it isn't imported, nothing is sharded
     if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
         raise TrainingError(
             f"prepare can't take {type(model).__name__}: it was sharded before, such as by fully_shard.",
@@ -134,7 +134,7 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
 
 
 def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
-    """Whether it is what averages the gradients of the model in it: torch's class, or what a backend has instead."""
+    """Return whether a module averages the gradients of the model in it: torch's class, or a backend's own."""
     return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 
@@ -146,14 +146,12 @@ def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Mo
 def unwrap_model(
     model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> torch.nn.Module:
-    """The model that was prepared, as it was.
-
-    It shares its parameters with the prepared one, which goes on as before.
+    """Return a model as it was before ``prepare``. It shares its parameters with the prepared one, which still works.
 
     Args:
-        model: A prepared model, or one that wasn't, which is returned as it is.
-        keep_fp32_wrapper: Return it computing in mixed precision, with outputs in float32. Otherwise it computes in
-            its own precision, as an object that shares all attributes with the prepared model.
+        model: A prepared model; any other is returned as it is.
+        keep_fp32_wrapper: Return it still computing in mixed precision, with outputs in float32. ``False`` returns an
+            object that computes in the model's own precision and shares all attributes with the prepared model.
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -166,12 +164,15 @@ def unwrap_model(
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` has made it."""
+    """Return whether ``torch.compile`` has made a model."""
     return _compiled_from(model) is not None
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
-    """What ``torch.compile`` was given to make this. By name: importing its class takes longer than most launches."""
+    """Return the model that ``torch.compile`` was given to make this one, ``None`` for any other.
+
+    The check is by name, since importing the class of compiled models takes longer than most launches.
+    """
     modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
     return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
 
@@ -179,19 +180,19 @@ def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
 class _Autocasting:
     """A model whose forward pass runs under autocast and returns float32, wherever it is called from.
 
-    ``prepare`` makes a model's class a subclass of its own class and this one, in place. So the model stays the object
-    that its parts, hooks and parents know, and ``unwrap_model`` can give it without autocast while training goes on.
-    It pickles as an object of its own class; a copy in this process autocasts as well.
+    ``prepare`` replaces a model's class, in place, by a subclass of its own class and of this one. So the model stays
+    the object that its parts, hooks and parents refer to, and ``unwrap_model`` can return it without autocast while
+    training goes on. The model pickles as an object of its own class; a copy in this process autocasts as well.
     """
 
     _own: ClassVar[type[torch.nn.Module]]
 
     def __init_subclass__(cls) -> None:
-        """Keeps such a class out of what the model's own class does with its subclasses, such as registering them."""
+        """Bypass what the model's own class does with its subclasses, such as registering them."""
 
     def _plain(self) -> torch.nn.Module:
-        """The same model without autocast: another object, with the same attributes."""
-        if "_own" not in vars(type(self)):  # something else has made its class a further one since, and needs that
+        """Return the model without autocast: another object with the same attributes."""
+        if "_own" not in vars(type(self)):  # another library has subclassed it again since, and relies on that
             return cast(torch.nn.Module, self)
         plain = object.__new__(self._own)
         object.__setattr__(plain, "__dict__", self.__dict__)
@@ -224,7 +225,7 @@ class _Autocasting:
 
 
 def _set_class(model: Any, kind: type) -> None:
-    object.__setattr__(model, "__class__", kind)  # past the model's own __setattr__
+    object.__setattr__(model, "__class__", kind)  # bypasses the model's own __setattr__
 
 
 def _end_autocasting(model: torch.nn.Module) -> None:

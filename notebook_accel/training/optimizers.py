@@ -22,25 +22,26 @@ __all__ = [
     "parameters_of",
     "prepare_optimizer",
     "prepare_scheduler",
-    "refuse_strangers",
+    "refuse_unrelated",
     "unscale",
 ]
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ``step`` and ``zero_grad`` do nothing within an accumulation window, only at its end.
+    """An optimizer whose ``step`` and ``zero_grad`` have an effect only at the end of an accumulation window.
 
-    All else is the wrapped optimizer's. Pickles as the wrapped optimizer, since it means nothing outside its rank.
+    Everything else is the wrapped optimizer's. It pickles as the wrapped optimizer, since it means nothing outside its
+    rank.
 
     Args:
         optimizer: The optimizer to wrap.
-        state: Says whether gradients sync.
-        scaler: The loss scaler, with fp16.
-        end_step: Called after a step outside of any prepared loader, whose next batch would end it.
+        state: The accumulation window, which says whether gradients sync.
+        scaler: The loss scaler of fp16.
+        mark_step: Called after a step outside of any prepared loader, whose next batch would mark it.
 
     Attributes:
         optimizer: The wrapped optimizer.
-        step_was_skipped: Whether the last step was left out because a gradient overflowed in fp16.
+        step_was_skipped: True if the last step was skipped because a gradient overflowed in fp16.
     """
 
     def __init__(
@@ -48,23 +49,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         state: GradientState,
         scaler: LossScaler | None = None,
-        end_step: Callable[[], None] | None = None,
+        mark_step: Callable[[], None] | None = None,
     ) -> None:
-        # Not the base class's: parameters, state and hooks are the wrapped optimizer's and are looked up there.
+        # The base class's __init__ isn't called: parameters, state and hooks are looked up in the wrapped optimizer.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._gradients = state
         self._scaler = scaler
-        self._end_step = end_step
+        self._mark_step = mark_step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps if gradients sync; with fp16, and no overflow."""
+        """Step if gradients sync and, in fp16, none has overflowed."""
         if not self._gradients.sync_gradients:
             return None
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            if self._end_step is not None and not self._gradients.in_dataloader:
-                self._end_step()
+            if self._mark_step is not None and not self._gradients.in_dataloader:
+                self._mark_step()
             return value
         if closure is not None:
             raise TrainingError(
@@ -76,25 +77,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients if they have just synced; within a window they are still being summed."""
+        """Clear the gradients if they have just synced; within a window they are still being summed."""
         if self._gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Return the wrapped optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the wrapped optimizer."""
+        """Load a state into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
+        """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -116,15 +117,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 class AcceleratedScheduler:
     """A scheduler that advances when the optimizer has stepped, in the units of one process.
 
-    A schedule is planned in batches, and n ranks take n batches at once: so each call advances it n times, once with
-    ``split_batches``. All else is the wrapped scheduler's, and it pickles as that.
+    A schedule is planned in batches, and n ranks take n batches at once. So each call advances it n times, or once with
+    ``split_batches``. Everything else is the wrapped scheduler's. It pickles as the wrapped scheduler.
 
     Args:
         scheduler: The scheduler to wrap.
-        optimizers: If one of them skips its step, so does the scheduler.
-        state: Says whether gradients sync.
-        steps_per_call: How often each call advances the schedule.
-        step_with_optimizer: If false, each call is handed on as it is.
+        optimizers: The scheduler skips a step if one of them does.
+        state: The accumulation window, which says whether gradients sync.
+        steps_per_call: Steps of the schedule in each call.
+        step_with_optimizer: ``False`` passes each call on as it is.
 
     Attributes:
         scheduler: The wrapped scheduler.
@@ -145,12 +146,12 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
-        # Decided here and not in each step.
+        # Decided once rather than in each step.
         self._counts_itself = isinstance(scheduler, ReduceLROnPlateau)
         self._has_end = getattr(scheduler, "total_steps", None) is not None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advances the schedule if the optimizer has stepped."""
+        """Advance the schedule if the optimizer has stepped."""
         if not self._step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -163,7 +164,7 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return
         if self._counts_itself:
-            self.scheduler.step(*args, **kwargs)  # not batches, but calls
+            self.scheduler.step(*args, **kwargs)  # this schedule counts calls, not batches
             return
         for _ in range(calls * self._steps_per_call):
             if self._has_end and self._is_finished():
@@ -193,9 +194,9 @@ def prepare_optimizer(
     scaler: LossScaler | None,
     *,
     moves: bool = True,
-    end_step: Callable[[], None] | None = None,
+    mark_step: Callable[[], None] | None = None,
 ) -> AcceleratedOptimizer:
-    """Wraps an optimizer, and if it ``moves``, brings its state to where its parameters are now."""
+    """Wrap an optimizer, and with ``moves`` bring its state to where its parameters are now."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
     if moves and _state_lies_elsewhere(optimizer):
@@ -203,20 +204,20 @@ def prepare_optimizer(
     same_state.remember(optimizer)
     if scaler is not None:
         scaler.add(optimizer)
-    return AcceleratedOptimizer(optimizer, state, scaler, end_step)
+    return AcceleratedOptimizer(optimizer, state, scaler, mark_step)
 
 
-def refuse_strangers(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
-    """Refuses optimizers that would train nothing: training would run, and no weight would change.
+def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
+    """Refuse optimizers that would train nothing: training would run, and no weight would change.
 
     In a notebook that happens when a model was replaced by a trained copy, and its optimizer was not.
 
     Args:
-        objects: Among them the optimizers.
-        prepared: Among them all prepared models.
+        objects: Objects, of which the optimizers are checked.
+        prepared: All prepared objects, with the models among them.
 
     Raises:
-        TrainingError: An optimizer has no parameter of any of the models.
+        TrainingError: An optimizer moves no parameter of any of the models.
     """
     known: set[int] = set()
     for item in prepared:
@@ -251,7 +252,7 @@ def prepare_scheduler(
     steps_per_call: int,
     step_with_optimizer: bool,
 ) -> AcceleratedScheduler:
-    """Wraps a scheduler; it follows the prepared optimizer that it was made for, or all if that isn't among them."""
+    """Wrap a scheduler. It follows the prepared optimizer that it was made for, or all if that isn't among them."""
     same_state.remember(scheduler)
     own = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)]
     return AcceleratedScheduler(
@@ -264,7 +265,7 @@ def prepare_scheduler(
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """All parameters that the optimizers move."""
+    """Return all parameters that the optimizers move."""
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -277,9 +278,9 @@ def clip_grad_norm(
     state: GradientState,
     scaler: LossScaler | None,
 ) -> torch.Tensor:
-    """Clips the gradients of a whole window to a total norm, and returns the norm that they had.
+    """Clip the gradients of a complete window to a total norm, and return the norm that they had.
 
-    Within a window nothing is clipped, and the norm of what has been summed so far is returned.
+    Within a window it clips nothing, and returns the norm of the gradients so far.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
@@ -298,14 +299,14 @@ def clip_grad_value(
     state: GradientState,
     scaler: LossScaler | None,
 ) -> None:
-    """Clips each gradient of a whole window to ``[-clip_value, clip_value]``. Within a window nothing is clipped."""
+    """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
         unscale(optimizers, scaler)
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
-    """Brings gradients back to their real size in fp16, unless they are already."""
+    """Bring fp16 gradients back to their real size, unless they have it already."""
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale(optimizer.optimizer)

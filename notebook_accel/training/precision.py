@@ -27,7 +27,7 @@ _DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "f
 
 
 class PrecisionType(str, enum.Enum):
-    """What ``mixed_precision`` can be."""
+    """Values of ``mixed_precision``."""
 
     NO = "no"
     BF16 = "bf16"
@@ -35,21 +35,21 @@ class PrecisionType(str, enum.Enum):
 
 
 class Precision:
-    """What the forward pass computes in, decided once.
+    """The arithmetic of the forward pass.
 
     Args:
-        name: ``"no"``, ``"bf16"`` or ``"fp16"``. ``None`` takes what the launcher was told, else ``"no"``.
-        device: What this rank computes on.
-        environ: Where the launcher's word is found.
-        autocast: How to autocast.
-        scaler: How to scale losses.
-        downcast_bf16: On a TPU, have bf16 replace float32 and float32 replace float64; elsewhere it has no meaning.
-        computes_in: Has the device itself compute in a type, if it can: a ``Backend``'s.
+        name: ``"no"``, ``"bf16"`` or ``"fp16"``. ``None`` takes the launch's setting, or ``"no"``.
+        device: The device of this rank.
+        environ: The environment variables, with the launch's setting.
+        autocast: Settings of autocast.
+        scaler: Settings of loss scaling.
+        downcast_bf16: On a TPU, replace float32 by bf16 and float64 by float32; elsewhere it has no effect.
+        computes_in: The backend's method that makes the device itself compute in a type, if it can.
 
     Attributes:
-        name: One of the three.
-        dtype: What the forward pass computes in under autocast; ``None`` for ``"no"``, and where the device does it.
-        scaler: Keeps small gradients from vanishing in fp16; ``None`` for the others.
+        name: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        dtype: The type of autocast; ``None`` for ``"no"``, and where the device itself computes in the type.
+        scaler: The loss scaler, which keeps small gradients from vanishing in fp16; ``None`` for the others.
 
     Raises:
         ConfigError: There is no such precision, or the device doesn't have it.
@@ -93,10 +93,10 @@ class Precision:
             )
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """A context in which torch's operations choose this precision where that is safe.
+        """Return a context in which torch's operations use this precision where that is safe.
 
         Args:
-            options: How, this time; by default as everywhere.
+            options: Settings for this context; by default those of this object.
         """
         options = options or self._autocast
         if self.dtype is None:
@@ -107,16 +107,16 @@ class Precision:
 class LossScaler:
     """torch's ``GradScaler``, made safe for any order of its calls and for several optimizers.
 
-    Whenever a loss is scaled, the gradients that exist are brought to the same scale first: those that a step was
-    never taken with, as when a program skips one for its norm, and those of another optimizer that are still
-    accumulating when the scale changes. So gradients always have one known size: the present scale, or the real one
-    from ``unscale`` to the next loss.
+    Existing gradients are brought to the current scale before a loss is scaled. These can be gradients without a step,
+    such as when a program skips a step because of the norm, or those of another optimizer that still accumulate when
+    the scale changes. So gradients always have a known size: the current scale, or the real size from ``unscale`` to
+    the next loss.
 
-    The scale changes before the next loss is scaled, not right after a step, so that all optimizers of one backward
-    pass are unscaled by the scale that their gradients were made with.
+    The scale changes before the next loss is scaled rather than right after a step. So all optimizers of one backward
+    pass are unscaled by the scale that their gradients have.
 
     Args:
-        device: Where the gradients are.
+        device: The device of the gradients.
         options: The scale and how it changes.
     """
 
@@ -127,23 +127,23 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
-        """What losses are multiplied by."""
+        """The factor of losses."""
         return self._scaler.get_scale()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients of this optimizer's parameters at the scale, from now on."""
+        """Keep the gradients of this optimizer's parameters at the scale from now on."""
         self._optimizers.add(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss multiplied by the scale."""
+        """Return the loss multiplied by the scale."""
         self._update()
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and when it grows, as of the next loss. Changes nothing: a step may be under way."""
+        """Return the scale and its growth, as for the next loss. It changes nothing, since a step may be under way."""
         scaler = self._scaler
-        if not any(self._looked_at()):
+        if not any(self._checked()):
             return scaler.state_dict()
         tensors = scaler._check_scale_growth_tracker("state_dict")
         before, states = [tensor.clone() for tensor in tensors], copy.deepcopy(scaler._per_optimizer_states)
@@ -155,25 +155,25 @@ class LossScaler:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with what ``state_dict`` has returned."""
+        """Restore a state that ``state_dict`` has returned."""
         with self._gradients_follow():
             self._scaler.load_state_dict(state)
 
     def _update(self) -> None:
-        """Lets the scale change if gradients were looked at since it last could."""
-        looked_at = self._looked_at()
-        if looked_at:
+        """Let the scale change if gradients were checked since the last change."""
+        checked = self._checked()
+        if checked:
             with self._gradients_follow():
-                if any(looked_at):  # else none of them had a gradient, and torch refuses to update
+                if any(checked):  # otherwise no optimizer had a gradient, and torch refuses to update
                     self._scaler.update()
 
-    def _looked_at(self) -> list[dict[Any, torch.Tensor]]:
-        """For each optimizer that was unscaled since the last update, whether it overflowed, by device."""
+    def _checked(self) -> list[dict[Any, torch.Tensor]]:
+        """Return the overflows by device of each optimizer that was unscaled since the last update."""
         return [state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()]
 
     @contextlib.contextmanager
     def _gradients_follow(self) -> Iterator[None]:
-        """Brings all gradients from the scale before the body to the scale after it."""
+        """Bring all gradients from the scale before the body to the scale after it."""
         scale = self._scaler._scale
         before = None if scale is None else scale.clone()
         real = {optimizer for optimizer in self._optimizers if self._is_real(optimizer)}
@@ -193,13 +193,13 @@ class LossScaler:
         return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings the optimizer's gradients back to their real size, unless they are already."""
+        """Bring the optimizer's gradients back to their real size, unless they have it already."""
         self.add(optimizer)
         if not self._is_real(optimizer):
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Steps unless a gradient overflowed, and returns whether the step was left out."""
+        """Step unless a gradient overflowed, and return whether the step was skipped."""
         self.unscale(optimizer)
         # torch's own step would refuse a second one with the same gradients, and one without any.
         found = self._scaler._found_inf_per_device(optimizer)

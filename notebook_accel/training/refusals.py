@@ -1,4 +1,4 @@
-"""What Accelerate has and this package doesn't. Asking for it is an error that says what to do instead."""
+"""Names of Accelerate that this package refuses, with errors that say what to do instead."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _INSTEAD = {
 
 
 def refuse(given: Mapping[str, Any]) -> None:
-    """Refuses arguments that would have to change how training works, and don't.
+    """Refuse arguments of ``Accelerator`` that this package can't honour.
 
     Raises:
-        ConfigError: One of Accelerate's was given.
-        TypeError: One was given that nobody knows.
+        ConfigError: An argument is one of Accelerate's.
+        TypeError: An argument is unknown.
     """
     for name, value in given.items():
         if name not in _INSTEAD:
@@ -68,7 +68,7 @@ def refuse(given: Mapping[str, Any]) -> None:
 
 
 class DynamoBackend(str, enum.Enum):
-    """Backends of ``torch.compile``, as text: ``Accelerator(dynamo_backend=...)`` takes ``NO`` only."""
+    """Backends of ``torch.compile``. ``Accelerator(dynamo_backend=...)`` accepts ``NO`` only."""
 
     NO = "NO"
     AOT_EAGER = "AOT_EAGER"
@@ -80,10 +80,10 @@ class DynamoBackend(str, enum.Enum):
     TVM = "TVM"
 
 
-# Programs import these names, and some ask whether an object is one. So there are such classes, without objects.
+# Programs import these names, and use them in isinstance. So they are classes that can't be instantiated.
 
 
-class _NotThere:
+class _Unsupported:
     _why = _WHOLE
     _fix = _SHARDING
 
@@ -91,71 +91,71 @@ class _NotThere:
         raise ConfigError(f"{cls.__name__} isn't there.", why=cls._why, fix=cls._fix)
 
 
-class DeepSpeedPlugin(_NotThere):
-    """DeepSpeed isn't there."""
+class DeepSpeedPlugin(_Unsupported):
+    """DeepSpeed isn't supported."""
 
 
-class FullyShardedDataParallelPlugin(_NotThere):
-    """FSDP isn't there."""
+class FullyShardedDataParallelPlugin(_Unsupported):
+    """FSDP isn't supported."""
 
 
-class MegatronLMPlugin(_NotThere):
-    """Megatron-LM isn't there."""
+class MegatronLMPlugin(_Unsupported):
+    """Megatron-LM isn't supported."""
 
 
-class ParallelismConfig(_NotThere):
-    """Parallelism other than over the data isn't there."""
+class ParallelismConfig(_Unsupported):
+    """Only data parallelism is supported."""
 
 
-class TorchTensorParallelPlugin(_NotThere):
-    """Tensor parallelism isn't there."""
+class TorchTensorParallelPlugin(_Unsupported):
+    """Tensor parallelism isn't supported."""
 
 
-class TorchDynamoPlugin(_NotThere):
-    """``prepare`` doesn't compile."""
+class TorchDynamoPlugin(_Unsupported):
+    """``prepare`` doesn't compile models."""
 
     _why = "prepare leaves a model as it was given."
     _fix = _INSTEAD["dynamo_plugin"]
 
 
-class FP8RecipeKwargs(_NotThere):
-    """Arithmetic in 8 bits isn't there."""
+class FP8RecipeKwargs(_Unsupported):
+    """Arithmetic in 8 bits isn't supported."""
 
     _why = "There is no arithmetic in 8 bits here."
     _fix = "mixed_precision='bf16'"
 
 
 class AORecipeKwargs(FP8RecipeKwargs):
-    """Arithmetic in 8 bits isn't there."""
+    """Arithmetic in 8 bits isn't supported."""
 
 
 class MSAMPRecipeKwargs(FP8RecipeKwargs):
-    """Arithmetic in 8 bits isn't there."""
+    """Arithmetic in 8 bits isn't supported."""
 
 
 class TERecipeKwargs(FP8RecipeKwargs):
-    """Arithmetic in 8 bits isn't there."""
+    """Arithmetic in 8 bits isn't supported."""
 
 
-def _not_there(name: str) -> Callable[..., NoReturn]:
+def _unsupported(name: str) -> Callable[..., NoReturn]:
     def refuse_to(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
             f"{name} isn't there.",
-            why="Models that don't fit on one device are no subject of this package.",
+            why="Models that don't fit on one device are outside of this package.",
             fix=f"from accelerate import {name}: that works in these ranks too",
         )
 
     refuse_to.__name__ = refuse_to.__qualname__ = name
-    refuse_to.__doc__ = "Models that don't fit on one device are no subject of this package."
+    refuse_to.__doc__ = "Raise, since models that don't fit on one device are outside of this package."
     return refuse_to
 
 
-cpu_offload = _not_there("cpu_offload")
-disk_offload = _not_there("disk_offload")
-dispatch_model = _not_there("dispatch_model")
-infer_auto_device_map = _not_there("infer_auto_device_map")
-init_empty_weights = _not_there("init_empty_weights")
-init_on_device = _not_there("init_on_device")
-load_checkpoint_and_dispatch = _not_there("load_checkpoint_and_dispatch")
-load_checkpoint_in_model = _not_there("load_checkpoint_in_model")
-prepare_pippy = _not_there("prepare_pippy")
+cpu_offload = _unsupported("cpu_offload")
+disk_offload = _unsupported("disk_offload")
+dispatch_model = _unsupported("dispatch_model")
+infer_auto_device_map = _unsupported("infer_auto_device_map")
+init_empty_weights = _unsupported("init_empty_weights")
+init_on_device = _unsupported("init_on_device")
+load_checkpoint_and_dispatch = _unsupported("load_checkpoint_and_dispatch")
+load_checkpoint_in_model = _unsupported("load_checkpoint_in_model")
+prepare_pippy = _unsupported("prepare_pippy")

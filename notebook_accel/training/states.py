@@ -1,30 +1,263 @@
-"""``AcceleratorState``: what an ``Accelerator`` has decided, for code that doesn't hold it."""
+"""``PartialState`` and ``AcceleratorState``, and what ``Accelerator`` shares with them: one rank among all."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import enum
+import functools
+import os
 import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from notebook_accel.training import process_group
+import torch
+
+from notebook_accel.errors import TrainingError
+from notebook_accel.payload.unpicklable import StaysError
+from notebook_accel.training import collectives, process_group, splitting
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.precision import Precision
-from notebook_accel.training.process_control import ProcessControl
 
-__all__ = ["AcceleratorState"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["AcceleratorState", "DistributedType", "PartialState", "ProcessState"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-class AcceleratorState(ProcessControl):
-    """This rank and its precision.
+class DistributedType(str, enum.Enum):
+    """The kinds of devices and parallelism. Each member equals its name as text.
 
-    All of a process's are about the same rank. Without arguments the precision is that of the latest ``Accelerator``;
-    before there is one, what the launcher was told.
+    This package only ever reports the first four; programs for other launchers ask for the rest.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    XLA = "XLA"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+_BY_DEVICE = {
+    "cpu": DistributedType.MULTI_CPU,
+    "cuda": DistributedType.MULTI_GPU,
+    "xla": DistributedType.XLA,
+}
+
+
+class ProcessState:
+    """One rank among all: its number, its device, and work that only some ranks do.
+
+    Args:
+        backend: The backend that connects this rank to the others.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._own_backend = backend
+        self._pid = os.getpid()
+        self._is_triggered = False
+
+    @property
+    def _backend(self) -> Backend:
+        """The backend that connects this rank to the others.
+
+        Raises:
+            TrainingError: The object was made in the notebook, and this process is a rank forked from it.
+        """
+        if os.getpid() != self._pid:
+            self._refuse_in_forked_rank()
+            self._pid = os.getpid()  # a DataLoader worker, which is in its rank's place
+        return self._own_backend
+
+    def _refuse_in_forked_rank(self) -> None:
+        here = process_group.rank_place()
+        if not process_group.is_at(here, self._own_backend):
+            raise TrainingError(
+                f"This {type(self).__name__} was made in the notebook, and this is rank {here.rank} of "
+                f"{here.world_size}, a fork of it.",
+                why="It knows of the notebook's process only: each rank would train by itself.",
+                fix="make it inside the cell or the function",
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank {self.process_index} of {self.num_processes}, "
+            f"local rank {self.local_process_index}, {self.device}, {self.distributed_type.value})"
+        )
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self  # it stands for this process; so a model that has one as an attribute can be copied
+
+    def __reduce__(self) -> NoReturn:
+        raise StaysError(
+            self,
+            f"this {type(self).__name__} stands for the process that it was made in, rank {self.process_index} of "
+            f"{self.num_processes}, and a copy would take itself for the same",
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._backend.device
+
+    @property
+    def process_index(self) -> int:
+        """This rank, from 0."""
+        return self._backend.place.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank among those of its machine, from 0."""
+        return self._backend.place.local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return self._backend.place.world_size
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on the first rank of each machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """True if there are several ranks."""
+        return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of the ranks' devices; ``NO`` for a single rank."""
+        return _BY_DEVICE[self.device.type] if self.use_distributed else DistributedType.NO
+
+    # All ranks together
+
+    def wait_for_everyone(self) -> None:
+        """Block until every rank has called this method."""
+        collectives.wait_for_everyone(self._backend)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose body rank 0 runs before the others, such as to download something once."""
+        return collectives.first(self._backend, is_first=self.is_main_process)
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose body the first rank of each machine runs before the others."""
+        return collectives.first(self._backend, is_first=self.is_local_main_process)
+
+    def set_trigger(self) -> None:
+        """Make ``check_trigger`` return true on every rank, for a decision of one rank, such as to stop early."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has called ``set_trigger`` since the last check. All ranks have to call this."""
+        is_triggered = torch.tensor([int(self._is_triggered)], device=self.device)
+        self._is_triggered = False
+        return bool(collectives.reduce(self._backend, is_triggered, "sum").item())
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this rank's part of ``inputs``, such as prompts.
+
+        Args:
+            inputs: A list, a tuple, a tensor, or a mapping of these with one length. With more ranks than items, some
+                ranks get none.
+            apply_padding: Repeat the last item so that every rank gets as many, and results can be gathered.
+
+        Raises:
+            TrainingError: ``inputs`` is something else.
+        """
+        yield splitting.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
+
+    # One rank alone
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``print`` on the first rank of each machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorate a function that runs on rank 0 only and returns ``None`` on the others."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorate a function that runs on the first rank of each machine only and returns ``None`` on the others."""
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+        """Decorate a function that runs on the highest rank only and returns ``None`` on the others."""
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function that runs on one rank only (``@on_process(process_index=3)``)."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return _only_if(self.process_index == process_index, function)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function that runs on one rank of each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return _only_if(self.local_process_index == local_process_index, function)
+
+
+def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        return function(*args, **kwargs) if is_chosen else None
+
+    return wrapper
+
+
+class PartialState(ProcessState):
+    """This rank, for code that has no ``Accelerator``, such as inference.
+
+    Every ``PartialState`` and ``Accelerator`` of a process is the same rank of one group; the first one joins it.
+
+    Args:
+        cpu: Compute on the CPU even where there are GPUs, unless the process has joined already.
+
+    Raises:
+        ConfigError: The environment variables don't describe a rank.
+        TrainingError: The other ranks didn't come in time, or this rank has no device.
+    """
+
+    def __init__(self, cpu: bool = False) -> None:
+        super().__init__(process_group.current(cpu=cpu))
+
+
+class AcceleratorState(ProcessState):
+    """This rank and its precision, for code that has no ``Accelerator``.
+
+    Without arguments the precision is that of the latest ``Accelerator``; before there is one, the launch's.
 
     Args:
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        cpu: Compute on the CPU, also where there are GPUs, if the process hasn't joined yet.
+        cpu: Compute on the CPU even where there are GPUs, unless the process has joined already.
 
     Raises:
         ConfigError: There is no such precision, or the device doesn't have it.
-        TrainingError: The other ranks didn't come in time, or this one has no device.
+        TrainingError: The other ranks didn't come in time, or this rank has no device.
     """
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
@@ -39,11 +272,11 @@ class AcceleratorState(ProcessControl):
         )
 
     @classmethod
-    def of(cls, backend: Backend, precision: Precision) -> AcceleratorState:
-        """The state of an ``Accelerator``, which is the latest one now."""
+    def from_accelerator(cls, backend: Backend, precision: Precision) -> AcceleratorState:
+        """Return the state of an ``Accelerator``, which becomes the latest one."""
         global _latest
         state = cls.__new__(cls)
-        ProcessControl.__init__(state, backend)
+        ProcessState.__init__(state, backend)
         state._precision = precision
         _latest = weakref.ref(precision)
         return state
@@ -57,4 +290,4 @@ class AcceleratorState(ProcessControl):
         return self._precision.name
 
 
-_latest: weakref.ref[Precision] | None = None
+_latest: weakref.ref[Precision] | None = None  # the precision of the latest Accelerator

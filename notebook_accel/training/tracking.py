@@ -1,4 +1,4 @@
-"""Trackers: where a run's numbers are written, for people to look at later. They work on rank 0."""
+"""Trackers: they write a run's metrics, on rank 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 class LoggerType(str, enum.Enum):
-    """Trackers that Accelerate knows by these names. ``log_with`` says which of them aren't there."""
+    """The names of Accelerate's trackers. ``log_with`` refuses those that this package doesn't have."""
 
     ALL = "all"
     AIM = "aim"
@@ -48,11 +48,11 @@ class LoggerType(str, enum.Enum):
 
 
 class GeneralTracker:
-    """A tracker. One of your own has these attributes and methods, whether it is a subclass of this or not.
+    """A tracker. Your own needs these attributes and methods, and needn't be a subclass.
 
     Attributes:
-        name: What ``get_tracker`` finds it by.
-        requires_logging_directory: Whether it writes files.
+        name: The name for ``get_tracker``.
+        requires_logging_directory: True if the tracker writes files.
     """
 
     name = "none"
@@ -64,13 +64,13 @@ class GeneralTracker:
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keeps what the run was told."""
+        """Store the run's settings."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes values of a step."""
+        """Write the values of a step."""
 
     def finish(self) -> None:
-        """Writes what isn't written yet, at the end."""
+        """Write all pending values, at the end of the run."""
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -78,15 +78,15 @@ class TensorBoardTracker(GeneralTracker):
 
     Args:
         run_name: A folder below ``logging_dir``.
-        logging_dir: Where TensorBoard is told to look.
-        options: Of ``torch.utils.tensorboard.SummaryWriter``.
+        logging_dir: The folder that TensorBoard shows.
+        options: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
     """
 
     name = "tensorboard"
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # needs tensorboard, which few runs do
+        from torch.utils.tensorboard import SummaryWriter  # needs tensorboard, which isn't a dependency
 
         self.writer: Any = SummaryWriter(pathlib.Path(logging_dir) / run_name, **options)
 
@@ -114,11 +114,11 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class JSONLinesTracker(GeneralTracker):
-    """One line of JSON for each ``log``, in ``metrics.jsonl``; it needs nothing but a disk.
+    """One line of JSON in ``metrics.jsonl`` for each ``log``. It needs no other package.
 
     Args:
         run_name: A folder below ``logging_dir``.
-        logging_dir: Where runs are kept.
+        logging_dir: The folder of all runs.
     """
 
     name = "jsonl"
@@ -147,7 +147,7 @@ _KNOWN: dict[str, Any] = {"tensorboard": TensorBoardTracker, "jsonl": JSONLinesT
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorates a tracker's method that runs on rank 0 only and returns ``None`` on the others."""
+    """Decorate a tracker's method that runs on rank 0 only and returns ``None`` on the others."""
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -157,12 +157,12 @@ def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
 
 def register_tracker_class(tracker: type) -> None:
-    """Lets ``log_with`` take a class of trackers by its ``name``.
+    """Register a class of trackers, so that ``log_with`` accepts its ``name``.
 
-    ``init_trackers`` makes one with the run's name and, with ``requires_logging_directory``, the folder.
+    ``init_trackers`` calls the class with the run's name and, if ``requires_logging_directory``, with the folder.
 
     Raises:
-        ConfigError: It has no name, or no method ``log``.
+        ConfigError: The class has no ``name``, or no method ``log``.
     """
     name = getattr(tracker, "name", None)
     if not isinstance(name, str) or not callable(getattr(tracker, "log", None)):
@@ -171,7 +171,7 @@ def register_tracker_class(tracker: type) -> None:
 
 
 def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Any]:
-    """Trackers by name, and objects of users' own, as ``start`` takes them.
+    """Check ``log_with``, and return names of trackers and the user's own trackers, for ``start``.
 
     Raises:
         ConfigError: There is no such tracker, it isn't installed, or it needs a folder and there is none.
@@ -191,7 +191,7 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[A
 
 
 def _all(logging_dir: str | os.PathLike[str] | None) -> list[str]:
-    """The names of all trackers that can be used here."""
+    """Return the names of all trackers that can be used here."""
     usable = [
         name
         for name, kind in _KNOWN.items()
@@ -237,11 +237,11 @@ def start(
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[Any]:
-    """The trackers of a run, of which those that were named are made now."""
-    return [_made(item, run_name, logging_dir, options) if isinstance(item, str) else item for item in trackers]
+    """Return the trackers of a run, and create those that are given by name."""
+    return [_create(item, run_name, logging_dir, options) if isinstance(item, str) else item for item in trackers]
 
 
-def _made(
+def _create(
     name: str, run_name: str, logging_dir: str | os.PathLike[str] | None, options: Mapping[str, Mapping[str, Any]]
 ) -> Any:
     kind = _KNOWN[name]
@@ -250,10 +250,10 @@ def _made(
 
 
 def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
-    """A tracker by its name.
+    """Return a tracker by its name.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no tracker of that name.
     """
     for tracker in trackers:
         if tracker.name == name:
@@ -263,7 +263,7 @@ def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or array as numbers, and what JSON has no word for as text."""
+    """Return a tensor or array as numbers, and other objects as text."""
     if not hasattr(value, "tolist"):
         return value if isinstance(value, (int, float, bool)) else str(value)
     plain = value.tolist()

@@ -139,7 +139,9 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     def attacks() -> int:
         return attacked.inner_text().count("<script>alert(1)</script>")
 
-    processes.wait_until(lambda: attacks() == 4, "it is in each rank's row, and in the output")
+    # In the output it stands once, or twice if one rank printed it much later than the other.
+    processes.wait_until(lambda: attacks() >= 3, "it is in each rank's row, and in the output")
+    attacks_seen = attacks()
 
     save(page, lab, "training.ipynb", "&lt;script&gt;")
     lab.stop_kernels()
@@ -148,7 +150,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     assert _steps(panel) == [_STEPS, _STEPS]
     assert "finished" in panel.locator(".nba-header").inner_text()
     assert panel.locator("svg path").count() == 1
-    assert attacks() == 4
+    assert attacks() == attacks_seen
     assert alerts == []
 
     page.goto(lab.as_html("training.ipynb").as_uri())

@@ -79,8 +79,9 @@ def test_parent_of_a_rank_whose_template_is_gone_is_no_victim() -> None:
     )
     with orphan:
         job: Any = types.SimpleNamespace(ranks=[types.SimpleNamespace(pid=orphan.pid)])
-        rank = _rank(job, random.Random(0))
-        assert rank is not None and (rank.pid, rank.parent) == (orphan.pid, os.getpid())
+        # It has no command line yet when its start has just been heard of.
+        rank = processes.wait_until(lambda: _rank(job, random.Random(0)), "it can be seen")
+        assert (rank.pid, rank.parent) == (orphan.pid, os.getpid())
         assert _template(job, random.Random(0)) is None
 
 

@@ -112,7 +112,7 @@ def _interrupted_twice(session: Session, rng: random.Random) -> str:
             session.execute(f"train({_LONG})")
         finally:
             thread.join()
-    assert session._crew.alive == list(range(session.job.world_size))
+    assert session._pool.alive == list(range(session.job.world_size))
     return f"KeyboardInterrupt, {1000 * gap_s:g} ms apart"
 
 

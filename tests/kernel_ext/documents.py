@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kernel_ext import render
-from kernel_ext.output_log import OutputLog
+from kernel_ext.output import OutputLog
 from kernel_ext.render import RunFacts
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events

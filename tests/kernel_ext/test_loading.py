@@ -85,7 +85,8 @@ def test_user_without_an_account_has_no_file_and_is_told_so(
 def test_an_import_alone_starts_no_process(tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
         imported = kernel.run("""import importlib, notebook_accel
-for name in ("launching.launcher", "launching.notebook_launcher", "launching.local", "sessions.session", "cli"):
+kernels = [f"launching.kernel.{name}" for name in ("launcher", "notebook_launcher", "local")]
+for name in (*kernels, "sessions.kernel.session", "cli"):
     importlib.import_module(f"notebook_accel.{name}")
 import kernel_ext.magics, kernel_ext.panel
 notebook_accel.Session, notebook_accel.Job""")

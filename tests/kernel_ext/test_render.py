@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_ext.output_pane import output_html
+from kernel_ext.output import output_html
 from kernel_ext.table import table_html
 from notebook_accel.protocol import events
 from tests.kernel_ext import documents as made

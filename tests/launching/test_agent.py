@@ -48,40 +48,6 @@ def test_rank_is_interrupted_in_its_code_also_if_its_template_has_not_said_yet_t
     assert done.stdout == f"{-signal.SIGINT}\n", done.stderr
 
 
-# By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the kernel.
-@pytest.mark.parametrize("how", ["agent", "all", "all with restarts", "kernel"])
-def test_ranks_can_save_when_the_agent_is_told_to_end(
-    launch: Callable[..., Job], tmp_path: pathlib.Path, how: str
-) -> None:
-    job = launch(ranks.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
-
-    def have(what: str) -> bool:
-        return all((tmp_path / f"{rank} {what}").exists() for rank in range(2))
-
-    processes.wait_until(lambda: have("trains") or job.done, "both ranks train", 60)
-    [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
-    everything = [agent, *processes.descendants(agent.pid)]
-    closing = threading.Thread(target=local.engine().close)
-    if how == "kernel":
-        closing.start()
-    else:
-        for process in everything if "all" in how else [agent]:
-            os.kill(process.pid, signal.SIGTERM)
-    processes.wait_until(lambda: have("was asked") or job.done, "both ranks save", 60)
-    assert not job.done, job.error
-    assert not have("has saved")
-    (tmp_path / "go").touch()
-    assert job.wait(60)
-    assert have("has saved")
-    assert (job.status, type(job.error)) == ("stopped", RunStoppedError)
-    assert ("SIGTERM" in str(job.error)) is (how != "kernel")
-    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all have gone")
-    if how == "kernel":
-        closing.join(30)
-    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
-    local.engine().close()  # the next agent, which wasn't there before
-
-
 _RUN_ENDS = """
 import os
 from notebook_accel.protocol.channel import Connection
@@ -124,3 +90,37 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
         if not pauses:
             break
     assert not pauses
+
+
+# By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the kernel.
+@pytest.mark.parametrize("how", ["agent", "all", "all with restarts", "kernel"])
+def test_ranks_can_save_when_the_agent_is_told_to_end(
+    launch: Callable[..., Job], tmp_path: pathlib.Path, how: str
+) -> None:
+    job = launch(ranks.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
+
+    def have(what: str) -> bool:
+        return all((tmp_path / f"{rank} {what}").exists() for rank in range(2))
+
+    processes.wait_until(lambda: have("trains") or job.done, "both ranks train", 60)
+    [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
+    everything = [agent, *processes.descendants(agent.pid)]
+    closing = threading.Thread(target=local.engine().close)
+    if how == "kernel":
+        closing.start()
+    else:
+        for process in everything if "all" in how else [agent]:
+            os.kill(process.pid, signal.SIGTERM)
+    processes.wait_until(lambda: have("was asked") or job.done, "both ranks save", 60)
+    assert not job.done, job.error
+    assert not have("has saved")
+    (tmp_path / "go").touch()
+    assert job.wait(60)
+    assert have("has saved")
+    assert (job.status, type(job.error)) == ("stopped", RunStoppedError)
+    assert ("SIGTERM" in str(job.error)) is (how != "kernel")
+    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all have gone")
+    if how == "kernel":
+        closing.join(30)
+    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    local.engine().close()  # the next agent, which wasn't there before

@@ -47,7 +47,12 @@ class Agent:
     def __init__(self, meeting: Meeting | None = None) -> None:
         self.told: list[msgspec.Struct] = []
         self._loop = Loop()
-        self.runs = ElasticRuns(self._loop, start_ranks=self._start, tell_kernel=self.told.append)
+        self.runs = ElasticRuns(
+            self._loop,
+            owning_errors=lambda _: contextlib.nullcontext(),
+            start_ranks=self._start,
+            tell_kernel=self.told.append,
+        )
         options = Elastic(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting)
         self.run = Run(
             messages.Launch(
@@ -160,7 +165,7 @@ def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
 def test_refused_start_is_answered() -> None:
     agent = Agent(_MEETING)
     try:
-        agent.runs.end(agent.run, "stop")
+        agent.runs.end(agent.run, "stopped")
         line = Line(agent.theirs, agent.order)
         line.say(start(attempt=1))
         agent.read()

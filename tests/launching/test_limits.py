@@ -28,7 +28,8 @@ Launch = Callable[..., Job]
 
 def supervisor(who: str) -> int:
     [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
-    return agent.pid if who == "agent" else processes.children(agent.pid)[0].pid
+    # The newest template: an earlier one may still be there, on its way to its end.
+    return agent.pid if who == "agent" else max(processes.children(agent.pid), key=lambda child: child.started).pid
 
 
 def allow_open_files(pid: int, more: int) -> None:

@@ -124,7 +124,7 @@ def test_ranks_on_a_tpu_are_forks_with_its_variables(with_torch_xla: None) -> No
     assert tpus.start_method(LaunchConfig(start_method="spawn")) == "spawn"
     assert Devices("CPU", 1).start_method(LaunchConfig()) == "auto"
     variables = launcher._variables(LaunchConfig(mixed_precision="bf16"), tpus)
-    assert variables == {"ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "TPU"}
+    assert {"ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "TPU"}.items() <= variables.items()
 
 
 def test_preflight_asks_what_pjrt_can_give_and_what_a_fork_can(with_torch_xla: None) -> None:

@@ -83,7 +83,7 @@ def test_at_every_moment_in_which_a_run_ends_it_is_listed_with_all_that_belongs_
     seen = []
 
     def look(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("launching/job.py", "launching/state/run.py")):
+        if frame.f_code.co_filename.endswith(("launching/kernel/job.py", "launching/state/run.py")):
             sys.settrace(None)
             seen.append((entry.ending.status, entry.ending.why, entry.ending.took_s > 0.0))
             sys.settrace(look)

@@ -15,8 +15,8 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel import background
 from notebook_accel.sessions.kernel.background import BackgroundCell
+from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.session import Session
-from notebook_accel.sessions.showing import Shown
 
 
 def test_at_every_moment_a_cell_has_ended_in_all_ways_or_in_none(capsys: pytest.CaptureFixture[str]) -> None:

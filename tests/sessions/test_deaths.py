@@ -56,7 +56,7 @@ def test_rank_that_dies_in_a_cell(whole: Session, who: int) -> None:
 
 def test_rank_that_is_killed_while_nothing_runs(whole: Session) -> None:
     os.kill(pid_of(whole, 1), signal.SIGKILL)
-    processes.wait_until(lambda: whole._crew.alive == [0], "its end is noticed")
+    processes.wait_until(lambda: whole._pool.alive == [0], "its end is noticed")
     with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         whole.execute("1")
     assert whole.restart() == [1]
@@ -98,7 +98,7 @@ def test_rank_that_dies_in_its_debugger(
 
 def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:
     session = Session(num_processes=1, use_cpu=True, view="none")
-    folder = session._crew._meeting.folder
+    folder = session._pool._listener.folder
     assert folder.stat().st_mode & 0o077 == 0
     session.job.stop()
     assert session.job.wait(20)
@@ -114,7 +114,7 @@ def test_nobody_without_the_secret_gets_in(whole: Session) -> None:
     from notebook_accel.protocol.channel import ClosedError
     from notebook_accel.sessions import listener
 
-    stranger = listener.join_session(str(whole._crew._meeting.folder), messages.Hello(secret=b"guessed", rank=1))
+    stranger = listener.join_session(str(whole._pool._listener.folder), messages.Hello(secret=b"guessed", rank=1))
     whole.restart([1])
     with pytest.raises(ClosedError):
         stranger.receive()

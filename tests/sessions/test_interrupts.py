@@ -16,7 +16,7 @@ import pytest
 
 from notebook_accel.sessions.kernel import interrupts as interrupts_module
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.kernel.request_queue import Turns
+from notebook_accel.sessions.kernel.rank_pool import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.sessions.conftest import interrupted, runs
@@ -117,32 +117,32 @@ def test_what_has_begun_is_ended_wherever_an_interrupt_strikes(times: int) -> No
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_turn_is_left_wherever_an_interrupt_strikes(times: int) -> None:
-    turns = Turns()
+    queue = RequestQueue()
     entered = 0
     for interrupting in every_step(times):
 
         def act() -> None:
             nonlocal entered
-            with held() as interrupts, turns.turn("a cell", check=interrupts.check):
+            with held() as interrupts, queue.turn("a cell", check=interrupts.check):
                 entered += 1
 
         assert interrupting.call(act) == interrupting.has_come
-        assert turns.queue == []
+        assert queue.labels == []
     assert entered > 10
 
 
 def test_interrupt_ends_the_waiting_for_a_turn() -> None:
-    turns = Turns()
+    queue = RequestQueue()
     said: list[str] = []
     waits, leaves = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turns.turn("another cell"):
+        with queue.turn("another cell"):
             waits.set()
             leaves.wait(60)
 
     def check() -> None:
-        said.extend(turns.queue)
+        said.extend(queue.labels)
         signal.raise_signal(signal.SIGINT)
         interrupts.check()
 
@@ -152,13 +152,13 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         held() as interrupts,
-        turns.turn("a cell", says=False, check=check),
+        queue.turn("a cell", says=False, check=check),
     ):
         raise AssertionError("two at a time")
-    assert said == ["another cell", "a cell"] and turns.queue == ["another cell"]
+    assert said == ["another cell", "a cell"] and queue.labels == ["another cell"]
     leaves.set()
     thread.join()
-    assert turns.queue == []
+    assert queue.labels == []
 
 
 def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
@@ -223,8 +223,8 @@ def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) 
         goes_on = interrupting.has_come
         interruptions += was_interrupted
         assert was_interrupted or not goes_on
-        assert session._crew._turns.queue == [] and session.job.doing() == "idle"
-        assert not session._crew._courier._questions
+        assert session._pool._queue.labels == [] and session.job.doing() == "idle"
+        assert not session._pool._connections._requests
         step += _STRIDE
     assert interruptions > 10
     assert repr(session.execute("stays")) == "rank 0: 0\nrank 1: 1"
@@ -272,8 +272,8 @@ def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
 def test_interrupt_that_reaches_a_rank_late_is_not_for_the_next_cell(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    courier = session._crew._courier
-    send, put = courier.signal, courier._put
+    connections = session._pool._connections
+    send, put = connections.signal, connections._put
     late: list[tuple[int, signal.Signals]] = []
 
     def signal_late(rank: int, number: signal.Signals) -> None:
@@ -287,8 +287,8 @@ def test_interrupt_that_reaches_a_rank_late_is_not_for_the_next_cell(
 
     session.execute("import os, time")
     with monkeypatch.context() as busy:
-        busy.setattr(courier, "signal", signal_late)
-        busy.setattr(courier, "_put", put_after)
+        busy.setattr(connections, "signal", signal_late)
+        busy.setattr(connections, "_put", put_after)
         with interrupted(session, runs):
             session.execute(_until(tmp_path / "signalled"))
         assert repr(session.execute("time.sleep(0.5)\nrank")) == "rank 0: 0\nrank 1: 1"

@@ -40,6 +40,15 @@ _DOORS = {
     "gather_object is_bf16_available is_cuda_available is_deepspeed_available is_torch_version is_torch_xla_available "
     "listify load pad_across_processes patch_environment recursively_apply reduce release_memory save send_to_device "
     "set_seed synchronize_rng_state synchronize_rng_states tqdm wait_for_everyone write_basic_config",
+    "notebook_accel.utils.dataclasses": "DataLoaderConfiguration DistributedDataParallelKwargs DistributedType "
+    "GradientAccumulationPlugin LoggerType PrecisionType ProjectConfiguration RNGType",
+    "notebook_accel.utils.environment": "patch_environment str_to_bool",
+    "notebook_accel.utils.imports": "is_bf16_available is_cuda_available is_rich_available",
+    "notebook_accel.utils.memory": "find_executable_batch_size release_memory",
+    "notebook_accel.utils.operations": "broadcast concatenate gather gather_object recursively_apply reduce",
+    "notebook_accel.utils.other": "extract_model_from_parallel save wait_for_everyone write_basic_config",
+    "notebook_accel.utils.random": "set_seed synchronize_rng_states",
+    "notebook_accel.utils.versions": "compare_versions is_torch_version",
 }
 
 

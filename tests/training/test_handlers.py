@@ -24,10 +24,10 @@ from tests.training.ranks import Ranks
 
 def test_each_kind_finds_its_place() -> None:
     given = (GradScalerKwargs(init_scale=2.0), AutocastKwargs(enabled=False))
-    sorted_out = Handlers.of(given)
+    sorted_out = Handlers.from_list(given)
     assert (sorted_out.scaler, sorted_out.autocast) == given
     assert (sorted_out.ddp, sorted_out.group) == (DistributedDataParallelKwargs(), InitProcessGroupKwargs())
-    assert Handlers.of(None) == Handlers()
+    assert Handlers.from_list(None) == Handlers()
 
 
 @pytest.mark.parametrize(("given", "complaint"), [

@@ -13,7 +13,7 @@ from notebook_accel import Accelerator
 from notebook_accel.errors import PayloadError
 from notebook_accel.payload import serialization
 from notebook_accel.training import process_group
-from notebook_accel.training.process_control import PartialState
+from notebook_accel.training.states import PartialState
 from tests.training.ranks import Ranks
 
 

@@ -1,1 +1,1 @@
-"""The kernel's side of a session: which ranks there are, what they are asked, and what the notebook is shown."""
+"""The kernel's side of a session: it starts ranks, sends them requests and shows what they answer."""

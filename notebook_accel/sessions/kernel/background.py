@@ -1,4 +1,4 @@
-"""A cell that runs in a session's ranks while the notebook goes on: its handle."""
+"""The handle of a cell that runs in a session's ranks while the notebook goes on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from notebook_accel.errors import RunStoppedError, RunTimeoutError
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.kernel.pending_request import Asking
-from notebook_accel.sessions.kernel.rank_connections import Question
-from notebook_accel.sessions.showing import Shown
+from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.pending_request import PendingRequest
+from notebook_accel.sessions.kernel.rank_connections import RankRequest
 from notebook_accel.uninterruptible import Latch
 
 __all__ = ["BackgroundCell"]
@@ -25,13 +25,13 @@ Status = Literal["waiting", "running", "succeeded", "failed", "stopped"]
 
 
 class BackgroundCell:
-    """A cell in the background, as a ``Job`` is a run. What it prints appears under the cell that started it.
+    """A cell in the background, much as a ``Job`` is a run. Its output appears under the cell that started it.
 
     Attributes:
-        name: What it is called, such as ``In[7]``.
+        name: Its name, such as ``In[7]``.
 
     Args:
-        stacks: Gives where the ranks stand.
+        stacks: Returns the ranks' stacks, given a deadline in seconds.
     """
 
     def __init__(self, name: str, stacks: Callable[[float], Stacks]) -> None:
@@ -44,38 +44,38 @@ class BackgroundCell:
         self._ended = Latch()
         self._lock = threading.Lock()
         self._is_interrupted = False
-        self._end: Status = "succeeded"  # how it has ended, as soon as it has
-        self._is_refused = False  # before it was under way, so that who starts it is told
-        self._asked: tuple[Asking, Question] | None = None
+        self._end: Status = "succeeded"  # valid once it has ended
+        self._is_refused = False  # failed before it was under way: ``start`` raises the error
+        self._pending: tuple[PendingRequest, RankRequest] | None = None
 
-    # What users call --------------------------------------------------------------------------------------------------
+    # For users -------------------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> Status:
-        """How it stands. It is waiting as long as the ranks are busy with what was asked before."""
+        """The cell's state; ``waiting`` while the ranks are busy with earlier requests."""
         if self.done:
             return self._end
-        return "waiting" if self._asked is None else "running"
+        return "waiting" if self._pending is None else "running"
 
     @property
     def done(self) -> bool:
-        """True if it has ended, in whatever way."""
+        """True once the cell has ended, in whatever way."""
         return self._ended.is_set
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended; returns whether it has."""
+        """Wait for the cell's end. Return whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def results(self, timeout_s: float | None = None) -> Results:
-        """The value of its last expression in each rank that it runs in, as soon as all are there.
+        """Return the value of the cell's last expression on each rank that ran it. Wait until all are there.
 
         Args:
-            timeout_s: How long to wait; ``None``: until it has ended.
+            timeout_s: Deadline; ``None`` for none.
 
         Raises:
-            RunTimeoutError: It hasn't ended by then; it goes on.
-            RunStoppedError: It was interrupted.
-            RankFailedError: A rank has raised something, or died.
+            RunTimeoutError: The cell hasn't ended by then. It goes on.
+            RunStoppedError: The cell was interrupted.
+            RankFailedError: A rank raised an error, or died.
         """
         if not self.wait(timeout_s):
             raise RunTimeoutError(
@@ -89,37 +89,38 @@ class BackgroundCell:
         return self._outcome
 
     def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in its ranks, which keep what they have; called again, kills those that go on.
+        """Raise KeyboardInterrupt in the cell's ranks, which keep their variables.
 
-        If it waits for its turn, it doesn't begin. Doesn't wait for the end.
+        A second call kills the ranks that go on. A cell that still waits for its turn doesn't start. Doesn't wait for
+        the end.
         """
         with self._lock:
             self._is_interrupted = True
-            asked = self._asked
-        if asked is not None and not self.done:
-            asking, question = asked
-            asking.interrupt_by(KeyboardInterrupt(), question)
+            pending = self._pending
+        if pending is not None and not self.done:
+            pending_request, request = pending
+            pending_request.interrupt_by(KeyboardInterrupt(), request)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Where every rank of the session stands."""
+        """Return the stack of every rank of the session."""
         return self._stacks(timeout_s)
 
     def __repr__(self) -> str:
         return f"<{self.name}, in the background: {self.status}>"
 
-    # What a session calls ---------------------------------------------------------------------------------------------
+    # For the session --------------------------------------------------------------------------------------------------
 
     def start(self, act: Callable[[], tuple[Shown, Results]]) -> None:
-        """Begins, and returns when the ranks have what they need for it, or when it waits for its turn.
+        """Start the cell. Return once the ranks have what they need for it, or while it waits for its turn.
 
         Args:
-            act: Asks the ranks and waits for the end.
+            act: Sends the request and waits for its end.
 
         Raises:
-            PayloadError: Something that they need can't be sent.
-            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is this.
+            PayloadError: Something that the ranks need can't be sent.
+            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is the cell.
         """
-        context = contextvars.copy_context()  # so that output finds its cell
+        context = contextvars.copy_context()  # so that output appears under its cell
         thread = threading.Thread(target=context.run, args=(self._run, act), name=f"notebook-accel-{self.name}")
         thread.daemon = True
         with held() as interrupts:
@@ -135,22 +136,22 @@ class BackgroundCell:
             raise self._error
 
     def check(self) -> None:
-        """Called while it waits for its turn.
+        """Note that the cell waits for its turn. The request queue calls this again and again.
 
         Raises:
-            KeyboardInterrupt: It isn't to begin.
+            KeyboardInterrupt: The cell was interrupted and mustn't start.
         """
         self._is_under_way.set()
         if self._is_interrupted:
             raise KeyboardInterrupt
 
-    def begin(self, asking: Asking, question: Question) -> None:
-        """Its turn has come, and the ranks are about to be asked."""
+    def begin(self, pending_request: PendingRequest, request: RankRequest) -> None:
+        """Note that the cell's turn has come, just before its request is sent."""
         with self._lock:
-            self._asked = asking, question
+            self._pending = pending_request, request
             is_interrupted = self._is_interrupted
         if is_interrupted:
-            asking.interrupt_by(KeyboardInterrupt(), question)
+            pending_request.interrupt_by(KeyboardInterrupt(), request)
         self._is_under_way.set()
 
     def _run(self, act: Callable[[], tuple[Shown, Results]]) -> None:
@@ -171,6 +172,6 @@ class BackgroundCell:
         if self._error is None:
             value = f": {shown!r}" if shown else ""
             sys.stdout.write(f"[{self.name} has ended, after {took_s:.1f} s{value}]\n")
-        elif not self._is_refused and (self._asked is not None or self._end == "failed"):
-            # Otherwise the cell that was to start it shows the error, or it was interrupted before it had begun.
+        elif not self._is_refused and (self._pending is not None or self._end == "failed"):
+            # Else the cell that tried to start it shows the error, or it was interrupted before it began.
             sys.stderr.write(f"[{self.name}, in the background, after {took_s:.1f} s]\n{self._error}\n")

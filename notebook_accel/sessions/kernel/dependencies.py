@@ -1,4 +1,4 @@
-"""Which of the notebook's names an object brings into play: those that its functions look up when they are called."""
+"""Find the notebook variables that an object depends on: those that its functions look up when they are called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["used_by", "with_what_they_use"]
 
 
 def with_what_they_use(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
-    """The names, and those that the functions and classes among their values use, and so on.
+    """Return these names and, transitively, those that the functions and classes among their values use.
 
     Args:
-        names: Names of the notebook.
-        namespace: The notebook's.
+        names: Names of notebook variables.
+        namespace: The notebook's namespace.
     """
     found: dict[str, None] = {}
     waiting = [name for name in names if name in namespace]
@@ -29,7 +29,7 @@ def with_what_they_use(names: Iterable[str], namespace: Mapping[str, Any]) -> li
 
 
 def used_by(value: Any, namespace: Mapping[str, Any]) -> list[str]:
-    """The names that an object uses, and those that these use, and so on."""
+    """Return the names that an object uses, transitively."""
     return with_what_they_use(_used_by(value, namespace), namespace)
 
 
@@ -62,7 +62,7 @@ def _functions_of(part: Any) -> list[types.FunctionType]:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it isn't filled yet
+    except ValueError:  # not filled yet
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a cell's user is told when ranks have failed, died or were stopped."""
+"""Errors for a cell whose ranks failed, died or were interrupted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.failures import cause_of, explain_exception, raised_in_words
 from notebook_accel.protocol.events import Failed
 from notebook_accel.protocol.session_messages import Reply
-from notebook_accel.sessions.showing import ranks_in_words
+from notebook_accel.sessions.kernel.output import ranks_in_words
 
 __all__ = ["first_failure", "how_it_died", "interrupted"]
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep what they have"
-_DEATH_DEADLINE_S = 30.0  # the agent says it, which on a busy machine comes to it late
+_DEATH_DEADLINE_S = 30.0  # the agent reports a death, which on a busy machine it may notice late
 _LOOK_PERIOD_S = 0.02
 
 
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
 ) -> RankFailedError | None:
-    """The error of the rank that has failed first; one that was interrupted, or lost its peer, follows from another."""
+    """Return the error of the rank that failed first.
+
+    Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
+    """
     failed_ranks = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
     if not failed_ranks:
         return None
@@ -63,7 +66,7 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
 
 
 def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
-    """The kernel's interrupt, with where the ranks were in place of a traceback, which would be of our frames."""
+    """Have the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
     lines = [
@@ -77,7 +80,7 @@ def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseE
 
 
 def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
-    """The error that says why a rank is gone, as soon as that is known, which takes a moment."""
+    """Return the error that explains a rank's death. Wait for it: the agent reports a death after a moment."""
     deadline_s = time.monotonic() + _DEATH_DEADLINE_S
     error: RunError | None = None
     while error is None and not job.done and time.monotonic() < deadline_s:

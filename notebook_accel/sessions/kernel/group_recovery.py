@@ -1,4 +1,4 @@
-"""After a cell that did not end well: whether the ranks' process group can be trusted, and if not, another one."""
+"""Group recovery: after a cell that didn't end well, check the ranks' process group and replace a broken one."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.rank_connections import Answer
+from notebook_accel.sessions.kernel.rank_connections import RankAnswer
 
-__all__ = ["Healing"]
+__all__ = ["GroupRecovery"]
 
 
 class Ask(Protocol):
-    """Asks ranks something that runs nothing of the user's."""
+    """Sends ranks a request that runs no user code."""
 
-    def __call__(self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any) -> Mapping[int, Answer]:
-        """Their answers, of those that are still there."""
+    def __call__(
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+    ) -> Mapping[int, RankAnswer]:
+        """Return the answers of the ranks that are still alive."""
 
 
-class Healing:
-    """Keeps count of the groups, and makes a new one where that is needed.
+class GroupRecovery:
+    """Checks the ranks' process group after a failure, and makes a new one where needed.
 
     Args:
         world_size: Number of ranks.
-        ask: Asks ranks.
+        ask: Sends ranks a request.
 
     Attributes:
-        renewals: How often a group was given up.
+        renewals: Number of groups given up.
     """
 
     def __init__(self, world_size: int, ask: Ask) -> None:
@@ -36,22 +38,22 @@ class Healing:
         self.renewals = 0
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
-        """Looks where the ranks stand, and makes a new group if that isn't together. Says what is lost by that.
+        """Make a new group if the ranks have entered different collectives. Report what that loses.
 
         Args:
-            alive: The ranks that are there.
-            is_broken: Whether it is known already that the group can't be trusted, or one that was about to be made.
+            alive: The ranks that are alive.
+            is_broken: Whether the group, or one about to be made, is already known to be unusable.
         """
         if not alive:
             return
-        answers = self._ask(messages.Standing, alive)
-        standings = [answer.reply.standing for answer in answers.values()]
-        if is_broken or len(alive) < self._world_size or any(standing != standings[0] for standing in standings):
-            # Whether this package has made it comes first, and ranks that differ in that can't make one together.
-            origins = {None if standing is None else standing[0] for standing in standings}
+        answers = self._ask(messages.InspectGroup, alive)
+        calls = [answer.reply.group_calls for answer in answers.values()]
+        if is_broken or len(alive) < self._world_size or any(of_rank != calls[0] for of_rank in calls):
+            # The first number tells whether this package made the group. Ranks that differ there can't share one.
+            origins = {None if of_rank is None else of_rank[0] for of_rank in calls}
             had_one = origins != {None}
             rejoins = had_one and len(origins) == 1 and len(alive) == self._world_size
-            # Twice, since the end of the old one may have come in between.
+            # Twice, since the old group's end may have disturbed the first attempt.
             rejoins = rejoins and (self._renew(alive, rejoins=True) or self._renew(alive, rejoins=True))
             if not rejoins:
                 self.leave(alive)
@@ -61,12 +63,12 @@ class Healing:
                 )
 
     def leave(self, alive: Sequence[int]) -> None:
-        """Has these ranks leave their group."""
-        # An interrupt that leaves one in there would have it wait for ranks that are in another one.
+        """Make these ranks leave their group."""
+        # Twice: a rank that an interrupt leaves in the old group would wait there for ranks that are in another.
         _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
 
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
-        """Has these ranks leave their group and, if it ``rejoins``, make another; returns whether all have."""
+        """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
         self.renewals += 1
         answers = self._ask(messages.Renew, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, answer in answers.items():

@@ -1,8 +1,8 @@
-"""The kernel's interrupts while a session is at work: they are noted, and raised only where that does no harm.
+"""The kernel's interrupts during a session's requests: noted first, and raised only where that does no harm.
 
-Python raises KeyboardInterrupt in the main thread between any two steps: in a ``finally`` that gives the ranks back, in
-the handling of the first interrupt, in the locks of the standard library. So as long as something is asked of ranks
-the signal's handler is one that raises nothing, and who waits looks whether an interrupt has come.
+Python raises KeyboardInterrupt in the main thread between any two bytecodes: in a ``finally`` that frees the ranks, in
+the handling of the first interrupt, in the standard library's locks. So during a request the signal's handler raises
+nothing, and loops that wait check whether an interrupt has arrived.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["Interrupts", "held"]
 
-_SAME_CLICK_S = 0.5  # who clicks twice means it once; a second interrupt would kill ranks that are about to end
+_SAME_CLICK_S = 0.5  # a double click counts once: a second interrupt would kill ranks that are about to end
 
 
 class Interrupts:
-    """Those that come in the main thread in the body of a ``held``. In other threads none come."""
+    """Interrupts of the main thread in the body of a ``held``. In other threads none arrive."""
 
     def __init__(self) -> None:
         self._noted: collections.deque[BaseException] = collections.deque()
         self._take: Callable[[BaseException], None] = self._noted.append
         self._last: BaseException | None = None
         self._is_open = False
-        self._since_s = -math.inf  # when the last one came that counted
+        self._since_s = -math.inf  # time of the last one that counted
         self._handler: signal._HANDLER = None
 
     def check(self) -> None:
-        """Raises the interrupt that has come, if one has. For who waits for something that may take a while."""
+        """Raise the pending interrupt, if there is one. For loops that may wait for long."""
         if self._noted:
             raise self._noted.popleft()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Lets an interrupt be raised in the body: for what runs the user's code, which may never end."""
+        """Let an interrupt be raised in the body: for user code, which may never end."""
         self.check()
         self._is_open = True
         try:
@@ -49,43 +49,43 @@ class Interrupts:
 
     @contextlib.contextmanager
     def taken_by(self, take: Callable[[BaseException], None]) -> Iterator[None]:
-        """Gives the interrupts to somebody who heeds them by himself in the body, in the middle of anything."""
+        """Hand the body's interrupts to ``take``, which may be called in the middle of anything."""
         before, self._take = self._take, take
         try:
-            while self._noted:  # it came just before
+            while self._noted:  # one that arrived just before
                 take(self._noted.popleft())
             yield
         finally:
             self._take = before
 
     def end(self) -> None:
-        """Nothing else has been raised by the end. Raises the interrupt that has come, whoever has taken it."""
+        """Raise the interrupt that has arrived, even one that was taken. Called if nothing else was raised."""
         if self._last is not None:
             raise self._last
 
     def heeded(self) -> None:
-        """Those that were taken have done what they were meant for: they are not raised any more."""
+        """Forget the interrupts that were taken: they have had their effect."""
         self._last = None
 
     @property
     def have_come(self) -> bool:
-        """True if there is one that nobody has taken."""
+        """True if an interrupt is pending that nobody has taken."""
         return bool(self._noted)
 
     def hold(self) -> None:
-        """Puts the handler in place, if this is the main thread and an interrupt would be raised in it."""
+        """Install the handler, in the main thread and if an interrupt would be raised there."""
         if threading.current_thread() is threading.main_thread() and callable(handler := _present()):
             self._handler = handler
             signal.signal(signal.SIGINT, self._come)
 
     def release(self) -> None:
-        """Takes it away."""
+        """Restore the handler that was there before."""
         if self._handler is not None and _present() == self._come:
             signal.signal(signal.SIGINT, self._handler)
 
     def _come(self, number: int, frame: types.FrameType | None) -> None:
-        """The handler. A second interrupt may come in the middle of it."""
-        is_open, self._is_open = self._is_open, False  # the next one finds somebody who tidies up after this one
+        """Note an interrupt, as the signal's handler. A second one may arrive in the middle of it."""
+        is_open, self._is_open = self._is_open, False  # the next one would strike the cleanup after this one
         assert callable(self._handler)
         try:
             self._handler(number, frame)
@@ -106,7 +106,7 @@ def _present() -> signal._HANDLER:
 
 @contextlib.contextmanager
 def held() -> Iterator[Interrupts]:
-    """Holds back the kernel's interrupts in the body; if one has come, it is raised at the end, if nothing else is."""
+    """Hold back the kernel's interrupts in the body. Raise a pending one at its end, if nothing else is raised."""
     owner = getattr(_present(), "__self__", None)
     if isinstance(owner, Interrupts) and threading.current_thread() is threading.main_thread():
         yield owner

@@ -1,40 +1,51 @@
-"""What ranks print, display and count while a cell runs, in the cell.
+"""Show under a cell what its ranks print, display, count and return.
 
-What they print is read from their logs, rank by rank, line by line. What they display comes over their lines, with how
-long the log was then. A line that several ranks print alike stands once.
+Printed lines are read from the ranks' logs. Displays arrive over the connections, each with the length of the log at
+that moment, so that both appear in order. A line that several ranks print alike is shown once.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import html
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from notebook_accel.formatting import clipped, plain_text
+from notebook_accel.formatting import clipped, format_clock, plain_text, rank_spans
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
-from notebook_accel.sessions.kernel.progress import CellProgress
 
-__all__ = ["Output"]
+__all__ = ["Output", "Shown", "ranks_in_words"]
 
 _CHUNK_BYTES = 1 << 20
 _MOST_LINES = 4000  # of a cell, of all ranks together
 _LAST_LINES = 20
+_PERIOD_S = 1.0
+_LINE_PERIOD_S = 5.0  # where earlier output can't be replaced
+_PERIOD_GROWTH = 1.5
+_LONGEST_PERIOD_S = 60.0
+_LAST_DEADLINE_S = 5.0
+_LOOK_PERIOD_S = 0.01
+_TEXT, _HTML = "text/plain", "text/html"
+_IMAGES = ("image/png", "image/jpeg")
 
 
 class _Log:
-    """One rank's log, from where it was read to.
+    """A rank's log file, and the position up to which it was read.
 
     Args:
         path: The file.
-        most_lines: How many lines of a cell are shown as they come.
-        show: Takes lines that are to be shown.
+        most_lines: Number of a cell's lines that are shown as they arrive.
+        show: Shows lines.
     """
 
     def __init__(self, path: str, most_lines: int, show: Callable[[Sequence[str]], object]) -> None:
@@ -47,13 +58,13 @@ class _Log:
         self.start()
 
     def start(self) -> None:
-        """A cell begins."""
+        """Reset the limits for a new cell."""
         self._free = self._most_lines
         self._left_out = 0
         self._last: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
 
     def read(self, until: int | None) -> None:
-        """Shows the lines that are there now, or until so many bytes."""
+        """Show the lines up to ``until`` bytes, by default all that are there."""
         if self._descriptor < 0:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -69,19 +80,19 @@ class _Log:
             self._take(lines)
 
     def end_line(self) -> None:
-        """What comes next begins a line of its own."""
+        """End an unfinished line, so that later output starts a new one."""
         if self._begun:
             self._take([self._begun])
             self._begun = b""
 
     def rest(self) -> list[str]:
-        """What is to be shown of this rank at the end of the cell."""
+        """Return the lines to show at the end of the cell."""
         left_out = self._left_out - len(self._last)
         note = f"[{left_out:,} lines left out here; the whole output is in {self._path}]"
         return [*([note] if left_out > 0 else []), *map(_shown, self._last)]
 
     def add(self, text: str) -> None:
-        """Shows lines that are not in the log."""
+        """Show lines that are not in the log."""
         self._take([line.encode() for line in text.splitlines()])
 
     def close(self) -> None:
@@ -103,10 +114,10 @@ def _shown(line: bytes) -> str:
 
 
 class Output:
-    """The ranks' output, in the cells that it belongs to.
+    """The ranks' output, shown in the cells that it belongs to.
 
     Args:
-        job: Their run. Without log files, which there are unless there is no room for any, nothing is shown.
+        job: The ranks' run. Without log files, for which there may be no room, nothing is shown.
     """
 
     def __init__(self, job: Job) -> None:
@@ -118,37 +129,37 @@ class Output:
             for rank, path in enumerate(job.log_files)
         ]
         self._display = KernelDisplay()
-        self._progress = CellProgress(job, self._display)
+        self._progress = _CellProgress(job, self._display)
 
     def start(self) -> None:
-        """A cell begins. What ranks have printed since the last one is shown in it, too."""
+        """Begin a cell. Output that ranks have written since the last one appears in it too."""
         self._display.begin_cell()
         self._progress.begin()
         for log in self._logs:
             log.start()
 
     def show_new(self) -> None:
-        """Prints whole lines that are there now, after a moment in which other ranks may print the same."""
+        """Print new whole lines, each after a moment in which other ranks may print the same."""
         for log in self._logs:
             log.read(None)
         self._alike.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
-        """Prints what a rank has written until then, so that what it says otherwise comes after it."""
+        """Print what a rank wrote until then, so that its other messages come after it."""
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
         self._alike.settle()
 
     def display(self, rank: int, event: Display) -> None:
-        """Shows what a rank has displayed; what is only text, as a line of it."""
+        """Show what a rank displays; mere text as a line of its output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
             self._logs[rank].add(str(event.data.get("text/plain", "")))
 
     def finish(self, replies: Mapping[int, Reply]) -> None:
-        """Shows all that these ranks have printed and counted by the end of the cell."""
+        """Show all that these ranks printed and counted by the end of the cell."""
         for rank, log in enumerate(self._logs):
             log.read(replies[rank].log_bytes if rank in replies else None)
             log.end_line()
@@ -164,3 +175,137 @@ class Output:
     def close(self) -> None:
         for log in self._logs:
             log.close()
+
+
+class _CellProgress:
+    """Steps and metrics of the running cell; nothing while it counts none.
+
+    Args:
+        job: The session's run.
+        display: Shows the progress.
+    """
+
+    def __init__(self, job: Job, display: KernelDisplay) -> None:
+        self._job = job
+        self._display = display
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a cell. Count from here."""
+        self._before = self._job.ranks
+        self._place = ""
+        self._shown: list[str] = []
+        self._began_s = time.monotonic()
+        self._period_s = _LINE_PERIOD_S
+        self._due_s = self._began_s + _PERIOD_S
+
+    def show(self) -> None:
+        """Show the progress, if that is due."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _PERIOD_S
+            self._show(is_end=False)
+
+    def end(self, steps: Mapping[int, int]) -> None:
+        """Show the final counts, if any were shown before.
+
+        Args:
+            steps: The ranks' final step counts. Their last progress events may still be on the way.
+        """
+        if not self._shown:
+            return
+        deadline_s = time.monotonic() + _LAST_DEADLINE_S
+        while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_LOOK_PERIOD_S)
+        self._show(is_end=True)
+
+    def _show(self, *, is_end: bool) -> None:
+        if self._job.config.view == "none":
+            return
+        pairs = zip(self._before, self._job.ranks, strict=True)
+        ranks = [now.since(before, self._began_s) for before, now in pairs]
+        reported = [rank for rank in ranks if rank.steps is not None or rank.metrics]
+        described = rank_lines.lines(reported, time.monotonic())
+        if described in ([], self._shown):
+            return
+        text = "\n".join(described)
+        shown = Display(
+            data={"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"},
+            display_id=self._place or uuid.uuid4().hex,
+            is_update=bool(self._place),
+        )
+        if self._display.show(shown):
+            self._shown, self._place = described, shown.display_id
+        elif is_end or time.monotonic() >= self._began_s + self._period_s:
+            self._shown = described
+            self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)
+            taken = format_clock(time.monotonic() - self._began_s)
+            sys.stdout.writelines(f"[{taken}] {line}\n" for line in described)
+
+
+class Shown:
+    """A cell's value as each rank shows it. Values that look alike are shown once.
+
+    Args:
+        bundles: Each rank's value by mime type.
+    """
+
+    def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
+        self._bundles = dict(sorted(bundles.items()))
+
+    def __bool__(self) -> bool:
+        return bool(self._bundles)
+
+    def __getitem__(self, rank: int) -> str:
+        """Return the text of one rank's value."""
+        return self._bundles[rank][_TEXT]
+
+    def __repr__(self) -> str:
+        parts = []
+        for ranks, data in self._groups():
+            text = data[_TEXT]
+            parts.append(f"{ranks_in_words(ranks)}:{chr(10) if chr(10) in text else ' '}{text}")
+        return "\n".join(parts)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        del include, exclude
+        shown = {_TEXT: repr(self)}
+        markups = [(ranks, _markup(data)) for ranks, data in self._groups()]
+        if any(markup for _, markup in markups):
+            texts = [f"<pre>{html.escape(data[_TEXT])}</pre>" for _, data in self._groups()]
+            shown[_HTML] = "".join(
+                f"<div>{ranks_in_words(ranks)}:</div>{markup or text}"
+                for (ranks, markup), text in zip(markups, texts, strict=True)
+            )
+        elif len(markups) == 1:  # such as Markdown, which can't be combined
+            shown = {**self._groups()[0][1], **shown}
+        return shown
+
+    def _groups(self) -> list[tuple[list[int], dict[str, str]]]:
+        """Group the ranks that show the same, ordered by their lowest rank."""
+        groups: list[tuple[list[int], dict[str, str]]] = []
+        for rank, data in self._bundles.items():
+            for ranks, other in groups:
+                if other == data:
+                    ranks.append(rank)
+                    break
+            else:
+                groups.append(([rank], data))
+        return groups
+
+
+def _markup(data: Mapping[str, str]) -> str:
+    """Return a value as HTML that can stand below other ranks' values; empty if it has no such form."""
+    if _HTML in data:
+        return data[_HTML]
+    for kind in _IMAGES:
+        if kind in data:
+            return f'<img src="data:{kind};base64,{data[kind].strip()}">'
+    return data.get("image/svg+xml", "")
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    text = ", ".join(rank_spans(ranks))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -1,7 +1,7 @@
-"""The lines between a session and its ranks, and the one thread that writes and reads them.
+"""The connections between a session and its ranks, and the one thread that reads and writes them.
 
-Not the thread that runs the cell: an interrupt of the kernel can come at any moment there, also between the halves of a
-message. What arrives here is kept until who asked for it drops it, so an interrupt loses nothing.
+It is not the thread that runs the cell: there the kernel's interrupt may strike at any moment, even in the middle of a
+message. Answers are kept until the request is dropped, so an interrupt loses nothing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import msgspec
 from notebook_accel.launching.processes import pidfd_send_signal
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Message
-from notebook_accel.sessions.listener import Arrival
+from notebook_accel.sessions.listener import JoinedRank
 
-__all__ = ["Answer", "Courier", "Question"]
+__all__ = ["RankAnswer", "RankConnections", "RankRequest"]
 
 _SEND_DEADLINE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a rank has answered.
+class RankAnswer:
+    """A rank's answer to a request.
 
     Attributes:
-        reply: Its words.
+        reply: The rank's message.
         value: Descriptor of the sealed value, -1 without one.
     """
 
@@ -41,22 +41,22 @@ class Answer:
 
 
 @dataclasses.dataclass(eq=False)
-class Question:
-    """Something that ranks are asked at once, and what they have answered so far.
+class RankRequest:
+    """A request to several ranks, and their answers so far.
 
     Attributes:
-        number: Which their replies have.
-        orders: What each of them is told, and the descriptors beside it, which this owns.
-        answers: What has come, by rank.
-        said: What ranks have said before their answers, each with the rank, in order.
-        lost: Ranks that have gone, or that couldn't be told.
-        was_asked: Whether it was given to the courier.
-        was_sent: Whether the ranks have been told, so that they will answer.
+        number: The request's number, which the replies repeat.
+        orders: The message for each rank, and the descriptors beside it, which the request owns.
+        answers: Answers by rank.
+        said: Messages that ranks sent before their answers, each with the rank, in order.
+        lost: Ranks that have died, or that the message couldn't reach.
+        was_asked: Whether it was passed to ``RankConnections.ask``.
+        was_sent: Whether it was sent, so that the ranks will answer.
     """
 
     number: int
     orders: Mapping[int, tuple[bytes, Sequence[int]]]
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
     said: collections.deque[tuple[int, messages.Displayed | messages.Prompt]] = dataclasses.field(
         default_factory=collections.deque
     )
@@ -74,21 +74,21 @@ class Question:
         return [rank for rank in self.orders if rank not in self.answers and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for news, at most so long; negative: until there are some, such as the end of a rank's process."""
+        """Wait for news such as an answer or a rank's death, at most so long; without limit if negative."""
         self._news.acquire(timeout=timeout_s)
 
     def notify(self) -> None:
-        """There are news."""
-        with contextlib.suppress(RuntimeError):  # nobody has looked since the last ones
+        """Wake whoever waits for news."""
+        with contextlib.suppress(RuntimeError):  # nobody has waited since the last news
             self._news.release()
 
     def close_orders(self) -> None:
-        """Closes the descriptors that were to be sent. For when they are, or won't be."""
+        """Close the descriptors of the messages, once they are sent or won't be."""
         for descriptor in {number for _, descriptors in self.orders.values() for number in descriptors}:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Closes the descriptors that nobody has taken."""
+        """Close the descriptors of values that nobody has taken."""
         for answer in self.answers.values():
             if answer.value >= 0:
                 os.close(answer.value)
@@ -101,58 +101,58 @@ class _Word:
     body: bytes
 
 
-class Courier:
-    """Brings questions to ranks and their answers back."""
+class RankConnections:
+    """Sends requests to ranks and receives their answers."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, Arrival] = {}
-        self._closing = threading.Lock()  # no descriptor is closed while somebody uses its number
-        self._outbox: collections.deque[Question | Arrival | _Word | None] = collections.deque()
-        self._questions: dict[int, Question] = {}
+        self._lines: dict[int, JoinedRank] = {}
+        self._closing = threading.Lock()  # keeps a descriptor open while it is used
+        self._outbox: collections.deque[RankRequest | JoinedRank | _Word | None] = collections.deque()
+        self._requests: dict[int, RankRequest] = {}
         self._wake_end, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)[::-1]
         self._thread = threading.Thread(target=self._run, name="notebook-accel-session", daemon=True)
         self._thread.start()
 
-    def add(self, arrival: Arrival) -> None:
-        """A rank has come. From now on it can be asked."""
-        self._put(arrival)
-        arrival.was_taken.wait(_SEND_DEADLINE_S)
+    def add(self, joined: JoinedRank) -> None:
+        """Take over a rank's connection. From now on it receives requests."""
+        self._put(joined)
+        joined.was_taken.wait(_SEND_DEADLINE_S)
 
-    def ask(self, question: Question) -> None:
-        """Sends it, without waiting for answers. Asked again after an interrupt, it is sent once all the same."""
-        self._put(question)
-        question.was_asked = True
+    def ask(self, request: RankRequest) -> None:
+        """Send a request, without waiting for answers. Asked again after an interrupt, it is sent only once."""
+        self._put(request)
+        request.was_asked = True
 
     def tell(self, rank: int, word: messages.Typed) -> None:
-        """Tells a rank something about the question that it is busy with."""
+        """Send a rank a message about the request that it is busy with."""
         self._put(_Word(rank, messages.encode(word)))
 
-    def drop(self, question: Question) -> None:
-        """Nobody waits for it any more: answers that still come are thrown away."""
-        self._questions.pop(question.number, None)
-        question.close()
+    def drop(self, request: RankRequest) -> None:
+        """Forget a request. Answers that still arrive are discarded."""
+        self._requests.pop(request.number, None)
+        request.close()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Sends a rank a signal. It has it before what is sent to it afterwards, if not at once."""
+        """Send a rank a signal. It may arrive late, but always before anything sent to the rank afterwards."""
         with self._closing:
             line = self._lines.get(rank)
             if line is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    # One that somebody has stopped could take no other.
+                    # A stopped process would handle no other signal.
                     pidfd_send_signal(line.pidfd, signal.SIGCONT)
                     pidfd_send_signal(line.pidfd, number)
 
     def kill(self, rank: int) -> None:
-        """Kills a rank. That it is gone is noticed when its line closes."""
+        """Kill a rank. Its death is noticed when its connection closes."""
         self.signal(rank, signal.SIGKILL)
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that there are."""
+        """The ranks that are connected."""
         return sorted(list(self._lines))  # noqa: C414 - the thread changes it, and a list is made in one step
 
     def close(self) -> None:
-        """Ends the thread and closes the lines. Ranks that wait for a question end by that."""
+        """End the thread and close the connections. Idle ranks exit when theirs closes."""
         if not self._thread.is_alive():
             return
         self._put(None)
@@ -160,9 +160,9 @@ class Courier:
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
 
-    def _put(self, thing: Question | Arrival | _Word | None) -> None:
+    def _put(self, thing: RankRequest | JoinedRank | _Word | None) -> None:
         self._outbox.append(thing)
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+        with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
             os.write(self._wake_end, b"x")
 
     # The thread -----------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Courier:
                     for rank in list(self._lines):
                         self._lose(poll, rank)
                     return
-                if isinstance(thing, Arrival):
+                if isinstance(thing, JoinedRank):
                     self._lose(poll, thing.rank)
                     thing.connection.set_send_deadline(_SEND_DEADLINE_S)
                     self._lines[thing.rank] = thing
@@ -195,15 +195,15 @@ class Courier:
                 elif not thing.was_sent:
                     self._send(poll, thing)
 
-    def _send(self, poll: select.poll, question: Question) -> None:
-        self._questions[question.number] = question
-        question.was_sent = True
-        for rank, (body, descriptors) in question.orders.items():
+    def _send(self, poll: select.poll, request: RankRequest) -> None:
+        self._requests[request.number] = request
+        request.was_sent = True
+        for rank, (body, descriptors) in request.orders.items():
             if rank not in self._lines:
-                question.lost.add(rank)
+                request.lost.add(rank)
             self._send_to(poll, rank, body, descriptors)
-        question.close_orders()
-        question.notify()
+        request.close_orders()
+        request.notify()
 
     def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
         line = self._lines.get(rank)
@@ -222,17 +222,17 @@ class Courier:
 
     def _heard(self, rank: int, message: Message) -> None:
         said = messages.decode_from_rank(message.body)
-        question = self._questions.get(said.number)
-        if question is None or rank not in question.orders:
+        request = self._requests.get(said.number)
+        if request is None or rank not in request.orders:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
         if isinstance(said, messages.Reply):
             value, *_ = [*message.descriptors, -1]
-            question.answers[rank] = Answer(said, value)
+            request.answers[rank] = RankAnswer(said, value)
         else:
-            question.said.append((rank, said))
-        question.notify()
+            request.said.append((rank, said))
+        request.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:
         with self._closing:
@@ -241,7 +241,7 @@ class Courier:
                 return
             poll.unregister(line.connection.fileno())
             line.close()
-        for question in list(self._questions.values()):
-            if rank in question.pending:
-                question.lost.add(rank)
-                question.notify()
+        for request in list(self._requests.values()):
+            if rank in request.pending:
+                request.lost.add(rank)
+                request.notify()

@@ -1,4 +1,4 @@
-"""The ranks of a session: how they are started, asked, started again and ended."""
+"""The ranks of a session: start them, send them requests, restart them and end them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import atexit
 import contextlib
 import itertools
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.config import LaunchConfig
@@ -18,19 +19,17 @@ from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.background import BackgroundCell
-from notebook_accel.sessions.kernel.console import Console
-from notebook_accel.sessions.kernel.group_recovery import Healing
+from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.namespace_sync import Ledger, Parcel, Request
-from notebook_accel.sessions.kernel.output import Output
-from notebook_accel.sessions.kernel.pending_request import Asking
-from notebook_accel.sessions.kernel.rank_connections import Answer, Courier, Question
-from notebook_accel.sessions.kernel.request_queue import Turns
-from notebook_accel.sessions.listener import Meeting
+from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
+from notebook_accel.sessions.kernel.output import Output, ranks_in_words
+from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
+from notebook_accel.sessions.kernel.rank_connections import RankAnswer, RankConnections, RankRequest
+from notebook_accel.sessions.listener import Listener
 from notebook_accel.sessions.ranks import loop
-from notebook_accel.sessions.showing import ranks_in_words
+from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Crew"]
+__all__ = ["RankPool", "RequestQueue"]
 
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
@@ -38,43 +37,43 @@ _LOOK_DEADLINE_S = 1.0
 _LOOK_PERIOD_S = 0.1
 
 
-class Crew:
-    """All ranks of one session, and what is known about them.
+class RankPool:
+    """All ranks of one session, and their state.
 
     Args:
         config: The options.
 
     Attributes:
-        job: The run that they belong to.
-        ledger: What they have of the notebook's.
+        job: The run that the ranks belong to.
+        namespace_sync: The notebook variables that the ranks have.
 
     Raises:
-        LaunchError: They could not be started.
+        LaunchError: The ranks could not be started.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
         self._numbers = itertools.count(1)
-        self._turns = Turns()
+        self._queue = RequestQueue()
         self._is_closed = False
-        self._failed_rank: int | None = None  # where the last error was
-        self._killed: set[int] = set()  # since they went on although they were interrupted
+        self._failed_rank: int | None = None  # the rank of the last error
+        self._killed: set[int] = set()  # for going on after an interrupt
         self._output: Output | None = None
         self._job: Job | None = None
         with held() as interrupts:
-            self._meeting = Meeting()
-            self._courier = Courier()
+            self._listener = Listener()
+            self._connections = RankConnections()
             try:
                 self._start(config, interrupts)
             except BaseException:
                 self.close()
                 raise
-            atexit.register(self.close)  # before the engine's own, which would leave the meeting's folder
+            atexit.register(self.close)  # runs before the engine's own, which would leave the listener's folder
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
-        with interrupts.opened():  # a cluster may take its time
+        with interrupts.opened():  # a cluster may take long
             launcher.launch_function(
                 loop.serve,
-                (str(self._meeting.folder), self._meeting.secret),
+                (str(self._listener.folder), self._listener.secret),
                 {},
                 config.replace(name=config.name or "session"),
                 show=self._launched,
@@ -85,56 +84,56 @@ class Crew:
         self.job.expect_steps([])
         self.job.doing = self._doing
         self._output = Output(self.job)
-        self.ledger = Ledger(self.job.world_size)
-        self._healing = Healing(self.job.world_size, self._ask_quietly)
+        self.namespace_sync = NamespaceSync(self.job.world_size)
+        self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
         self._welcome(range(self.job.world_size), interrupts.check)
 
     def _launched(self, job: Job) -> None:
-        self._job = job  # at once: an interrupt may come
+        self._job = job  # before anything else: an interrupt may strike
         foreground.show_panel(job)
 
     @property
     def alive(self) -> list[int]:
-        """The ranks that are there."""
-        return self._courier.ranks
+        """The ranks that are alive."""
+        return self._connections.ranks
 
     def ask(
         self,
         make: Callable[..., messages.ToRank],
         ranks: Sequence[int] | None = None,
-        request: Request = Request(),  # noqa: B008 - it is frozen
+        inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         *,
         called: str,
         background: BackgroundCell | None = None,
         **what: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
-        """Asks ranks something that runs the user's code, and waits for the end; replies and values by rank.
+        """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
 
-        If the ranks are busy, it waits for its turn.
+        Wait for a turn while the ranks are busy.
 
         Args:
-            make: The kind of the message.
-            ranks: Which of them. Default: all.
-            request: What of the notebook they need for it.
-            called: What it is, in words.
-            background: The handle of it, if it is asked in the background.
-            what: What else the message says.
+            make: The type of the message.
+            ranks: The ranks to ask. Default: all.
+            inputs: Notebook variables that the ranks need for it.
+            called: The request in words.
+            background: The cell's handle, for a cell in the background.
+            what: The message's other fields.
 
         Raises:
-            PayloadError: Something that they need can't be sent.
-            RankFailedError: A rank has raised something, or died.
-            ResultError: A value can't be had; those that can are in the error.
-            RunError: A rank isn't there.
-            KeyboardInterrupt: The kernel was interrupted, and so were they.
+            PayloadError: Something that the ranks need can't be sent.
+            RankFailedError: A rank raised an error, or died.
+            ResultError: A value can't be sent or unpickled; the others are in the error.
+            RunError: A rank is dead.
+            KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
-        self._chosen(ranks)  # what can't be is said before it waits
+        self._chosen(ranks)  # refuse before waiting
         with held() as interrupts:
             check = background.check if background is not None else lambda: self._check_waiting(interrupts)
-            with self._turns.turn(called, says=background is None, check=check):
-                return self._ask(make, self._chosen(ranks), request, what, background)
+            with self._queue.turn(called, says=background is None, check=check):
+                return self._ask(make, self._chosen(ranks), inputs, what, background)
 
     def debug(self, rank: int | None) -> None:
-        """Lets the user look around where the last error of a rank was raised; by default of the one that failed last.
+        """Open a debugger at a rank's last error; by default on the rank that failed last.
 
         Raises:
             RunError: Nothing has failed there, or nobody can be asked.
@@ -143,19 +142,19 @@ class Crew:
             raise RunError("Nothing has failed in this session yet, so there is nothing to look at.")
         [rank] = self._chosen([self._failed_rank or 0 if rank is None else rank])
         console = Console()
-        with held() as interrupts, self._turns.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
+        with held() as interrupts, self._queue.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
             self._chosen([rank])
-            question = self._question(messages.Debug, {}, [rank], [])
-            asking = Asking(self._courier, self._output, self.job.config.grace_s, console=console)
+            request = self._request(messages.Debug, {}, [rank], [])
+            pending_request = PendingRequest(self._connections, self._output, self.job.config.grace_s, console=console)
             self._start_output()
-            self._have_answered(asking, question)
-            interrupts.heeded()  # one has ended the debugger, as it should
-            answers = dict(question.answers)
-            self._courier.drop(question)
+            self._have_answered(pending_request, request)
+            interrupts.heeded()  # one may have ended the debugger, as it should
+            answers = dict(request.answers)
+            self._connections.drop(request)
             self._finish_output(answers)
-            # What was typed may have called something that only all ranks can do together.
-            self._healing.after(self.alive, is_broken=bool(question.lost or asking.interrupted))
-        if question.lost:
+            # A typed command may have entered a collective.
+            self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
+        if request.lost:
             raise self._how_it_died(rank)
         if console.refusal is not None:
             raise console.refusal
@@ -163,22 +162,22 @@ class Crew:
             raise RunError(line)
 
     def look(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
-        """What rank 0 knows about a piece of code; ``None`` while it is busy or gone, or if it says nothing in time."""
-        with held() as interrupts, self._turns.if_free("completion") as is_free:
+        """Ask rank 0 about a piece of code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
+        with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
-            question = self._question(messages.Look, {"text": text, "describes": describes}, [0], [])
-            self._courier.ask(question)
+            request = self._request(messages.Look, {"text": text, "describes": describes}, [0], [])
+            self._connections.ask(request)
             deadline_s = time.monotonic() + (_LOOK_DEADLINE_S if timeout_s is None else timeout_s)
-            while question.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
-                question.wait(min(left_s, _LOOK_PERIOD_S))
-            answer = question.answers.get(0)
-            self._courier.drop(question)
+            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
+                request.wait(min(left_s, _LOOK_PERIOD_S))
+            answer = request.answers.get(0)
+            self._connections.drop(request)
             return None if answer is None else answer.reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
-        """Starts ranks again: those that have died, or these. Returns which."""
-        with held() as interrupts, self._turns.turn("the restart", check=lambda: self._check_waiting(interrupts)):
+        """Start these ranks again, by default those that have died. Return which."""
+        with held() as interrupts, self._queue.turn("the restart", check=lambda: self._check_waiting(interrupts)):
             return self._restart(ranks)
 
     def _restart(self, ranks: Sequence[int] | None) -> list[int]:
@@ -186,19 +185,19 @@ class Crew:
         dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
         chosen = dead if ranks is None else self._known(ranks)
         for rank in chosen:
-            self._courier.kill(rank)
+            self._connections.kill(rank)
         for rank in chosen:
-            failures.how_it_died(self.job, rank)  # waits until that is known
-            self.ledger.forget(rank)
+            failures.how_it_died(self.job, rank)  # waits for the agent's report
+            self.namespace_sync.forget(rank)
             self._killed.discard(rank)
             self.job.respawn(rank)
         if chosen:
-            self._healing.leave([rank for rank in self.alive if rank not in chosen])
-            self._welcome(chosen, lambda: None)  # begun, it is ended: who weren't welcomed would belong to nobody
+            self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
+            self._welcome(chosen, lambda: None)  # uninterruptible: unwelcomed ranks would belong to nobody
         return chosen
 
     def close(self) -> None:
-        """Ends the ranks, and waits for that. Those that are idle end by themselves."""
+        """End the ranks and wait for that. Idle ones exit by themselves."""
         if not self._is_closed:
             with held() as interrupts:
                 self._close(interrupts)
@@ -206,8 +205,8 @@ class Crew:
     def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
         atexit.unregister(self.close)
-        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._turns.queue
-        self._courier.close()
+        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.labels
+        self._connections.close()
         if self._job is not None:
             try:
                 ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
@@ -216,11 +215,11 @@ class Crew:
             finally:
                 self._job.kill()
                 self._job.wait(_END_DEADLINE_S)
-            with contextlib.suppress(NotebookAccelError):  # one that has failed has said so
-                self._job.results(0)  # which closes the files for them
+            with contextlib.suppress(NotebookAccelError):  # the job has already reported its failure
+                self._job.results(0)  # closes the files for results
         if self._output is not None:
             self._output.close()
-        self._meeting.close()
+        self._listener.close()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -229,10 +228,10 @@ class Crew:
             check()
             self._check_start(ranks)
 
-        for arrival in self._meeting.arrivals(len(ranks), _START_DEADLINE_S, check_both):
-            welcome = messages.Welcome(renewals=self._healing.renewals)
-            arrival.connection.send(messages.encode(welcome))
-            self._courier.add(arrival)
+        for joined in self._listener.joining(len(ranks), _START_DEADLINE_S, check_both):
+            welcome = messages.Welcome(renewals=self._group_recovery.renewals)
+            joined.connection.send(messages.encode(welcome))
+            self._connections.add(joined)
 
     def _check_start(self, ranks: Sequence[int]) -> None:
         if self.job.done:
@@ -269,9 +268,9 @@ class Crew:
         interrupts.check()
         self._refuse_ended()
 
-    def _question(
+    def _request(
         self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
-    ) -> Question:
+    ) -> RankRequest:
         number, sent_s = next(self._numbers), time.monotonic()
         orders: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
@@ -281,110 +280,117 @@ class Crew:
         if have_all:
             plain = messages.encode(make(number=number, sent_s=sent_s, **what))
             orders |= dict.fromkeys(have_all, (plain, ()))
-        return Question(number, dict(sorted(orders.items())))
+        return RankRequest(number, dict(sorted(orders.items())))
 
     def _ask(
         self,
         make: Callable[..., messages.ToRank],
         ranks: list[int],
-        request: Request,
+        inputs: Inputs,
         what: Mapping[str, Any],
         background: BackgroundCell | None,
     ) -> dict[int, tuple[messages.Reply, Any]]:
-        parcels = self.ledger.pack(request, ranks)
+        parcels = self.namespace_sync.pack(inputs, ranks)
         self._say_what_is_sent_again(parcels)
-        question = self._question(make, what, ranks, parcels)
-        asking = Asking(self._courier, self._output, self.job.config.grace_s, stacks=self.job.stacks)
+        request = self._request(make, what, ranks, parcels)
+        pending_request = PendingRequest(
+            self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
+        )
         self._start_output()
         self.job.expect_steps(ranks)
         try:
             if background is not None:
-                background.begin(asking, question)
-            self._have_answered(asking, question)
-            return self._concluded(question, asking, parcels)
+                background.begin(pending_request, request)
+            self._have_answered(pending_request, request)
+            return self._concluded(request, pending_request, parcels)
         finally:
             self.job.expect_steps([])
-            self._courier.drop(question)
+            self._connections.drop(request)
 
     def _concluded(
-        self, question: Question, asking: Asking, parcels: list[Parcel]
+        self, request: RankRequest, pending_request: PendingRequest, parcels: list[Parcel]
     ) -> dict[int, tuple[messages.Reply, Any]]:
-        replies = {rank: answer.reply for rank, answer in sorted(question.answers.items())}
+        replies = {rank: answer.reply for rank, answer in sorted(request.answers.items())}
         for parcel in parcels:
-            self.ledger.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
+            self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
         for rank, reply in replies.items():
-            self.ledger.note(rank, reply.bound, reply.unbound)
-        self._finish_output(question.answers)
-        if question.lost or any(reply.failed is not None for reply in replies.values()):
+            self.namespace_sync.note(rank, reply.bound, reply.unbound)
+        self._finish_output(request.answers)
+        if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
-            self._healing.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
-            self._raise(question, asking, replies)
-        if asking.interrupt is not None:  # all had just ended
-            raise asking.interrupt
+            self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
+            self._raise(request, pending_request, replies)
+        if pending_request.interrupt is not None:  # all ranks had just finished
+            raise pending_request.interrupt
         return {
-            rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(question), strict=True)
+            rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(request), strict=True)
         }
 
     def _start_output(self) -> None:
         if self._output is not None:
             self._output.start()
 
-    def _finish_output(self, answers: Mapping[int, Answer]) -> None:
+    def _finish_output(self, answers: Mapping[int, RankAnswer]) -> None:
         if self._output is not None:
             self._output.finish({rank: answer.reply for rank, answer in answers.items()})
 
-    def _raise(self, question: Question, asking: Asking, replies: Mapping[int, messages.Reply]) -> None:
-        if question.lost:
-            raise self._how_it_died(min(question.lost))
-        if asking.interrupt is not None:
-            raise failures.interrupted(asking.interrupt, replies)
-        failure = failures.first_failure(replies, asking.interrupted, self.job.world_size, self.ledger.origins)
+    def _raise(
+        self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
+    ) -> None:
+        if request.lost:
+            raise self._how_it_died(min(request.lost))
+        if pending_request.interrupt is not None:
+            raise failures.interrupted(pending_request.interrupt, replies)
+        failure = failures.first_failure(
+            replies, pending_request.interrupted, self.job.world_size, self.namespace_sync.origins
+        )
         assert failure is not None
         self._failed_rank = failure.rank
         raise failure
 
-    def _values(self, question: Question) -> list[Any]:
-        """What has come with the answers, in order of rank.
+    def _values(self, request: RankRequest) -> list[Any]:
+        """Return the values that came with the answers, in order of rank.
 
         Raises:
-            ResultError: Some of it can't be had; the rest is in the error.
+            ResultError: A value can't be unpickled; the others are in the error.
         """
         openings = {
             rank: ResultFile(answer.value, rank)
-            for rank, answer in sorted(question.answers.items())
+            for rank, answer in sorted(request.answers.items())
             if answer.value >= 0
         }
         for opening in openings.values():
-            opening.unpickle(self.ledger.origins)
+            opening.unpickle(self.namespace_sync.origins)
         error = result_error(openings)
         if error is not None:
             raise error
-        return [openings[rank].outcome if rank in openings else None for rank in sorted(question.answers)]
+        return [openings[rank].outcome if rank in openings else None for rank in sorted(request.answers)]
 
     def _ask_quietly(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
-    ) -> dict[int, Answer]:
-        question = self._question(make, what, ranks, [])
-        asking = Asking(self._courier, None, self.job.config.grace_s)
-        self._have_answered(asking, question)
-        answers = dict(question.answers)
-        self._courier.drop(question)
+    ) -> dict[int, RankAnswer]:
+        request = self._request(make, what, ranks, [])
+        pending_request = PendingRequest(self._connections, None, self.job.config.grace_s)
+        self._have_answered(pending_request, request)
+        answers = dict(request.answers)
+        self._connections.drop(request)
         return answers
 
-    def _have_answered(self, asking: Asking, question: Question) -> None:
-        """Asks, and waits until no interrupt of that can end what is asked next: ranks may have answered just before.
+    def _have_answered(self, pending_request: PendingRequest, request: RankRequest) -> None:
+        """Ask, and wait until no interrupt of this request can hit the next one.
 
-        A signal is not when it is sent where it is sent to, but is before what is sent on the line after it.
+        Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
+        written to the connection afterwards; so each interrupted rank answers one more, empty request.
         """
-        asking.ask(question)
-        self._killed.update(asking.killed)
-        interrupted = [rank for rank in asking.interrupted if rank in self.alive]
+        pending_request.ask(request)
+        self._killed.update(pending_request.killed)
+        interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
 
     def _doing(self) -> str:
-        first, *others = self._turns.queue or [""]
+        first, *others = self._queue.labels or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"
 
@@ -393,3 +399,76 @@ class Crew:
         again = sorted({name for parcel in parcels for name in parcel.again})
         if again:
             print(f"Sent again, since the notebook's has changed: {', '.join(again)}", file=sys.stderr)
+
+
+class _Turn:
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.is_mine = Latch()
+
+
+class RequestQueue:
+    """Gives the ranks to one request at a time, in order of arrival.
+
+    Each request waits in a thread of its own, with the interrupts held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[_Turn] = []
+
+    @property
+    def labels(self) -> list[str]:
+        """The request that has the ranks, and those that wait, in words."""
+        return [turn.what for turn in list(self._queue)]
+
+    @contextlib.contextmanager
+    def turn(self, what: str, *, says: bool = True, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Wait until the ranks are free, and keep them for the body.
+
+        Args:
+            what: The request in words.
+            says: Whether to print that it waits, and for what.
+            check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
+        """
+        mine = _Turn(what)
+        try:
+            busy_with = self._join(mine)
+            if says and busy_with:
+                sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine.is_mine.is_set:
+                check()
+                mine.is_mine.wait(_LOOK_PERIOD_S)
+            yield
+        finally:
+            self._leave(mine)
+
+    @contextlib.contextmanager
+    def if_free(self, what: str) -> Iterator[bool]:
+        """Keep the ranks for the body if they are free now. Yields whether they are."""
+        mine = _Turn(what)
+        with self._lock:
+            is_free = not self._queue
+            if is_free:
+                self._queue.append(mine)
+        try:
+            yield is_free
+        finally:
+            self._leave(mine)
+
+    def _join(self, turn: _Turn) -> str:
+        """Join the queue. Return the label of the request that has the ranks, empty if they are free.
+
+        Looked up under the lock: a moment later the first request may be the caller's own.
+        """
+        with self._lock:
+            self._queue.append(turn)
+            self._queue[0].is_mine.set()
+            return "" if self._queue[0] is turn else self._queue[0].what
+
+    def _leave(self, turn: _Turn) -> None:
+        with self._lock:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].is_mine.set()

@@ -1,4 +1,4 @@
-"""``Session``: ranks that stay, with their names, their process group and their ``Accelerator``, between cells."""
+"""``Session``: ranks that keep their variables, process group and ``Accelerator`` between cells."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import dependencies
 from notebook_accel.sessions.kernel.background import BackgroundCell
-from notebook_accel.sessions.kernel.namespace_sync import Request
-from notebook_accel.sessions.kernel.rank_pool import Crew
-from notebook_accel.sessions.showing import Shown
+from notebook_accel.sessions.kernel.namespace_sync import Inputs
+from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.rank_pool import RankPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,10 +30,10 @@ __all__ = ["Session"]
 
 
 class Session:
-    """Ranks that stay until the session is closed; code runs in them cell by cell.
+    """Ranks that run until the session is closed; code runs in them cell by cell.
 
-    Each rank has a namespace of its own, its ``__main__``, in which all that cells have assigned stays, an
-    ``Accelerator`` and its process group included. Nothing of the notebook is ever changed by it.
+    Each rank has a namespace of its own, its ``__main__``. Whatever cells assign stays there, including an
+    ``Accelerator`` and its process group. A session never changes the notebook's variables.
 
         with Session(num_processes=2) as session:
             session.execute("from notebook_accel import Accelerator; accelerator = Accelerator()")
@@ -46,47 +46,48 @@ class Session:
         options: Further options of a launch, as ``notebook_launcher`` has them, such as ``use_cpu=True``.
 
     Raises:
-        ConfigError: An option has a value that it can't have here.
+        ConfigError: An option has a value that sessions don't allow.
         LaunchError: The ranks could not be started.
     """
 
     def __init__(self, num_processes: int | None = None, **options: Any) -> None:
-        self._crew = _crew(configuration.resolve({"num_processes": num_processes, **options}, environ={}))
+        self._pool = _start_pool(configuration.resolve({"num_processes": num_processes, **options}, environ={}))
 
     @classmethod
     def from_config(cls, config: LaunchConfig) -> Session:
-        """A session with these options."""
+        """Return a session with these options."""
         session = cls.__new__(cls)
-        session._crew = _crew(config)
+        session._pool = _start_pool(config)
         return session
 
     @property
     def job(self) -> Job:
         """The run that the ranks belong to, which the panel shows."""
-        return self._crew.job
+        return self._pool.job
 
     def execute(self, source: str, *, ranks: Sequence[int] | None = None) -> Shown:
-        """Runs Python code in the ranks' ``__main__``.
+        """Run Python code in the ranks' ``__main__``.
 
-        What it prints is printed here. Names of this process's ``__main__`` that it uses and that no cell has assigned
-        are sent before, once, and again when they have changed. If the ranks are busy, it waits for its turn.
+        Its output is printed here. Variables of this process's ``__main__`` that it uses, and that no cell has
+        assigned, are copied to the ranks first: once, and again after a change. While the ranks are busy, the code
+        waits for its turn.
 
         Args:
             source: The code.
-            ranks: Which of them. Default: all.
+            ranks: The ranks to run on. Default: all.
 
         Returns:
-            The value of its last expression as each rank shows it; nothing if there is none. ``run`` and ``pull`` bring
-            values themselves.
+            The value of its last expression as each rank shows it; nothing if there is none. ``run`` and ``pull``
+            return values themselves.
 
         Raises:
-            RankFailedError: A rank has raised something, or died. The others were interrupted and keep what they have.
-            KeyboardInterrupt: The kernel was interrupted, and so were the ranks; all keep what they have.
+            RankFailedError: A rank raised an error, or died. The others were interrupted and keep their variables.
+            KeyboardInterrupt: The kernel was interrupted, and so were the ranks. All keep their variables.
         """
         return self.run_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)[0]
 
     def start(self, source: str, *, ranks: Sequence[int] | None = None) -> BackgroundCell:
-        """The same without waiting for the end: ``session.start("train()").results(timeout_s=60)``."""
+        """Run code without waiting for its end: ``session.start("train()").results(timeout_s=60)``."""
         return self.start_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)
 
     def run_cell(
@@ -98,38 +99,38 @@ class Session:
         push: Sequence[str] = (),
         wants_values: bool = False,
     ) -> tuple[Shown, Results | None]:
-        """Runs a cell, as ``execute`` does.
+        """Run a cell, as ``execute`` does.
 
         Args:
             cell: The cell.
-            namespace: The notebook's names.
-            ranks: Which of them. Default: all.
-            push: Names that are sent whatever the ranks have under them.
-            wants_values: Whether to bring the values themselves.
+            namespace: The notebook's variables.
+            ranks: The ranks to run on. Default: all.
+            push: Names that replace whatever the ranks have under them.
+            wants_values: Whether to return the values themselves too.
 
         Returns:
-            How the values are shown, and the values if they were wanted.
+            The values as they are shown, and the values themselves if they are wanted.
         """
-        shown, values = self._run_cell(cell, _request(cell, namespace, push), ranks, wants_values=wants_values)
+        shown, values = self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
         return shown, values if wants_values else None
 
     def start_cell(
         self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
     ) -> BackgroundCell:
-        """Runs a cell in the background, with the notebook's names as they are bound now.
+        """Run a cell in the background, with the notebook's variables as they are now.
 
         Raises:
-            PayloadError: Something that it needs can't be sent.
+            PayloadError: Something that the cell needs can't be sent.
         """
-        request = _request(cell, namespace, push)
+        inputs = _inputs(cell, namespace, push)
         handle = BackgroundCell(cell.label, self.stacks)
-        handle.start(lambda: self._run_cell(cell, request, ranks, wants_values=True, background=handle))
+        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, background=handle))
         return handle
 
     def _run_cell(
         self,
         cell: Cell,
-        request: Request,
+        inputs: Inputs,
         ranks: Sequence[int] | None,
         *,
         wants_values: bool,
@@ -138,103 +139,103 @@ class Session:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
         what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._crew.ask(messages.Execute, ranks, request, called=cell.label, background=background, **what)
+        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, background=background, **what)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
         return shown, Results([value for _, value in answers.values()])
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Results:
-        """Calls a function on all ranks; what each returned.
+        """Call a function on all ranks. Return its value on each.
 
         Raises:
-            PayloadError: Something in it can't be sent.
+            PayloadError: The function or an argument can't be sent.
             RankFailedError: As ``execute``.
         """
         namespace = sys.modules["__main__"].__dict__
         names = {name: namespace[name] for name in dependencies.used_by(function, namespace)}
-        request = Request({name: value for name, value in names.items() if value is not function},
+        inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
         called = getattr(function, "__name__", "a function")
-        return Results([value for _, value in self._crew.ask(messages.Call, None, request, called=called).values()])
+        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, called=called).values()])
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
-        """Binds names in the ranks, by value, whatever they have under them: ``session.push(x=3)``.
+        """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
 
         Args:
-            ranks: Which of them. Default: all.
-            names: The names and their values.
+            ranks: The ranks to run on. Default: all.
+            names: The variables.
 
         Raises:
-            PayloadError: Something can't be sent.
+            PayloadError: A value can't be sent.
         """
         if names:
-            self._crew.ask(messages.Take, ranks, Request(names, tuple(names)), called=f"push of {', '.join(names)}")
+            self._pool.ask(messages.Take, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
-        """A rank's value of a name; a tuple for several. Tensors come on the CPU. Nothing is bound here.
+        """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
 
         Raises:
             RankFailedError: The rank has no such name.
-            ResultError: A value can't be sent, or not be made again here; the others are in the error.
+            ResultError: A value can't be sent, or can't be unpickled here; the others are in the error.
         """
         [values] = self.pull_all(*names, ranks=[rank])
         return values[names[0]] if len(names) == 1 else tuple(values[name] for name in names)
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
-        """The ranks' values of some names: a dictionary for each rank."""
-        answers = self._crew.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
+        """Return the ranks' values of some names: a dictionary for each rank."""
+        answers = self._pool.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Starts ranks again, as fresh processes without names; the others keep theirs. There is no group after it.
+        """Start ranks again as fresh processes without variables; the others keep theirs. No process group is left.
 
         Args:
-            ranks: Which; those that live are killed first. Default: those that have died.
+            ranks: The ranks to restart; live ones are killed first. Default: those that have died.
 
         Returns:
             The ranks that were started again.
         """
-        return self._crew.restart(ranks)
+        return self._pool.restart(ranks)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Where every rank stands, also one that hangs in a collective."""
+        """Return the stack of every rank, even of one that hangs in a collective."""
         return self.job.stacks(timeout_s)
 
     def debug(self, rank: int | None = None) -> None:
-        """Opens pdb where the last error of a rank was raised; commands are typed here, the other ranks have no part.
+        """Open pdb at the last error of a rank. Commands are typed here; the other ranks take no part.
 
-        A rank keeps what the frames of its last error hold until its next error, or its end.
+        A rank keeps the variables of its last error's frames until its next error, or its end.
 
         Args:
-            rank: Which. Default: the one that failed last.
+            rank: The rank to debug. Default: the one that failed last.
 
         Raises:
-            RunError: Nothing has failed there, or nobody can be asked for commands.
+            RunError: Nothing has failed there, or nobody can type commands.
         """
-        self._crew.debug(rank)
+        self._pool.debug(rank)
 
     def complete(self, text: str) -> list[str]:
-        """What could stand at the end of some code, as rank 0 has it; nothing while it is busy."""
-        return self._crew.look(text=text, describes=False) or []
+        """Return completions for the end of some code, from rank 0's variables; none while it is busy."""
+        return self._pool.look(text=text, describes=False) or []
 
     def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
-        """Lines about a dotted name, as rank 0 has it; none if it hasn't.
+        """Return lines that describe a dotted name on rank 0; none if it has no such name.
 
         Args:
             path: The name.
-            timeout_s: How long rank 0 has to answer. Default: as long as who types would wait, a second.
+            timeout_s: Deadline for rank 0's answer. Default: one second, as long as a person who types would wait.
 
         Returns:
             The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
         """
-        return self._crew.look(text=path, describes=True, timeout_s=timeout_s)
+        return self._pool.look(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Ends the session and its ranks, and waits for that."""
-        self._crew.close()
+        """End the session and its ranks, and wait for that."""
+        self._pool.close()
 
     @property
     def is_over(self) -> bool:
-        """True if its ranks are gone for good."""
+        """True once its ranks are gone for good."""
         return self.job.done
 
     def __enter__(self) -> Self:
@@ -245,7 +246,7 @@ class Session:
 
     def __repr__(self) -> str:
         job = self.job
-        state = "ended" if job.done else f"{len(self._crew.alive)} of {job.world_size} ranks are there"
+        state = "ended" if job.done else f"{len(self._pool.alive)} of {job.world_size} ranks are there"
         return f"<Session {job.name!r}: {state}, on {job.devices}>"
 
 
@@ -253,18 +254,18 @@ def _parsed(source: str) -> Cell:
     return cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
 
 
-def _request(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Request:
-    """What a cell needs of the notebook's names."""
+def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Inputs:
+    """Collect the notebook variables that a cell needs."""
     captured = cell.captured(namespace, push)
     names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
-    return Request(names, push, cell.optional_names(names, push), cell.submodules(names))
+    return Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 
-def _crew(config: LaunchConfig) -> Crew:
+def _start_pool(config: LaunchConfig) -> RankPool:
     if config.start_method not in ("auto", "spawn"):
         raise ConfigError(
             f"start_method={config.start_method!r} can't be used for a session.",
             why="Its ranks are processes that stay, and that start clean.",
             fix="leave out start_method",
         )
-    return Crew(config)
+    return RankPool(config)

@@ -1,4 +1,4 @@
-"""A debugger at a rank's last error, which talks over the session's line. Runs in the rank."""
+"""A debugger at a rank's last error, which talks over the session's connection. Runs in the rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from notebook_accel import code_places
 __all__ = ["post_mortem"]
 
 Converse = Callable[[str], str]
-"""Says something to the user and gives the line that is typed, with its end; an empty one when there are no more."""
+"""Sends the user a text. Returns the line that they type, with its newline; empty when there will be no more."""
 
 
 def post_mortem(traceback: types.TracebackType, rank: int, converse: Converse) -> None:
-    """Lets the user look around where an error was raised, until that ends.
+    """Let the user inspect the frames of an error, until the debugger ends.
 
     Args:
-        traceback: The error's.
-        rank: Of this process, for the prompt.
-        converse: How to talk to the user.
+        traceback: The error's traceback.
+        rank: This process's rank, for the prompt.
+        converse: Talks to the user.
     """
     debugger = _Debugger(rank, converse)
     debugger.reset()
@@ -34,7 +34,7 @@ def post_mortem(traceback: types.TracebackType, rank: int, converse: Converse) -
 
 
 class _Debugger(pdb.Pdb):
-    """Writes into a buffer, and hands that on when it wants a line."""
+    """A pdb that collects its output, and sends it when it wants a line."""
 
     def __init__(self, rank: int, converse: Converse) -> None:
         self._said = io.StringIO()
@@ -43,11 +43,11 @@ class _Debugger(pdb.Pdb):
         self.prompt = f"rank {rank} (Pdb) "
 
     def canonic(self, filename: str) -> str:
-        """Without this, ``In[7]`` would be taken for a file in the working directory, which has no such lines."""
+        """Keep ``In[7]`` as it is: pdb would take it for a file in the working directory."""
         return filename if filename in linecache.cache else super().canonic(filename)
 
     def get_stack(self, f: types.FrameType | None, t: types.TracebackType | None) -> tuple[list[Any], int]:
-        """Begins where the user's code left for this package's, if the error was raised in here; ``down`` goes on."""
+        """Start at the last frame of user code, if the error was raised in this package; ``down`` goes on."""
         stack, index = super().get_stack(f, t)
         users = [at for at, (frame, _) in enumerate(stack) if not frame.f_code.co_filename.startswith(code_places.OURS)]
         is_ours = bool(users) and users[-1] < index
@@ -71,7 +71,7 @@ class _Lines(io.StringIO):
 
 @contextlib.contextmanager
 def _asked_by(converse: Converse) -> Iterator[None]:
-    """What asks with ``input()`` in the debugger, such as its ``interact``, asks the user too."""
+    """Send ``input()`` of the debugger's own commands, such as ``interact``, to the user too."""
 
     def ask(prompt: object = "", /) -> str:
         line = converse(str(prompt))

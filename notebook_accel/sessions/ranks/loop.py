@@ -1,6 +1,6 @@
-"""The function that a session launches: each rank waits in it for what the notebook wants next, and does it.
+"""The function that a session launches: each rank waits in it for requests and carries them out.
 
-Runs in a rank, in its main thread. Between cells an interrupt means nothing; in one it is raised in the user's code.
+Runs in a rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's code.
 """
 
 from __future__ import annotations
@@ -15,37 +15,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from notebook_accel import reporting
-from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, mime_bundles, nccl, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
-from notebook_accel.sessions import showing
 from notebook_accel.sessions.listener import join_session
-from notebook_accel.sessions.ranks import looking
-from notebook_accel.sessions.ranks.modes import Modes
-from notebook_accel.sessions.ranks.names import Names
+from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description
 
 __all__ = ["serve"]
 
 _ABORT_PATIENCE_S = 2.0
-_BACKWARD = "_engine_run_backward"  # torch's, in a traceback: gradients were on their way to the other ranks
+_MOST_SHOWN_CHARACTERS = 20_000
+_BACKWARD = "_engine_run_backward"  # torch's function, in a traceback: gradients were on their way to other ranks
+_DEVICES = ("cpu", "cuda")  # device types with an autocast of their own
 
 
 def serve(folder: str, secret: bytes) -> None:
-    """Joins the session and does what it says, until it is over or its kernel has gone.
+    """Join the session and carry out its requests, until it is over or its kernel is gone.
 
     Args:
-        folder: Where the session's kernel listens.
-        secret: Only the session's ranks have it.
+        folder: Folder of the session's socket.
+        secret: Known only to the session's ranks.
     """
     interruption.note_only()
     nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
-        os.register_at_fork(after_in_child=connection.close)  # a worker of this rank must not hold its line open
+        os.register_at_fork(after_in_child=connection.close)  # a DataLoader worker must not hold the connection open
         with contextlib.suppress(ClosedError):
             _Rank(rank, connection).serve()
 
@@ -55,10 +54,10 @@ class _Rank:
         self._rank = rank
         self._connection = connection
         self._namespace = sys.modules["__main__"].__dict__
-        self._names = Names(self._namespace)
+        self._tracker = NamespaceTracker(self._namespace)
         self._pid = os.getpid()
         self._lacks_delivery = False
-        self._traceback: types.TracebackType | None = None  # of the last error in the user's code
+        self._traceback: types.TracebackType | None = None  # of the last error in user code
         world_size = int(os.environ["WORLD_SIZE"])
         self._spec = JobSpec(
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
@@ -71,25 +70,25 @@ class _Rank:
                     order = messages.decode_for_rank(message.body)
                     if isinstance(order, messages.Welcome):
                         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
-                    elif not isinstance(order, messages.Typed):  # for a debugger that has just ended
+                    elif not isinstance(order, messages.Typed):  # meant for a debugger that has just ended
                         self._answer(order, message)
                 finally:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
 
     def _answer(self, order: Any, message: Message) -> None:
-        do = _DOINGS[type(order)]
+        do = _HANDLERS[type(order)]
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            # An interrupt may come before it is looked at.
+            # An interrupt may strike before the delivery is opened.
             self._lacks_delivery = getattr(order, "delivery", None) is not None
-            facts = self._done(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
-            if facts.get("breaks_group"):  # what is on a GPU may wait in it for ever
+            facts = self._run(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
+            if facts.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
             if "values" in facts:
                 facts, descriptors = self._sealed(facts, opened)
-            bound, unbound = self._names.changes()
+            bound, unbound = self._tracker.changes()
             streams.flush()
             reply = messages.Reply(
                 number=order.number,
@@ -103,9 +102,9 @@ class _Rank:
             )
             self._connection.send(messages.encode(reply), descriptors)
 
-    def _done(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
-        """What comes of it. An interrupt that came since it was sent, or comes, is raised in the user's code."""
-        modes = Modes()
+    def _run(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
+        """Carry out a request. Interrupts that arrived since it was sent are raised in the user's code."""
+        modes = _TorchModes()
         try:
             interruption.forget(sent_s)
             if is_interruptible:
@@ -127,7 +126,7 @@ class _Rank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {}
         self._keep(error)
-        said = failure.describe(error, self._spec, self._names.definitions)
+        said = failure.describe(error, self._spec, self._tracker.definitions)
         frames = traceback.walk_tb(error.__traceback__)
         breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
         return {
@@ -137,7 +136,7 @@ class _Rank:
         }
 
     def _keep(self, error: BaseException) -> None:
-        """For a debugger, until the next error: also what the frames hold, as IPython does in the notebook."""
+        """Keep an error and its frames for the debugger until the next one, as IPython does in the notebook."""
         tb = failure.without_our_frames(error.__traceback__)
         if tb is not None:
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
@@ -152,23 +151,23 @@ class _Rank:
                 descriptor,
                 values,
                 rank=self._rank,
-                origins=self._names.definitions,
+                origins=self._tracker.definitions,
                 advice="take something else of it, such as numbers, tensors or a state_dict()",
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
             return {**facts, **self._failed(error)}, []
         return facts, [descriptor]
 
-    # What can be asked ----------------------------------------------------------------------------------------------
+    # Requests -----------------------------------------------------------------------------------------------------
 
     def _take(self, order: messages.Take | messages.Execute | messages.Call, message: Message) -> Any:
         if order.delivery is None:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
-        with interruption.only_noted():  # it has all of it or nothing
+        with interruption.only_noted():  # all of it arrives, or nothing
             self._show_sources(order.delivery.sources)
-            call = self._names.take(order.delivery, message.descriptors[0])
+            call = self._tracker.take(order.delivery, message.descriptors[0])
             self._lacks_delivery = False
         return call
 
@@ -186,7 +185,7 @@ class _Rank:
         self._show_sources({order.label: (order.label, order.source)})
         with self._displaying(order.number):
             value = worker.run_cell(order.source, order.label, self._namespace)
-        facts: dict[str, Any] = {"shown": {} if value is None else showing.bundle(value)}
+        facts: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value
         if order.wants_value:
@@ -201,7 +200,7 @@ class _Rank:
 
     @contextlib.contextmanager
     def _displaying(self, number: int) -> Iterator[None]:
-        """What is displayed in the body, and figures that it leaves open, appear under its cell."""
+        """Send what the body displays, and figures that it leaves open, to the cell."""
 
         def show(event: events.Display) -> None:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
@@ -220,7 +219,7 @@ class _Rank:
         return {"values": {name: self._namespace[name] for name in order.names}}
 
     def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
-        look = looking.description if order.describes else looking.completions
+        look = description if order.describes else completions
         return {"lines": look(self._namespace, order.text)}
 
     def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
@@ -231,7 +230,7 @@ class _Rank:
         return {}
 
     def _typed(self, number: int, text: str) -> str:
-        """What the user types after this text."""
+        """Send the user this text and return the line that they type."""
         streams.flush()
         prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
         self._connection.send(messages.encode(prompt))
@@ -241,10 +240,10 @@ class _Rank:
                 if isinstance(order, messages.Typed) and order.number == number:
                     return order.line
 
-    def _stand(self, _order: messages.Standing, _: Message) -> dict[str, Any]:
+    def _inspect_group(self, _order: messages.InspectGroup, _: Message) -> dict[str, Any]:
         regrouping = _regrouping()
         regrouping.abandon_passes()
-        return {"standing": regrouping.standing()}
+        return {"group_calls": regrouping.standing()}
 
     def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
         return {}
@@ -253,14 +252,14 @@ class _Rank:
         return {"lines": _regrouping().renew(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
 
 
-_DOINGS: dict[type, Any] = {
+_HANDLERS: dict[type, Any] = {
     messages.Execute: _Rank._execute,
     messages.Call: _Rank._call,
     messages.Take: _Rank._just_take,
     messages.Fetch: _Rank._fetch,
     messages.Look: _Rank._look,
     messages.Debug: _Rank._debug,
-    messages.Standing: _Rank._stand,
+    messages.InspectGroup: _Rank._inspect_group,
     messages.Settle: _Rank._settle,
     messages.Renew: _Rank._renew,
 }
@@ -269,5 +268,48 @@ _INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debu
 
 
 def _regrouping() -> Any:
-    """What knows of process groups. It imports torch, and the kernel imports this module; so only here, in a rank."""
+    """Import the module for process groups. It imports torch, and the kernel imports this module: so only in a rank."""
     return importlib.import_module("notebook_accel.training.regrouping")
+
+
+class _TorchModes:
+    """Grad mode and autocast of this thread, as they are now; nothing where torch hasn't been imported.
+
+    An interrupt may strike in the middle of a context's exit and leave its mode on. A rank without gradients, or with
+    autocast on cached weights, would be useless from then on without anybody noticing.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Any = sys.modules.get("torch")
+        if self._torch is not None:
+            self._has_gradients = self._torch.is_grad_enabled()
+            self._autocast = [self._torch.is_autocast_enabled(device) for device in _DEVICES]
+            self._nesting = self._autocast_nesting()
+
+    def restore(self) -> None:
+        """Restore the modes."""
+        if self._torch is None:
+            return
+        self._torch.set_grad_enabled(self._has_gradients)
+        for device, was_enabled in zip(_DEVICES, self._autocast, strict=True):
+            self._torch.set_autocast_enabled(device, was_enabled)
+        for _ in range(self._autocast_nesting() - self._nesting):
+            self._torch.autocast_decrement_nesting()
+        if self._nesting == 0:
+            self._torch.clear_autocast_cache()
+
+    def _autocast_nesting(self) -> int:
+        """Return the depth of nested autocasts. The end of the outermost one clears the weight cache."""
+        self._torch.autocast_increment_nesting()
+        return int(self._torch.autocast_decrement_nesting())
+
+
+def _bundle(value: Any) -> dict[str, str]:
+    """Return a value's mime bundle, with long text cut off."""
+    data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
+    text = data["text/plain"]
+    if len(text) > _MOST_SHOWN_CHARACTERS:
+        data["text/plain"] = (
+            f"{text[:_MOST_SHOWN_CHARACTERS]} … and {len(text) - _MOST_SHOWN_CHARACTERS:,} more characters"
+        )
+    return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}

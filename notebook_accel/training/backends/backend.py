@@ -77,7 +77,7 @@ class Backend(Protocol):
             non_blocking: Don't wait for copies out of pinned memory.
         """
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         """Has the device compute what was asked of it, where that is put off until a step is complete."""
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:

@@ -46,7 +46,7 @@ class TorchDevice:
     def uploader(self, *, non_blocking: bool) -> SideStream | None:
         return SideStream(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         pass
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the seam's signature

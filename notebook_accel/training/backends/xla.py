@@ -135,9 +135,9 @@ class XlaDevice:
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
     def uploader(self, *, non_blocking: bool) -> _Uploader:  # noqa: ARG002  # the seam's signature
-        return _Uploader(self.device, self._compilations, self.end_step)
+        return _Uploader(self.device, self._compilations, self.mark_step)
 
-    def end_step(self) -> None:
+    def mark_step(self) -> None:
         import torch_xla
 
         torch_xla.sync()
@@ -151,7 +151,7 @@ class XlaDevice:
         # torch_xla takes it for a step's end, after which it draws other numbers. But ranks wait for each other, and
         # read what they save, at moments on which no draw should depend.
         drawn = xm.get_rng_state(str(self.device))
-        self.end_step()
+        self.mark_step()
         xm.set_rng_state(drawn, str(self.device))
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
@@ -239,16 +239,16 @@ class _Uploader:
     Args:
         device: The device.
         compilations: Told of the shapes.
-        end_step: Called before a batch is taken, and at the end.
+        mark_step: Called before a batch is taken, and at the end.
     """
 
     _DEADLINE_S = 600.0
 
-    def __init__(self, device: torch.device, compilations: Compilations, end_step: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, compilations: Compilations, mark_step: Callable[[], None]) -> None:
         from torch_xla.distributed.parallel_loader import ParallelLoader
 
         self._compilations = compilations
-        self._end_step = end_step
+        self._mark_step = mark_step
         self._waiting: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._are_new: collections.deque[bool] = collections.deque()
@@ -269,7 +269,7 @@ class _Uploader:
         pass  # the loader's thread does
 
     def take(self) -> Sequence[torch.Tensor]:
-        self._end_step()
+        self._mark_step()
         taken: list[torch.Tensor] | None = self._loader.next_item(self._device)
         if taken is None:
             raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
@@ -279,4 +279,4 @@ class _Uploader:
     def close(self) -> None:
         self._waiting.put(None)
         self._loader.close()
-        self._end_step()
+        self._mark_step()

@@ -6,15 +6,15 @@ import contextlib
 
 import pytest
 
-from notebook_accel.sessions.kernel.request_queue import Turns
+from notebook_accel.sessions.kernel.rank_pool import RequestQueue
 from notebook_accel.uninterruptible import Latch
 
 
 def test_nothing_is_said_to_wait_for_itself_when_what_it_waits_for_ends_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns, first = Turns(), contextlib.ExitStack()
-    first.enter_context(turns.turn("the first"))
+    queue, first = RequestQueue(), contextlib.ExitStack()
+    first.enter_context(queue.turn("the first"))
     is_set = Latch.is_set
     assert isinstance(is_set, property)
 
@@ -25,7 +25,7 @@ def test_nothing_is_said_to_wait_for_itself_when_what_it_waits_for_ends_meanwhil
         return answer
 
     monkeypatch.setattr(Latch, "is_set", property(ends_once_asked))
-    with turns.turn("the second"):
-        assert turns.queue == ["the second"]
+    with queue.turn("the second"):
+        assert queue.labels == ["the second"]
     said = capsys.readouterr().err
     assert said == "[the second waits until the first has ended; an interrupt ends only the waiting]\n"

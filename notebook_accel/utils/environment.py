@@ -1,4 +1,4 @@
-"""Environment variables, under the names that Accelerate documents."""
+"""Environment variables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = [
 
 
 def patch_environment(**kwargs: object) -> contextlib.AbstractContextManager[None]:
-    """A context with some variables set, and afterwards as they were: ``patch_environment(omp_num_threads=1)``.
+    """Return a context that sets variables and restores them afterwards: ``patch_environment(omp_num_threads=1)``.
 
     Args:
-        kwargs: Values by the variables' names, which are taken in upper case.
+        kwargs: Values by the variables' names, which are converted to upper case.
     """
     return environment.patched({name.upper(): str(value) for name, value in kwargs.items()})
 
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """A context without any variables; afterwards they are as they were."""
+    """Return a context that removes all variables and restores them afterwards."""
     before = dict(os.environ)
     environment.become({})
     try:
@@ -40,14 +40,14 @@ def clear_environment() -> Iterator[None]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 for yes, true, t, y, on and 1, and 0 for their opposites, in any case.
+    """Return 1 for yes, true, t, y, on and 1, and 0 for their opposites, in upper or lower case.
 
     Args:
         value: The text.
-        to_bool: ``True`` and ``False`` instead.
+        to_bool: Return ``True`` and ``False`` instead.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``value`` is another text.
     """
     if not environment.is_true(value) and not environment.is_false(value):
         raise ConfigError(
@@ -57,15 +57,15 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return whether a variable says yes; ``default`` if it isn't set."""
+    """Return a variable as a flag; ``default`` if it isn't set."""
     return bool(str_to_bool(os.environ[key])) if key in os.environ else default
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable's text; ``default`` if it isn't set."""
+    """Return a variable's text; ``default`` if it isn't set."""
     return os.environ.get(key, default)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first number from 0 among some variables; ``default`` if none is set."""
+    """Return the first number from 0 among some variables; ``default`` if none is set."""
     return next((int(os.environ[key]) for key in env_keys if int(os.environ.get(key, "-1")) >= 0), default)

@@ -1,15 +1,53 @@
+"""Warnings of objects that weren't prepared, and hints at schedules that several ranks speed up; both by rank 0."""
+
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator
-from notebook_accel.training.schedule_hint import hint
+from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
+
+KINDS = ("model", "optimizer", "loader")
+
+
+def warned(unprepared: str, steps: int) -> list[str]:
+    """The first words of each warning in a loop in which one object wasn't prepared."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = torch.nn.Linear(1, 1)
+    parts: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(torch.ones(8, 1), batch_size=1),
+    }
+    parts |= {kind: accelerator.prepare(part) for kind, part in parts.items() if kind != unprepared}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in parts["loader"]:
+            with accelerator.accumulate(parts["model"]):
+                accelerator.backward(parts["model"](x).sum())
+                parts["optimizer"].step()
+                parts["optimizer"].zero_grad()
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message).split(" has been")[0] for warning in caught]
+
+
+@pytest.mark.parametrize("unprepared", [*KINDS, "nothing"])
+def test_on_two_ranks(two_ranks: Ranks, unprepared: str) -> None:
+    expected = [f"No {unprepared}"] if unprepared in KINDS else []
+    assert two_ranks.run(warned, unprepared, 2) == [expected, []]
+
+
+def test_on_one_rank() -> None:
+    assert [warned(kind, 2) for kind in KINDS] == [[], ["No optimizer"], []]
+    assert warned("optimizer", 1) == []
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -38,8 +76,8 @@ def sgd() -> torch.optim.Optimizer:
         "With 2 ranks, each step of the optimizer advances LambdaLR by 2.",
     ),
 ])  # fmt: skip
-def test_what_it_says(scheduler: Any, ranks: int, window: int, text: str) -> None:
-    assert hint(scheduler(), ranks=ranks, window=window) == text
+def test_schedule_hint(scheduler: Any, ranks: int, window: int, text: str) -> None:
+    assert schedule_hint(scheduler(), ranks=ranks, window=window) == text
 
 
 def test_the_schedule_ends_where_it_is_said_to_end() -> None:
@@ -53,8 +91,8 @@ def test_the_schedule_ends_where_it_is_said_to_end() -> None:
     assert scheduler.last_epoch == 25
 
 
-def said(**options: Any) -> list[str]:
-    """What is logged when a scheduler is prepared twice."""
+def hinted(**options: Any) -> list[str]:
+    """The log messages of a scheduler that is prepared twice."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -71,13 +109,13 @@ def said(**options: Any) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-def said_when_split() -> list[str]:
-    return said(split_batches=True)
+def hinted_when_split() -> list[str]:
+    return hinted(split_batches=True)
 
 
-def test_rank_0_says_it_once_a_schedule(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(said)
+def test_rank_0_hints_once_a_schedule(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(hinted)
     assert len(first) == 2
     assert "its 8 steps end after 4 steps" in first[0]
     assert second == []
-    assert two_ranks.run(said_when_split) == [[], []]
+    assert two_ranks.run(hinted_when_split) == [[], []]

@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory."""
+"""Device memory: the largest batch size that fits, and the release of unused memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from notebook_accel.training import process_group, regrouping
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
 
-__all__ = ["find_executable_batch_size"]
+__all__ = ["find_executable_batch_size", "release_memory"]
 
 _REDUCTION = 0.9  # as Accelerate has it
 _OUT_OF_MEMORY = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when it has no room for its workspace
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN has no room for its workspace
 )
 _DEADLINE_S = 1800.0  # a rank may evaluate or save for long after the others have returned
 _POLL_S = 0.05
@@ -39,28 +39,27 @@ def find_executable_batch_size(
     *,
     keep_effective_batch_size: bool = False,
 ) -> Any:
-    """Decorates a function of a batch size so that it is called again with a smaller one when memory runs out.
+    """Decorate a function of a batch size so that it is called again with a smaller one when memory runs out.
 
-    What one rank has no memory for, no rank goes on with: those that wait for it in the middle of a step are brought
-    out of it, and all call the function again with the same size, in a new process group. Models that were prepared
-    outside of the function go on in that. The size that was found is where the next call begins; it is the attribute
-    ``batch_size`` of the decorated function, and rank 0 prints it if it isn't the first one.
+    When memory runs out on one rank, all ranks give up the attempt, even in the middle of a step, and call the function
+    again with the same smaller size, in a new process group. Models that were prepared outside of the function go on in
+    the new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the
+    decorated function, and rank 0 prints it if it isn't the first one.
 
-    Ranks agree once the function, or what was before it, has made the ``Accelerator``. A group that the user's code
-    has made itself, without one, is left as it is: there a rank that waits for another does so until its deadline. So
-    does one whose GPU waits in NCCL, which only its own deadline ends.
+    Ranks can only agree once there is an ``Accelerator``. In a process group that the user's code has made without one,
+    a rank that waits for another does so until its deadline. So does a rank whose GPU waits in NCCL.
 
     Args:
         function: Its first parameter is the batch size; callers leave it out.
-        starting_batch_size: The size to begin with.
-        reduce_batch_size_fn: Gives the next size; by default nine tenths of the last one.
+        starting_batch_size: The first size.
+        reduce_batch_size_fn: Returns the next size; by default nine tenths of the last one.
         keep_effective_batch_size: Try the divisors of ``starting_batch_size`` from the largest down, and give the
-            function a second argument, the number of micro-batches to accumulate: the product of both stays the same.
-            That number is the attribute ``gradient_accumulation_steps`` of the decorated function.
+            function a second argument, the number of micro-batches to accumulate. The product of both stays the same.
+            The number is the attribute ``gradient_accumulation_steps`` of the decorated function.
 
     Raises:
         ConfigError: ``keep_effective_batch_size`` was given together with ``reduce_batch_size_fn``.
-        TrainingError: Nothing fits, or another rank's function raised.
+        TrainingError: No size fits, or another rank's function raised.
         TypeError: The function was called with a batch size.
     """
     if keep_effective_batch_size and reduce_batch_size_fn is not None:
@@ -117,6 +116,17 @@ def find_executable_batch_size(
     return search
 
 
+def release_memory(*objects: Any) -> list[None]:
+    """Release unused device memory.
+
+    Returns:
+        As many ``None`` as there are arguments, to overwrite the caller's names with: ``a, b = release_memory(a, b)``.
+    """
+    gc.collect()
+    process_group.current().release_memory()
+    return [None] * len(objects)
+
+
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own: int) -> None:
     parameters = inspect.signature(function).parameters.values()
     positional = [kind for kind in parameters if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
@@ -130,27 +140,27 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own:
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001  the other ranks are told first, whatever it is
+    except Exception as error:  # noqa: BLE001  any error is reported to the other ranks first
         return None, error
 
 
 def _member() -> Backend | None:
-    """A use of the group that there is already, so that it is made anew if it breaks, although nobody else uses it."""
+    """Join the group that exists already, so that it is renewed if it breaks even if nothing else uses it."""
     if torch_group.made_here() is None:
         return None
     return process_group.current(cpu="nccl" not in dist.get_backend_config())
 
 
 class _Outcome:
-    """How a rank's attempt has ended.
+    """The end of a rank's attempt.
 
     Args:
-        error: What it raised.
+        error: The exception that the attempt raised.
 
     Attributes:
-        runs_out: Whether memory ran out.
-        error: What it raised, if it is about something else.
-        text: The same in words.
+        runs_out: True if memory ran out.
+        error: The exception, if it isn't about memory.
+        text: The exception's message.
     """
 
     def __init__(self, error: Exception | None) -> None:
@@ -160,11 +170,11 @@ class _Outcome:
 
 
 def _runs_out_anywhere(outcome: _Outcome) -> bool:
-    """Return whether memory ran out on a rank. If so, all ranks are in a new group.
+    """Return whether memory ran out on any rank. If so, all ranks are in a new group.
 
     Raises:
-        Exception: The outcome's own, if it is about something else.
-        TrainingError: Another rank's was about something else.
+        Exception: The outcome's own exception, if it isn't about memory.
+        TrainingError: Another rank raised an exception that isn't about memory.
     """
     place = process_group.rank_place()
     if place.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
@@ -174,21 +184,21 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
     group = torch_group.made_here()
     round_ = _Round(place.rank, place.world_size)
     if outcome.runs_out:
-        round_.say_memory_ran_out()
+        round_.announce_out_of_memory()
     is_over = outcome.runs_out or (outcome.error is not None and round_.has_memory_run_out())
     if is_over and group is not None:
-        group.give_up()  # ranks that wait for this one go on, and find what was said
+        group.give_up()  # ranks that wait for this one go on, and read what was announced
     if outcome.error is not None and not is_over:
-        round_.say(outcome.text, rejoins=False)
+        round_.report(outcome.text, rejoins=False)
         raise outcome.error
-    outcome.error = None  # if there is one: this rank was brought out of waiting for one without memory
-    gc.collect()  # what only the failed attempt has held isn't reconnected
-    texts, rejoins = round_.say_and_hear("", rejoins=group is not None and bool(group.members))
+    outcome.error = None  # an error here came from a peer without memory that gave up its group
+    gc.collect()  # objects of the failed attempt only aren't reconnected
+    texts, rejoins = round_.exchange("", rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
         if text:
             raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
     ran_out = round_.has_memory_run_out()
-    round_.part()
+    round_.leave()
     del round_
     if ran_out and group is not None:
         regrouping.renew(None, rejoins=rejoins, namespace={})
@@ -196,39 +206,39 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
 
 
 class _Round:
-    """What the ranks say to each other at the end of an attempt, through their store: their group may be broken.
+    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken.
 
     Args:
-        rank: This one.
+        rank: This rank.
         world_size: Number of ranks.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        # A connection of its own: another thread may wait on the other one.
+        # Its own connection: another thread may wait on the other one.
         own: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store = PrefixStore("batch size", own)
         self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
 
-    def say_memory_ran_out(self) -> None:
-        """To be said before other ranks are brought out of waiting."""
+    def announce_out_of_memory(self) -> None:
+        """Announce that memory ran out. Call it before giving up the group on which other ranks wait."""
         self._store.set("memory", "")
 
     def has_memory_run_out(self) -> bool:
-        """Return whether a rank has said so."""
+        """Return whether any rank has announced it."""
         return bool(self._store.check(["memory"]))
 
-    def say(self, text: str, *, rejoins: bool) -> None:
-        """Says what this rank's attempt has raised, if that isn't about memory, and whether it has an Accelerator."""
+    def report(self, text: str, *, rejoins: bool) -> None:
+        """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
         self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
 
-    def say_and_hear(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
-        """Says the same, and returns what each rank has raised, and whether all have an Accelerator.
+    def exchange(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
+        """Report, and return the exceptions by rank, and whether all ranks have an Accelerator.
 
-        Returns as soon as one has raised something.
+        It returns as soon as one rank has reported an exception.
         """
-        self.say(text, rejoins=rejoins)
+        self.report(text, rejoins=rejoins)
         keys = [f"end of {rank}" for rank in range(self._world_size)]
         ends: dict[str, tuple[str, bool]] = {}
 
@@ -239,8 +249,8 @@ class _Round:
         self._wait(is_known, keys)
         return [ends.get(key, ("", False))[0] for key in keys], all(rejoins for _, rejoins in ends.values())
 
-    def part(self) -> None:
-        """Says that this rank has heard all. Rank 0, which may have the store, waits for the others to say so."""
+    def leave(self) -> None:
+        """Leave the exchange. Rank 0, which may host the store, waits for the others to leave."""
         self._store.set(f"heard by {self._rank}", "")
         if self._rank == 0:
             keys = [f"heard by {rank}" for rank in range(self._world_size)]
@@ -267,7 +277,7 @@ def _is_about_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()
-    backend = process_group.joined()  # joins no group: with which options is for the function to say
+    backend = process_group.joined()  # don't join a group: the function decides with which options
     if backend is not None:
         backend.release_memory()
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

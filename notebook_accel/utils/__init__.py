@@ -1,10 +1,44 @@
-"""The names that users of Accelerate import from ``accelerate.utils``."""
+"""The names that users of Accelerate import from ``accelerate.utils``, in modules named as there."""
 
-from notebook_accel.errors import CollectiveError as DistributedOperationException
-from notebook_accel.launching.kernel.configuring import write_basic_config
-from notebook_accel.training.accumulation import GradientAccumulationPlugin
-from notebook_accel.training.availability import (
-    compare_versions,
+from notebook_accel.training.refusals import (
+    infer_auto_device_map,
+    load_checkpoint_in_model,
+)
+from notebook_accel.utils.dataclasses import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    LoggerType,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    RNGType,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from notebook_accel.utils.environment import (
+    clear_environment,
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    str_to_bool,
+)
+from notebook_accel.utils.imports import (
     is_bf16_available,
     is_comet_ml_available,
     is_cuda_available,
@@ -20,82 +54,52 @@ from notebook_accel.training.availability import (
     is_pandas_available,
     is_rich_available,
     is_tensorboard_available,
-    is_torch_version,
     is_torch_xla_available,
     is_transformers_available,
     is_wandb_available,
     is_xpu_available,
 )
-from notebook_accel.training.batch_size import find_executable_batch_size
-from notebook_accel.training.checkpoint_folders import ProjectConfiguration
-from notebook_accel.training.data import DataLoaderConfiguration
-from notebook_accel.training.environment_tools import (
-    clear_environment,
-    get_int_from_env,
-    parse_choice_from_env,
-    parse_flag_from_env,
-    patch_environment,
-    str_to_bool,
+from notebook_accel.utils.memory import (
+    find_executable_batch_size,
+    release_memory,
 )
-from notebook_accel.training.handlers import (
-    AutocastKwargs,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-)
-from notebook_accel.training.operations import (
+from notebook_accel.utils.operations import (
+    DistributedOperationException,
     broadcast,
     broadcast_object_list,
-    extract_model_from_parallel,
-    gather,
-    gather_object,
-    is_compiled_module,
-    load,
-    pad_across_processes,
-    reduce,
-    release_memory,
-    save,
-    send_to_device,
-    tqdm,
-    wait_for_everyone,
-)
-from notebook_accel.training.precision import PrecisionType
-from notebook_accel.training.process_control import DistributedType
-from notebook_accel.training.profiling import ProfileKwargs
-from notebook_accel.training.random_state import (
-    RNGType,
-    set_seed,
-    synchronize_rng_state,
-    synchronize_rng_states,
-)
-from notebook_accel.training.refusals import (
-    AORecipeKwargs,
-    DeepSpeedPlugin,
-    DynamoBackend,
-    FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
-    MSAMPRecipeKwargs,
-    ParallelismConfig,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-    infer_auto_device_map,
-    load_checkpoint_in_model,
-)
-from notebook_accel.training.tracking import LoggerType
-from notebook_accel.training.tree_tools import (
     concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
     find_batch_size,
     find_device,
+    gather,
+    gather_object,
     honor_type,
     is_torch_tensor,
     listify,
+    pad_across_processes,
     recursively_apply,
+    reduce,
+    send_to_device,
     slice_tensors,
+)
+from notebook_accel.utils.other import (
+    extract_model_from_parallel,
+    is_compiled_module,
+    load,
+    save,
+    tqdm,
+    wait_for_everyone,
+    write_basic_config,
+)
+from notebook_accel.utils.random import (
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from notebook_accel.utils.versions import (
+    compare_versions,
+    is_torch_version,
 )
 
 __all__ = [

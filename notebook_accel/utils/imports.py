@@ -1,19 +1,12 @@
-"""What this machine has, for programs that ask before they use it. Nothing is imported to find out."""
+"""Checks of what is available here. They import nothing to find out."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import operator
-from collections.abc import Callable
 
 import torch
-from torch.torch_version import TorchVersion
-
-from notebook_accel.errors import ConfigError
 
 __all__ = [
-    "compare_versions",
     "is_bf16_available",
     "is_comet_ml_available",
     "is_cuda_available",
@@ -29,21 +22,11 @@ __all__ = [
     "is_pandas_available",
     "is_rich_available",
     "is_tensorboard_available",
-    "is_torch_version",
     "is_torch_xla_available",
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
 ]
-
-_COMPARISONS: dict[str, Callable[[TorchVersion, TorchVersion], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
 
 
 def is_cuda_available() -> bool:
@@ -55,7 +38,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether ``mixed_precision="bf16"`` works here: on CPUs always, on a GPU if it has bf16.
 
     Args:
-        ignore_tpu: Say no for TPUs.
+        ignore_tpu: Return false for TPUs.
     """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
@@ -68,7 +51,7 @@ def is_fp16_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Return whether ``mixed_precision="fp8"`` works here: it isn't there."""
+    """Return whether ``mixed_precision="fp8"`` works here: never."""
     return False
 
 
@@ -76,64 +59,64 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is installed.
 
     Args:
-        check_is_tpu: And there is the library that drives TPUs.
-        check_is_gpu: And it drives GPUs, which it no longer does.
+        check_is_tpu: Also require the library that drives TPUs.
+        check_is_gpu: Also require that it drives GPUs, which it no longer does.
     """
     return not check_is_gpu and _is_installed("torch_xla") and (not check_is_tpu or _is_installed("libtpu"))
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
-    """Return whether ranks compute on Apple's GPUs: they don't."""
+    """Return whether ranks compute on Apple's GPUs: never."""
     return False
 
 
 def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return whether ranks compute on Ascend's NPUs: they don't."""
+    """Return whether ranks compute on Ascend's NPUs: never."""
     return False
 
 
 def is_xpu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return whether ranks compute on Intel's GPUs: they don't."""
+    """Return whether ranks compute on Intel's GPUs: never."""
     return False
 
 
 def is_deepspeed_available() -> bool:
-    """Return whether models are trained by DeepSpeed: they aren't, whether it is installed or not."""
+    """Return whether models are trained by DeepSpeed: never, even if it is installed."""
     return False
 
 
 def is_megatron_lm_available() -> bool:
-    """Return whether models are trained by Megatron-LM: they aren't."""
+    """Return whether models are trained by Megatron-LM: never."""
     return False
 
 
 def is_comet_ml_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether comet_ml is installed."""
     return _is_installed("comet_ml")
 
 
 def is_datasets_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether datasets is installed."""
     return _is_installed("datasets")
 
 
 def is_matplotlib_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether Matplotlib is installed."""
     return _is_installed("matplotlib")
 
 
 def is_mlflow_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether MLflow is installed."""
     return _is_installed("mlflow")
 
 
 def is_pandas_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether pandas is installed."""
     return _is_installed("pandas")
 
 
 def is_rich_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether Rich is installed."""
     return _is_installed("rich")
 
 
@@ -143,42 +126,13 @@ def is_tensorboard_available() -> bool:
 
 
 def is_transformers_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether Transformers is installed."""
     return _is_installed("transformers")
 
 
 def is_wandb_available() -> bool:
-    """Return whether it is installed."""
+    """Return whether wandb is installed."""
     return _is_installed("wandb")
-
-
-def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's version is so: ``is_torch_version(">=", "2.9")``.
-
-    Raises:
-        ConfigError: There is no such comparison.
-    """
-    return _compare(torch.__version__, operation, version)
-
-
-def compare_versions(library_or_version: str, operation: str, requirement_version: str) -> bool:
-    """Return whether the version of a package, or a version, is so: ``compare_versions("numpy", ">=", "2.0")``.
-
-    Raises:
-        ConfigError: There is no such comparison.
-        importlib.metadata.PackageNotFoundError: There is no such package here.
-    """
-    is_version = library_or_version[:1].isdigit()
-    version = library_or_version if is_version else importlib.metadata.version(library_or_version)
-    return _compare(version, operation, requirement_version)
-
-
-def _compare(version: str, operation: str, other: str) -> bool:
-    if operation not in _COMPARISONS:
-        raise ConfigError(
-            f"Versions can't be compared by {operation!r}.", fix=f"one of {', '.join(map(repr, _COMPARISONS))}"
-        )
-    return _COMPARISONS[operation](TorchVersion(version), TorchVersion(other))
 
 
 def _is_installed(name: str) -> bool:

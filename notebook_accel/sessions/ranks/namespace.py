@@ -1,0 +1,165 @@
+"""A rank's ``__main__``: which variables came from the notebook, and lookups for completion and ``?``. Runs in a rank.
+
+A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import keyword
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from notebook_accel.payload import serialization
+from notebook_accel.protocol.session_messages import Delivery
+
+__all__ = ["NamespaceTracker", "SealedDelivery", "completions", "description"]
+
+_NOTHING = object()
+
+# Contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
+SealedDelivery = tuple[
+    dict[str, Any], list[Any], tuple[str, ...], "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None"
+]
+_DOTTED = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
+_MOST_CHARACTERS = 4000
+_NOT_THERE = object()
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class NamespaceTracker:
+    """Keeps apart a rank's own variables and those that came from the notebook.
+
+    Args:
+        namespace: The rank's ``__main__``.
+
+    Attributes:
+        objects: Objects from the notebook that later deliveries can refer to, by number.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._given = set(namespace)  # names that every rank has from its start
+        self._taken: dict[str, Any] = {}
+        self._own: set[str] = set()
+        self.objects: dict[int, Any] = {}
+
+    @property
+    def definitions(self) -> Mapping[int, Any]:
+        """The notebook's functions and classes, which go back to it as references."""
+        kinds = (type, types.FunctionType)
+        return {number: obj for number, obj in self.objects.items() if isinstance(obj, kinds)}
+
+    def take(self, delivery: Delivery, descriptor: int) -> Any:
+        """Open a delivery and bind its names. Return the call that it contains, if any."""
+        before = dict(self._namespace)
+        try:
+            opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
+        except BaseException:  # names that did arrive would count as the rank's own, and never be sent again
+            for name in self._namespace.keys() - before.keys():
+                del self._namespace[name]
+            self._namespace.update(before)
+            raise
+        names, shared, submodules, call = opened.value
+        # A function brings along the globals that it uses. They must not replace variables that the rank has.
+        self._namespace.update(before)
+        arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
+        arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
+        self._namespace.update(arrived)
+        for name in self._namespace.keys() - before.keys() | arrived.keys():
+            self._taken[name] = self._namespace[name]
+        for number in delivery.forgotten:
+            self.objects.pop(number, None)
+        numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.by_value)], strict=True)
+        self.objects.update((number, obj) for number, obj in numbered if number >= 0)
+        for name in submodules:
+            with contextlib.suppress(ImportError):  # code that needs it will raise, where it needs it
+                importlib.import_module(name)
+        return call
+
+    def is_own(self, name: str) -> bool:
+        """Return whether the rank itself has bound this name, to something other than the notebook's value."""
+        value = self._namespace.get(name, _NOTHING)
+        return value is not _NOTHING and name not in self._given and self._taken.get(name, _NOTHING) is not value
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Return the names that became the rank's own since the last call, and those that no longer are."""
+        own = {name for name in self._namespace if self.is_own(name)}
+        before, self._own = self._own, own
+        return sorted(own - before), sorted(before - own)
+
+
+def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
+    """Complete the dotted name at the end of ``text``. Return whole names: ``model.weight`` for ``model.w``."""
+    found = _DOTTED.search(text)
+    path = found[0] if found is not None else ""
+    owner, dot, begun = path.rpartition(".")
+    if not dot:
+        return sorted(name for name in namespace if name.startswith(begun) and (begun or not name.startswith("_")))
+    obj = _resolve(namespace, owner)
+    if obj is _NOT_THERE:
+        return []
+    names = [name for name in _dir(obj) if name.startswith(begun) and (begun or not name.startswith("_"))]
+    return [f"{owner}.{name}" for name in sorted(names)]
+
+
+def description(namespace: Mapping[str, Any], path: str) -> list[str]:
+    """Return lines that describe a dotted name; none if there is no such name."""
+    obj = _resolve(namespace, path)
+    if obj is _NOT_THERE:
+        return []
+    lines = []
+    try:
+        if callable(obj):
+            lines.append(f"Signature: {path.rpartition('.')[2]}{inspect.signature(obj)}")
+    except (TypeError, ValueError):  # some built-in functions have none
+        pass
+    lines.append(f"Type: {type(obj).__name__}")
+    shape = getattr(obj, "shape", None)
+    if isinstance(shape, tuple):
+        lines.append(f"Shape: {tuple(shape)}, {getattr(obj, 'dtype', '')}")
+    elif isinstance(obj, (*_PLAIN, list, tuple, dict, set)):
+        lines += [f"Value: {_clipped(repr(obj))}"] if isinstance(obj, _PLAIN) else [f"Length: {len(obj)}"]
+    documentation = inspect.getdoc(obj) if callable(obj) or inspect.ismodule(obj) else inspect.getdoc(type(obj))
+    if documentation:
+        lines += ["Docstring:", _clipped(documentation)]
+    return lines
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " …"
+
+
+def _resolve(namespace: Mapping[str, Any], path: str) -> Any:
+    name, *attributes = path.split(".")
+    obj = namespace.get(name, _NOT_THERE)
+    for attribute in attributes:
+        if obj is not _NOT_THERE:
+            obj = _attribute(obj, attribute)
+    return obj
+
+
+def _attribute(obj: Any, name: str) -> Any:
+    """Return an attribute without running code. A property could compute anything, even a collective."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        return _NOT_THERE
+    found = inspect.getattr_static(obj, name, _NOT_THERE)
+    if found is _NOT_THERE:  # torch keeps a module's parts in three dictionaries
+        parts = (
+            vars(obj).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers") if hasattr(obj, "__dict__")
+        )
+        return next((part[name] for part in parts if name in part), _NOT_THERE)
+    if isinstance(found, property) or (hasattr(type(found), "__get__") and not callable(found)):
+        return _NOT_THERE
+    return (
+        getattr(obj, name, _NOT_THERE) if callable(found) or isinstance(found, (staticmethod, classmethod)) else found
+    )
+
+
+def _dir(obj: Any) -> list[str]:
+    names: list[object] = list(dir(obj))  # the user's __dir__ may return anything
+    return [name for name in names if isinstance(name, str)]

@@ -1,0 +1,78 @@
+"""Warnings on rank 0 where training would run and not do what the user expects: unprepared objects, fast schedules."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+__all__ = ["log_schedule_hint", "schedule_hint", "warn"]
+
+# The names under which torch's schedulers keep how many steps they are planned for.
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+
+_logger = logging.getLogger("notebook_accel")
+
+
+def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
+    """Warn of each kind of object that should be prepared and isn't, at the first backward pass.
+
+    Args:
+        prepared: All prepared objects.
+        ranks: Number of ranks.
+        window: Micro-batches in a step of the optimizer, where ``accumulate`` counts them.
+        scales: True if losses are scaled, as in fp16.
+    """
+    if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
+        _warn(
+            f"No model has been prepared: each of the {ranks} ranks trains a model of its own. "
+            "Fix: model = accelerator.prepare(model), unless it averages its gradients itself"
+        )
+    if (window > 1 or scales) and not any(isinstance(item, torch.optim.Optimizer) for item in prepared):
+        effect = f"would step in each of {window} micro-batches" if window > 1 else "would step with scaled gradients"
+        _warn(f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)")
+    if ranks > 1 and not any(isinstance(item, DataLoader) for item in prepared):
+        _warn(
+            f"No loader has been prepared: each of the {ranks} ranks works on all of the data. "
+            "Fix: loader = accelerator.prepare(loader), unless it gives each rank a share itself"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)  # at the call of backward
+
+
+def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> None:
+    """Log ``schedule_hint`` if there is one."""
+    text = schedule_hint(scheduler, ranks=ranks, window=window)
+    if text:
+        _logger.warning(text)
+
+
+def schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> str:
+    """Say how far each step of the optimizer advances a schedule, and where that ends it.
+
+    Args:
+        scheduler: The user's scheduler.
+        ranks: How far a step of the optimizer advances it.
+        window: Micro-batches in a step of the optimizer.
+
+    Returns:
+        The hint, or nothing if the schedule advances as in one process.
+    """
+    if ranks == 1 or isinstance(scheduler, ReduceLROnPlateau):
+        return ""
+    name = type(scheduler).__name__
+    text = f"With {ranks} ranks, each step of the optimizer advances {name} by {ranks}"
+    lengths = [getattr(scheduler, attribute) for attribute in _LENGTHS if hasattr(scheduler, attribute)]
+    if not lengths:
+        return f"{text}."
+    length = int(lengths[0])
+    steps = -(-length // ranks)
+    batches = f", {steps * window} batches of each rank" if window > 1 else ""
+    return f"{text}: its {length} steps end after {steps} steps of the optimizer{batches}."

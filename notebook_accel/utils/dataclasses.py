@@ -1,0 +1,71 @@
+"""Settings and enumerations; each is defined by the module of ``training`` that it configures."""
+
+from notebook_accel.training.accumulation import (
+    GradientAccumulationPlugin,
+)
+from notebook_accel.training.checkpoint_folders import (
+    ProjectConfiguration,
+)
+from notebook_accel.training.data import (
+    DataLoaderConfiguration,
+)
+from notebook_accel.training.handlers import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from notebook_accel.training.precision import (
+    PrecisionType,
+)
+from notebook_accel.training.random_state import (
+    RNGType,
+)
+from notebook_accel.training.refusals import (
+    AORecipeKwargs,
+    DeepSpeedPlugin,
+    DynamoBackend,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from notebook_accel.training.states import (
+    DistributedType,
+)
+from notebook_accel.training.tracking import (
+    LoggerType,
+)
+
+__all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "LoggerType",
+    "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
+    "ParallelismConfig",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TERecipeKwargs",
+    "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
+]

@@ -1,0 +1,194 @@
+"""Collectives and operations on nested tensors, for code that has no ``Accelerator``.
+
+Collectives use the group that this process is in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from notebook_accel.errors import CollectiveError as DistributedOperationException
+from notebook_accel.errors import TrainingError
+from notebook_accel.training import collectives, process_group, trees
+
+__all__ = [
+    "DistributedOperationException",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "honor_type",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
+
+
+def gather(tensor: Any) -> Any:
+    """Concatenate the ranks' tensors on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
+
+    Raises:
+        CollectiveError: Shapes or types differ between ranks.
+    """
+    return collectives.gather(process_group.current(), tensor)
+
+
+def gather_object(object: Any) -> list[Any]:  # noqa: A002  the name that Accelerate documents
+    """Concatenate the ranks' lists on every rank, in order of rank. Items can be any objects that pickle.
+
+    Raises:
+        TrainingError: ``object`` isn't a list or a tuple.
+    """
+    return collectives.gather_object(process_group.current(), object)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Reduce the ranks' tensors element by element into new tensors, multiplied by ``scale``.
+
+    Args:
+        tensor: Nested tensors.
+        reduction: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
+        scale: The factor of the result.
+    """
+    return collectives.reduce(process_group.current(), tensor, reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Fill the ranks' tensors with those of one rank, in place, and return them."""
+    return collectives.broadcast(process_group.current(), tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of a list by those of one rank, in place, and return the list."""
+    return collectives.broadcast_object_list(process_group.current(), object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
+    return collectives.pad_across_processes(process_group.current(), tensor, dim, pad_index, pad_first)
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
+    """Return nested tensors on a device."""
+    return trees.send_to_device(tensor, device, non_blocking=non_blocking)
+
+
+def is_torch_tensor(tensor: object) -> bool:
+    """Return whether an object is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Replace leaves of nested lists, tuples and mappings by ``func(leaf, *args, **kwargs)``.
+
+    Args:
+        func: The function to apply.
+        data: The container, or a leaf.
+        args: Further arguments of ``func``.
+        test_type: Returns whether to apply ``func`` to a leaf.
+        error_on_other_type: Refuse other leaves instead of leaving them as they are.
+        kwargs: Keyword arguments of ``func``.
+
+    Raises:
+        TrainingError: There is another leaf, and ``error_on_other_type`` refuses it.
+    """
+
+    def applied(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            raise TrainingError(
+                f"recursively_apply can't take a {type(leaf).__name__}.",
+                why=f"{getattr(test_type, '__name__', 'test_type')} says no to it.",
+                fix="error_on_other_type=False leaves it as it is",
+            )
+        return leaf
+
+    return trees.map_leaves(applied, data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate nested tensors: shapes ``(a, ...)`` and ``(b, ...)`` give ``(a + b, ...)``.
+
+    Args:
+        data: The structures, each with the same keys and lengths.
+        dim: The dimension along which tensors are concatenated.
+
+    Raises:
+        TrainingError: A leaf isn't a tensor, or ``data`` is empty.
+    """
+    first = data[0] if data else None
+    if isinstance(first, (list, tuple)):
+        return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
+    if isinstance(first, Mapping):
+        return {key: concatenate([item[key] for item in data], dim) for key in first}
+    if not isinstance(first, torch.Tensor):
+        raise TrainingError(f"concatenate takes tensors; {type(first).__name__} isn't one.", fix="leave it out")
+    return torch.cat(list(data), dim)
+
+
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+    """Replace each tensor by ``tensor[tensor_slice]``."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def find_batch_size(data: Any) -> int:
+    """Return the length of the first tensor that has a dimension.
+
+    Raises:
+        TrainingError: There is no such tensor.
+    """
+    for leaf in trees.leaves_of(data):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return len(leaf)
+    raise TrainingError(f"There is no tensor with a length in this {type(data).__name__}.", fix="give it a batch")
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor, ``None`` if there is no tensor."""
+    return next((leaf.device for leaf in trees.leaves_of(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def listify(data: Any) -> Any:
+    """Replace tensors by numbers or lists of numbers."""
+    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Return the items of ``generator`` as a list, tuple or named tuple, whichever ``obj`` is."""
+    return type(obj)(*generator) if hasattr(obj, "_fields") else type(obj)(generator)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return nested tensors with those in half precision as float32."""
+    return trees.to_float32(tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it returns half precision tensors as float32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return trees.to_float32(model_forward(*args, **kwargs))
+
+    return forward
