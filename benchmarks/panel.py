@@ -61,7 +61,7 @@ def resident_mib():
         return int(file.read().split()[1]) * 4096 / 2**20
 
 spec = JobSpec(name="day", world_size={ranks}, environment={{}}, working_directory="", sys_path=[])
-job = Job("1", spec, LaunchConfig(), devices="", is_background=True, shipped=(), result_files=())
+job = Job("1", spec, LaunchConfig(), devices="", is_background=True, by_value=(), result_files=())
 view = PanelView(job)
 sizes = []
 for second in range(0, 86_400, {every_s}):

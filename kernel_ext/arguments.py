@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from IPython.core.error import UsageError
 
-from notebook_accel import options
+from notebook_accel import config
 
 __all__ = ["Parser", "name", "names", "split"]
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         """
         given, rest = self.parse_known_args(words)
         if rest:
-            close = options.closest(rest[0], self._option_string_actions)
+            close = config.closest_flag(rest[0], self._option_string_actions)
             self.error(f"there is no option {rest[0]}" + (f"; is it {close}?" if close else ""))
         return given
 

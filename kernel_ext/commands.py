@@ -15,12 +15,11 @@ from IPython.core.error import UsageError
 
 from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
-from notebook_accel import durations, sizes
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.formatting import format_duration, format_size, plain_lines
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import launcher, registry
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.plain_text import plain_lines
 
 __all__ = ["COMMANDS", "completions", "run"]
 
@@ -107,7 +106,7 @@ def _print_run(entry: registry.Entry) -> None:
     ended = entry.ending.status  # read once, since the run may end meanwhile
     status = ended or ("running" if job is None else job.status)
     began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
-    took = f", took {durations.in_words(entry.ending.took_s)}" if ended else ""
+    took = f", took {format_duration(entry.ending.took_s)}" if ended else ""
     print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
     if ended and entry.ending.why:
         print(f"  {entry.ending.why}")
@@ -117,7 +116,7 @@ def _print_run(entry: registry.Entry) -> None:
         print(f"  {job.doing()}")
     rows = [("rank", "state", "pid", "device", "step", "memory")]
     for info in job.ranks:
-        used = "" if info.memory_used_bytes is None else sizes.in_words(info.memory_used_bytes)
+        used = "" if info.memory_used_bytes is None else format_size(info.memory_used_bytes)
         steps = "" if info.steps is None else f"{info.steps:,}"
         rows.append((str(info.rank), info.word, str(info.pid or ""), info.device, steps, used))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -16,7 +16,7 @@ from kernel_ext.markup import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.kernel.configuring import BASIC, Draft, Source
+from notebook_accel.launching.kernel.configuring import BASIC, Draft, DraftSource
 
 __all__ = ["ConfigForm"]
 
@@ -65,7 +65,7 @@ class _Widgets:
         import ipywidgets  # not above: this module is imported without ipywidgets too
 
         self._draft = draft
-        self._sources: tuple[Source, ...] = ()
+        self._sources: tuple[DraftSource, ...] = ()
         self._filling = False
         self._source = ipywidgets.Dropdown(description="start from")
         self._problems = ipywidgets.HTML()
@@ -233,7 +233,7 @@ class _Field:
         return True
 
 
-def _label(source: Source, draft: Draft) -> str:
+def _label(source: DraftSource, draft: Draft) -> str:
     return source.label if source.path in (None, draft.path) else f"{source.label}, {_short(source.path)}"
 
 

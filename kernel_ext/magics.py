@@ -17,7 +17,6 @@ from kernel_ext import arguments, commands, completion, front_end, panel, sessio
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
-from notebook_accel import options
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.exporting import export
 from notebook_accel.launching.kernel import cell as cells
@@ -58,7 +57,7 @@ its variables stay there for later cells.
 
 def _make_parser() -> arguments.Parser:
     parser = arguments.Parser(f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES)
-    options.add_flags(parser)
+    configuration.add_flags(parser)
     parser.add_argument(
         "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
     )
@@ -108,13 +107,13 @@ class Magics:
             self._parser.error("--overwrite goes with --export")
         if self.sessions.session is not None and not given.fresh:
             return self.sessions.cell(given, cell)
-        config = configuration.resolve(options.given(given), file=configuration.default_path())
+        config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
 
         jobs: list[Job] = []
 
-        def launch(attended: threading.Lock | None = None) -> Job:
+        def launch(foreground_lock: threading.Lock | None = None) -> Job:
             job = launcher.launch_cell(
                 parsed,
                 config,
@@ -122,14 +121,14 @@ class Magics:
                 args=args,
                 push=given.push,
                 pull=given.pull,
-                bind=self._shell.push,
-                attended=attended,
+                set_variables=self._shell.push,
+                foreground_lock=foreground_lock,
             )
             jobs.append(job)
             return job
 
         try:
-            outcome = launch() if given.background else foreground.launched(launch)
+            outcome = launch() if given.background else foreground.run_in_foreground(launch)
         finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)
@@ -137,7 +136,7 @@ class Magics:
         return None if isinstance(outcome, Results) and all(value is None for value in outcome) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
-        chosen = options.given(given)
+        chosen = configuration.given_flags(given)
         order = export.Order(
             path=given.export.expanduser(),
             options=configuration.resolve(chosen, file=configuration.default_path()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 
-from notebook_accel import sizes
+from notebook_accel.formatting import format_size
 
 __all__ = [
     "FORM_STYLE",
@@ -83,7 +83,7 @@ def in_digits(value: float | None) -> str:
 
 def sizes_in_words(used_bytes: int, total_bytes: int) -> list[str]:
     """Return both sizes, naming a shared unit once; without the total if that is unknown."""
-    used, total = sizes.in_words(used_bytes), sizes.in_words(total_bytes)
+    used, total = format_size(used_bytes), format_size(total_bytes)
     if not total_bytes:
         return [used]
     number, _, unit = used.partition(" ")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from kernel_ext.markup import counted, faint, scrolled
-from notebook_accel.plain_text import AlikeLines, RankLine, line_prefix, plain_lines
+from notebook_accel.formatting import plain_lines
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
 
 __all__ = [

@@ -23,8 +23,8 @@ from kernel_ext.chart import chart_html
 from kernel_ext.front_end import LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from kernel_ext.table import MOST_ROWS, table_html
-from notebook_accel import durations
 from notebook_accel.errors import NotebookAccelError, RankFailedError
+from notebook_accel.formatting import format_clock
 from notebook_accel.launching.views.view import line_prefix
 from notebook_accel.protocol import events
 
@@ -235,7 +235,7 @@ class _AskedStacks:
     def _ask(self) -> None:
         try:
             self.texts = tuple(map(str, self._job.stacks()))
-            self.said = f"as of {durations.in_minutes(time.monotonic() - self._job.started_s)}"
+            self.said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
             self.said = str(error)
         self._on_change()

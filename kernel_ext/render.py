@@ -14,7 +14,7 @@ from kernel_ext.chart import chart_html
 from kernel_ext.markup import STYLE, badge, counted, faint
 from kernel_ext.output import OutputLog, output_lines, traceback_html, whole_output_html
 from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock, format_duration
 from notebook_accel.launching.state.run import RunState
 
 __all__ = ["RunFacts", "header_html", "style_html", "summary_html", "summary_parts_html", "summary_text"]
@@ -71,7 +71,7 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     if left_s is not None:
         are_epochs_known = all(rank.epoch is None or rank.epochs is not None for rank in state.ranks)
         of = "left" if are_epochs_known else "left in this epoch"
-        times.append(f"<span>{durations.in_minutes(left_s)} {faint(of)}</span>")
+        times.append(f"<span>{format_clock(left_s)} {faint(of)}</span>")
     hint = f'<span class="nba-faint" role="status">{html.escape(facts.hint)}</span>' if facts.hint else ""
     return (
         f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
@@ -107,7 +107,7 @@ def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
 
 
 def _time(facts: RunFacts) -> str:
-    return (durations.in_words if facts.has_ended else durations.in_minutes)(facts.elapsed_s)
+    return (format_duration if facts.has_ended else format_clock)(facts.elapsed_s)
 
 
 def _about(facts: RunFacts, state: RunState) -> list[str]:

@@ -13,7 +13,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernel_ext.arguments import Parser, name, split
 from kernel_ext.completion import SessionHelp, asked_about
 from notebook_accel import config as configuration
-from notebook_accel import options
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
@@ -57,7 +56,7 @@ class SessionMagics:
         self._shell = shell
         self._read = read
         self._start_parser = Parser("%distributed start")
-        options.add_flags(self._start_parser)
+        configuration.add_flags(self._start_parser)
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = SessionHelp(shell, lambda: self.session)
@@ -109,7 +108,7 @@ class SessionMagics:
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
-        config = configuration.resolve(options.given(given), file=configuration.default_path())
+        config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         with held():  # an interrupt before the assignment would leave ranks that nobody can end
             self.session = Session.from_config(config)
         job = self.session.job
@@ -146,7 +145,7 @@ class SessionMagics:
 
     def cell(self, given: argparse.Namespace, cell: str) -> Shown | BackgroundCell | None:
         """Run a ``%%distributed`` cell in the session."""
-        refused = [f"--{name}" for name in (*options.given(given), "args") if getattr(given, name)]
+        refused = [f"--{name}" for name in (*configuration.given_flags(given), "args") if getattr(given, name)]
         if refused:
             raise UsageError(
                 f"%%distributed: {', '.join(refused)} can't be used with a cell in a session. Options belong to "

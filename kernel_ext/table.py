@@ -22,10 +22,9 @@ from kernel_ext.markup import (
     shortened,
     sizes_in_words,
 )
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock, plain_text
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.plain_text import plain_text
 
 __all__ = ["MOST_ROWS", "notes", "table_html", "table_lines"]
 
@@ -203,7 +202,7 @@ class _Table:
         if rank.has_ended or rank.last_event_s is None:
             return UNKNOWN
         ago_s = self._now_s - rank.last_event_s
-        return "now" if ago_s < _ALIVE_S else f"{durations.in_minutes(ago_s)} ago"
+        return "now" if ago_s < _ALIVE_S else f"{format_clock(ago_s)} ago"
 
     def _about(self, rank: RankState) -> str:
         waits = f"waits in {rank.silent.waits_in}" if rank.silent is not None and rank.silent.waits_in else ""
@@ -302,7 +301,7 @@ def _note(rank: RankState, now_s: float) -> str:
     if rank.note or rank.silent is None or rank.silent.waits_in:
         return rank.note
     at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
-    return f"no step for {durations.in_minutes(now_s - rank.silent.since_s)}{at}; others wait for it"
+    return f"no step for {format_clock(now_s - rank.silent.since_s)}{at}; others wait for it"
 
 
 def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:

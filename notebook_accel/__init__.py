@@ -195,15 +195,15 @@ def __dir__() -> list[str]:
 
 
 def config_widget() -> Any:
-    """The form that writes a configuration file, as the last value of a cell; text where no notebook shows widgets."""
+    """Return the form that writes a configuration file; text where no notebook shows widgets."""
     return importlib.import_module("kernel_ext.config_form").ConfigForm()
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext notebook_accel``: the extension itself is the package ``kernel_ext``."""
+    """Load the extension, the package ``kernel_ext``: ``%load_ext notebook_accel``."""
     importlib.import_module("kernel_ext").load_ipython_extension(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """``%unload_ext notebook_accel``: takes the magics away and stops what runs."""
+    """Remove the magics and stop all runs: ``%unload_ext notebook_accel``."""
     importlib.import_module("kernel_ext").unload_ipython_extension(shell)

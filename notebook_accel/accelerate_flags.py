@@ -1,4 +1,4 @@
-"""The flags of ``accelerate launch`` that are no options here, and what each is answered.
+"""The flags of ``accelerate launch`` that are no options here, and the answer to each.
 
 They are understood, so that a line that was written for Accelerate gets one answer about all of it: what such a flag
 asks for is done here anyway, or is not done and named with what to do instead. None is passed over.
@@ -31,7 +31,7 @@ class _Flag:
 
     Attributes:
         name: Without the dashes in front.
-        instead: What is said of it.
+        instead: The answer to the flag.
         harmless: The values with which it asks for nothing, or for what is done anyway; ``None`` if all are.
         takes_value: Whether a value follows it.
         short: Another spelling.
@@ -52,11 +52,11 @@ class _Flag:
 
     @property
     def dest(self) -> str:
-        """Its attribute among the parsed arguments, which is no option's."""
+        """The attribute of the parsed arguments, distinct from every option's."""
         return f"accelerate_{self.name}"
 
     def refused(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """How it stands in the line, for each value with which it can't be honoured."""
+        """Yield the flag as it stands in the line, for each value that can't be honoured."""
         for value in getattr(parsed, self.dest, None) or ():
             if self.harmless is not None and value.lower() not in self.harmless:
                 yield f"--{self.name} {value}".rstrip()
@@ -125,19 +125,19 @@ _FLAGS = (
 
 
 def _foreign() -> list[_Flag]:
-    """Those that aren't options here."""
+    """Return the flags that aren't options here."""
     options = {option.name for option in config.fields()}
     return [flag for flag in _FLAGS if flag.name not in options]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Lets a parser understand them, without a place in its help."""
+    """Teach a parser these flags, without a place in its help."""
     for flag in _foreign():
         flag.add_to(parser)
 
 
 def refuse(parsed: argparse.Namespace) -> None:
-    """Answers those that were given and can't be honoured, all at once.
+    """Raise for all given flags that can't be honoured, at once.
 
     Raises:
         ConfigError: There are some.

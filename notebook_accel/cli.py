@@ -1,4 +1,4 @@
-"""The command line: parses and calls, no logic of its own.
+"""The command line: it parses, asks and calls.
 
 ``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here;
 ``notebook-accel config`` asks what the configuration file shall say, and writes it; ``notebook-accel launch`` runs a
@@ -13,14 +13,15 @@ import pathlib
 import platform
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import __version__, config, end_signals, launch_command, options, questions
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel import __version__, config, launch_command
+from notebook_accel.config import Option
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launching.kernel import configuring, launcher
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.checks.machine import Machine
+from notebook_accel.launching.kernel.configuring import BASIC, Draft
+from notebook_accel.launching.kernel.devices import Devices, Machine
 
 __all__ = ["main"]
 
@@ -34,7 +35,7 @@ _REPORTED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         arguments: The command line after the program's name; by default this process's.
@@ -56,24 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("\nInterrupted.\n")
         return 128 + signal.SIGINT
     except BrokenPipeError:  # as of `notebook-accel env | head -1`
-        end_signals.silence_closed()
+        launch_command.silence_closed_streams()
         return 128 + signal.SIGPIPE
     return status
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes flags with dashes inside too, ``--num-processes`` as ``--num_processes``, as Accelerate does."""
+    """A parser that accepts dashes too, ``--num-processes`` for ``--num_processes``, as Accelerate does."""
 
-    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
-        action = super().add_argument(*names, **how)
+    def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
+        action = super().add_argument(*names, **kwargs)
         dashed = [name.replace("_", "-") for name in names if name.startswith("--") and "_" in name]
         if dashed:
-            super().add_argument(*dashed, **{**how, "dest": action.dest, "help": argparse.SUPPRESS})
+            super().add_argument(*dashed, **{**kwargs, "dest": action.dest, "help": argparse.SUPPRESS})
         return action
 
     def refuse(self, word: str) -> NoReturn:
-        """Ends with the error that there is no such option."""
-        close = options.closest(word, self._option_string_actions)
+        """End with the error that there is no such option."""
+        close = config.closest_flag(word, self._option_string_actions)
         known = f"is it {close}? " if close else ""
         self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
 
@@ -90,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
     )
     doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
-    options.add_flags(doctor)
+    config.add_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
     asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
-    options.add_flags(asking)
+    config.add_flags(asking)
     asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Where to. Default: where it is read.")
     asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
@@ -126,12 +127,12 @@ def _version(distribution: str) -> str:
 
 def _config(parsed: argparse.Namespace) -> int:
     draft = configuring.Draft(parsed.config_file)
-    given = options.given(parsed)
+    given = config.given_flags(parsed)
     draft.values.update(given)
-    questions.tell(draft)
+    _print_draft(draft)
     if parsed.default:
-        questions.show(draft)
-    elif not questions.ask(draft, given):
+        _print_file(draft)
+    elif not _ask(draft, given):
         sys.stdout.write("Nothing was written.\n")
         return 1
     path = draft.write(overwrite=parsed.overwrite or not parsed.default)
@@ -140,7 +141,120 @@ def _config(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    asked = config.resolve(options.given(parsed), file=config.default_path())
+    asked = config.resolve(config.given_flags(parsed), file=config.default_path())
     text, is_refused = launcher.diagnosis(asked, tries=parsed.trial)
     sys.stdout.write(f"{text}\n")
     return int(is_refused)
+
+
+_USUAL = (*BASIC, "gradient_accumulation_steps", "num_nodes")
+_OF_SEVERAL_NODES = ("node_rank", "master_addr")
+
+
+def _print_draft(draft: Draft) -> None:
+    """Print the findings: the machine, files, and what can't be taken over from them."""
+    for name, text in draft.machine.facts():
+        _print(f"{name}: {text}")
+    _print(f"starting from: {draft.source.label}")
+    for problem in draft.source.problems:
+        _print(f"  not taken over: {problem}")
+    for name in draft.overriding():
+        _print(f"note: the variable {name} is set, and wins over the file")
+
+
+def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
+    """Ask for the usual options that weren't given, offer the others, and ask whether to write.
+
+    Enter leaves an option as it is.
+
+    Returns:
+        Whether the file shall be written, over the one that is there if there is one.
+
+    Raises:
+        ConfigError: Nobody answers.
+    """
+    try:
+        _choose_source(draft, given)
+        done = {*given}
+        _ask_options(draft, _USUAL, done)
+        if draft.values["num_nodes"] != config.LaunchConfig().num_nodes:
+            _ask_options(draft, _OF_SEVERAL_NODES, done)
+        _offer_others(draft, done)
+        _print_file(draft)
+        question = "Replace the file? [y/N] " if draft.file_exists else "Write the file? [Y/n] "
+        answer = input(question).strip().lower()
+    except EOFError:
+        raise ConfigError(
+            "Nobody answers here, so nothing was written.", fix="notebook-accel config --default, with options as flags"
+        ) from None
+    return answer.startswith("y") if draft.file_exists else not answer.startswith("n")
+
+
+def _print_file(draft: Draft) -> None:
+    """Print the file's diff, and the findings of a launch with it."""
+    for finding in draft.findings():
+        _print(f"\n{finding}")
+    _print(f"\n{draft.path}")
+    for line in draft.lines():
+        _print(f"  {line}")
+
+
+def _choose_source(draft: Draft, given: Collection[str]) -> None:
+    """Offer the sources besides the one that the draft has started from."""
+    kept = {name: draft.values[name] for name in given}
+    for source in draft.sources():
+        if source.label == draft.source.label:
+            continue
+        where = f": {source.path}" if source.path else ""
+        if input(f"Start from {source.label} instead{where}? [y/N] ").strip().lower().startswith("y"):
+            draft.fill(source)
+            draft.values.update(kept)
+            _print_draft(draft)
+            return
+
+
+def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
+    """Ask for the options of these names that aren't done, in their usual order."""
+    for option in config.fields():
+        if option.name in names and option.name not in done:
+            _ask_option(draft, option)
+            done.add(option.name)
+
+
+def _offer_others(draft: Draft, done: set[str]) -> None:
+    """Offer the options that weren't asked for, once for all."""
+    others = {option.name: option.default for option in config.fields() if option.name not in done}
+    changed = [f"{name}: {config.to_text(draft.values[name])}" for name, default in others.items()
+               if draft.values[name] != default]  # fmt: skip
+    _print(f"\nThere are {len(others)} more options, which are rarely needed: {', '.join(others)}.")
+    if changed:
+        _print(f"Not as by default: {', '.join(changed)}.")
+    if input("Ask for them too? [y/N] ").strip().lower().startswith("y"):
+        _ask_options(draft, others, done)
+
+
+def _ask_option(draft: Draft, option: Option) -> None:
+    _print(f"\n{option.help}")
+    unfit = draft.unfit(option.name)
+    for choice, reason in unfit.items():
+        _print(f"{choice} {reason}.")
+    choices = [choice for choice in option.choices if choice not in unfit]
+    if option.kind is bool:
+        choices = ["yes", "no"]
+    offered = f" ({', '.join(choices)})" if choices else " (or none)" if option.optional else ""
+    while True:
+        now = draft.values[option.name]
+        shown = ("yes" if now else "no") if option.kind is bool else config.to_text(now)
+        answer = input(f"{option.name}{offered} [{shown}]: ").strip()
+        if not answer:
+            return
+        draft.values[option.name] = config.from_text(option, answer)
+        error = draft.error(option.name)
+        if error is None:
+            return
+        _print(str(error))
+        draft.values[option.name] = now
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

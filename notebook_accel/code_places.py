@@ -1,4 +1,4 @@
-"""Where the user's code is running, in the words of the notebook: ``In[3], line 7``."""
+"""Places in the user's code, in the words of the notebook: ``In[3], line 7``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _labels: dict[str, str] = {}
 
 
 def name_files(labels: Mapping[str, str]) -> None:
-    """Tells what the user knows files by: for the file name of a cell's code, ``In[3]``."""
+    """Tell what the user knows files by: for the file name of a cell's code, ``In[3]``."""
     _labels.update(labels)
 
 
 def describe(frame: types.FrameType | None) -> str:
-    """What a thread whose innermost frame this is does: ``gather at In[3], line 7``.
+    """Return what a thread with this innermost frame does: ``gather at In[3], line 7``.
 
     Named are the innermost line of the user's and the call that left the user's code there, if one did.
     """

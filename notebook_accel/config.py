@@ -6,10 +6,12 @@ names of Accelerate's ``default_config.yaml``, so that either tool reads the oth
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,7 +20,20 @@ from notebook_accel import config_file
 from notebook_accel.environment import is_false, is_true
 from notebook_accel.errors import ConfigError
 
-__all__ = ["LaunchConfig", "Option", "default_path", "fields", "from_text", "load", "resolve", "to_text", "usable"]
+__all__ = [
+    "LaunchConfig",
+    "Option",
+    "add_flags",
+    "closest_flag",
+    "default_path",
+    "fields",
+    "from_text",
+    "given_flags",
+    "load",
+    "resolve",
+    "to_text",
+    "usable",
+]
 
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
@@ -33,7 +48,7 @@ def _help(text: str) -> msgspec.Meta:
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a launch can be told. Immutable; ``replace`` makes a changed one.
+    """The options of a launch. Immutable; ``replace`` makes a changed one.
 
     Raises nothing by itself: ``resolve`` and ``replace`` check.
     """
@@ -159,7 +174,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
 
     def replace(self, **changes: Any) -> LaunchConfig:
-        """A copy with the given options changed.
+        """Return a copy with the given options changed.
 
         Raises:
             ConfigError: A value isn't allowed, or there is no such option.
@@ -172,7 +187,7 @@ class Option(msgspec.Struct, frozen=True):
 
     Attributes:
         name: The field's name in ``LaunchConfig``.
-        help: What it does, in a sentence or two.
+        help: Its effect, in a sentence or two.
         default: Its default.
         choices: The allowed values where they are few, the default first, else empty.
         kind: The type of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts.
@@ -189,7 +204,7 @@ class Option(msgspec.Struct, frozen=True):
 
 @functools.cache
 def fields() -> tuple[Option, ...]:
-    """All options, in the order in which they are stated."""
+    """Return all options, in the order in which they are stated."""
     info = msgspec.inspect.type_info(LaunchConfig)
     assert isinstance(info, msgspec.inspect.StructType)
     return tuple(_option(field) for field in info.fields)
@@ -220,7 +235,7 @@ def _option(field: msgspec.inspect.Field) -> Option:
 
 
 def default_path() -> pathlib.Path:
-    """Where the configuration file is looked for: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or the user's cache directory."""
+    """Return the configuration file's path: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or one in the user's cache folder."""
     named = os.environ.get("NOTEBOOK_ACCEL_CONFIG_FILE")
     if named:
         return config_file.from_home(named)
@@ -229,7 +244,7 @@ def default_path() -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """The options that a file sets. Keys of Accelerate's that change nothing here are passed over.
+    """Return the options that a file sets, without Accelerate's keys that change nothing here.
 
     Raises:
         ConfigError: The file can't be read, or has a value that isn't allowed, or a key that can't be honoured; all
@@ -245,7 +260,7 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 
 
 def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options of a file that can be used, and a line about everything in it that can't."""
+    """Return the usable options of a file, and a line about everything else in it."""
     known = {option.name: option for option in fields()}
     found = config_file.problems(file, known)
     options: dict[str, Any] = {}
@@ -266,7 +281,7 @@ def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...
 def resolve(
     arguments: Mapping[str, Any], *, file: pathlib.Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> LaunchConfig:
-    """Defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
+    """Merge defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
 
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
@@ -299,7 +314,7 @@ def _is_there(file: pathlib.Path) -> bool:
 
 
 def from_text(option: Option, text: str) -> Any:
-    """The value that a flag's or variable's text means; text that means no such value is returned as it is."""
+    """Return the value that a flag's or variable's text means; text without such a meaning is returned as it is."""
     if option.optional and text.lower() in {"none", ""}:
         return None
     if option.kind is bool:
@@ -313,7 +328,7 @@ def from_text(option: Option, text: str) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """What a person would type for a value: ``from_text`` makes it the value again."""
+    """Return the text that a person would type for a value, the inverse of ``from_text``."""
     if isinstance(value, (list, tuple)):
         return ", ".join(value)
     return "" if value is None else str(value)
@@ -351,3 +366,48 @@ def _is_of_kind(option: Option, value: Any) -> bool:
     if isinstance(value, bool):  # which Python counts as an int
         return option.kind is bool
     return isinstance(value, (int, float) if option.kind is float else option.kind)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
+    for option in fields():
+        flags = [f"--{option.name}", *_SHORT.get(option.name, ())]
+        text = option.help if option.default in (None, "", ()) else f"{option.help} Default: {option.default}."
+        text = text.replace("%", "%%")  # argparse formats it
+        if option.kind is bool:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            # Text that is no value of the type goes on to LaunchConfig as it is: complaints come from one place.
+            parser.add_argument(*flags, default=None, metavar=_metavar(option), type=_reader(option), help=text)
+
+
+_SHORT = {"num_processes": ("-n",)}
+
+
+def _metavar(option: Option) -> str:
+    if option.kind is tuple:
+        return "NAME,..."
+    return "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+
+
+def _reader(option: Option) -> Any:
+    def read(text: str) -> Any:
+        return from_text(option, text)
+
+    return read
+
+
+def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that were given as flags."""
+    return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
+
+
+def closest_flag(word: str, flags: Iterable[str]) -> str:
+    """Return the flag that an unknown one may stand for; empty if there is none.
+
+    One of which it is a part, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of the same length.
+    """
+    name = word.partition("=")[0]
+    flags = list(flags)
+    longer = [flag for flag in flags if name.strip("-") in flag.strip("-").split("_")]
+    return next(iter([*longer, *difflib.get_close_matches(name, flags)]), "")

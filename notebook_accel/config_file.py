@@ -1,4 +1,4 @@
-"""Configuration files as such: YAML with the line of each key, written whole, and what Accelerate's keys mean here.
+"""Configuration files: YAML with the line of each key, written atomically, and Accelerate's keys explained.
 
 Accelerate's files have keys that ``LaunchConfig`` doesn't. One that changes nothing about a run on one machine is fine;
 one that asks for something that isn't done here is a problem with a line and a name, and so is a key that nobody knows:
@@ -26,7 +26,7 @@ _TEXT = "tag:yaml.org,2002:str"
 
 @dataclasses.dataclass(frozen=True)
 class _Ask:
-    """What a key of Accelerate's asks for, the values with which it asks for nothing, and what to do instead."""
+    """A key of Accelerate, the values with which it asks for nothing, and the alternative here."""
 
     thing: str
     harmless: tuple[Any, ...] = ()
@@ -63,11 +63,11 @@ _SAY_NOTHING = frozenset({"machine_rank", "main_process_ip", "main_training_func
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """A file's content.
+    """The content of a file.
 
     Attributes:
-        path: Where it is.
-        values: What it sets, by key.
+        path: The file.
+        values: The file's values, by key.
         lines: The line of each key, from 1.
         repeated: Keys that are there more than once. The last one counts.
     """
@@ -79,19 +79,19 @@ class ConfigFile:
 
 
 def accelerate_path() -> pathlib.Path:
-    """Where Accelerate keeps its own file: below ``HF_HOME``, or else in the user's cache directory."""
+    """Return the path of Accelerate's own file: below ``HF_HOME``, or else in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     return from_home(home) / "accelerate" / "default_config.yaml"
 
 
 def from_home(path: str) -> pathlib.Path:
-    """The path, with the user's home for ``~``, which stays where nobody knows it, as of a user without an account."""
+    """Return the path with ``~`` expanded, unchanged for a user without an account."""
     return pathlib.Path(os.path.expanduser(path))
 
 
 def read(path: pathlib.Path) -> ConfigFile:
-    """Reads a file.
+    """Read a file.
 
     Raises:
         ConfigError: It can't be read, or it isn't YAML (which JSON is too), or isn't a table of options.
@@ -143,12 +143,12 @@ def _is_of_base_60(value: yaml.ScalarNode) -> bool:
 
 
 def dump(values: Mapping[str, Any]) -> str:
-    """The text of a YAML file with these values."""
+    """Return the text of a YAML file with these values."""
     return str(yaml.safe_dump(dict(values), sort_keys=True))
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Writes a file, as JSON if its name says so. It is written beside and renamed: there is never half a file.
+    """Write a file, as JSON if its name says so. It is written beside and renamed: there is never half a file.
 
     Raises:
         ConfigError: The folder can't be written to.
@@ -184,7 +184,7 @@ def is_harmless(key: Any, value: Any) -> bool:
 
 
 def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]]:
-    """What a file has besides options that can't be passed over: keys, and a line about each.
+    """Return the keys of a file that are neither options nor harmless, with a line about each.
 
     Args:
         file: The file.

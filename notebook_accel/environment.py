@@ -1,4 +1,4 @@
-"""A rank's place in the run, as the standard environment variables say it, and their names.
+"""A rank's place in the run in the standard environment variables, and their names.
 
 The names are those of torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that
 anything that starts from them works inside a rank.
@@ -101,7 +101,7 @@ class RankPlace:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankPlace:
-        """Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         Raises:
             ConfigError: One of them isn't a number, or the rank isn't below the world size.
@@ -123,7 +123,7 @@ class RankPlace:
         return place
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that say this."""
+        """Return the environment variables of this place."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -169,7 +169,7 @@ def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that libraries read when they are imported, so that a changed one needs a fresh process."""
+    """Return the variables that libraries read at import, so that a change needs a fresh process."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -178,7 +178,7 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a scheduler's variables have to say in a rank, so that they agree with ``RANK`` and the like.
+    """Return a scheduler's variables with a rank's values, so that they agree with ``RANK`` and the like.
 
     Args:
         environ: All variables of the rank, among them its place and, where a scheduler has started the kernel, those
@@ -195,12 +195,12 @@ def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that are text. A value that isn't, which Python shows with lone surrogates, is left out."""
+    """Return the variables that are text, without those that Python shows with lone surrogates."""
     return {name: value for name, value in environ.items() if _is_text(name) and _is_text(value)}
 
 
 def import_path() -> list[str]:
-    """``sys.path`` without entries that aren't text, which Python passes over too."""
+    """Return ``sys.path`` without entries that aren't text, which Python ignores too."""
     entries: list[object] = list(sys.path)
     return [entry for entry in entries if isinstance(entry, str)]
 
@@ -214,7 +214,7 @@ def _is_text(value: str) -> bool:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """Makes these this process's environment variables, and no others. Touches only those that differ."""
+    """Set exactly these environment variables in this process. Touch only those that differ."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
@@ -224,7 +224,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
+    """Set environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
     before = {name: os.environ.get(name) for name in variables}
     _apply(variables)
     try:

@@ -29,7 +29,7 @@ import dataclasses
 import signal
 from typing import Any
 
-from notebook_accel import colours
+from notebook_accel.formatting import coloured, wants_colours
 
 __all__ = [
     "CellError",
@@ -59,9 +59,9 @@ class NotebookAccelError(Exception):
     """The root of the tree.
 
     Args:
-        what: What happened, in one sentence.
+        what: The event, in one sentence.
         why: The reason, where it isn't plain from ``what``.
-        fix: What to type or to change.
+        fix: The text to type or the thing to change.
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
@@ -74,12 +74,12 @@ class NotebookAccelError(Exception):
         return "\n".join(part for part in (self.what, self.why, self.fix and f"Fix: {self.fix}") if part)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback: the kernel's frames are all ours, and say nothing to the user."""
+        """Return the error for IPython, without a traceback: all of the kernel's frames are ours."""
         text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
-        return [colours.coloured(text) if colours.are_wanted() else text]
+        return [coloured(text) if wants_colours() else text]
 
     def _advice_in_notebook(self) -> str:
-        """What to type next, in a notebook; empty where the error says so itself."""
+        """Return what to type next in a notebook; empty where the error itself tells."""
         return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,12 +104,12 @@ class LaunchError(NotebookAccelError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that preflight found.
+    """One finding of the checks before a launch.
 
     Attributes:
-        what: What is the case.
-        why: Why it matters.
-        fix: What to type.
+        what: The finding in a sentence.
+        why: The reason why it matters.
+        fix: The text to type.
         refuses: Whether the launch is refused because of it; otherwise it is a warning.
     """
 
@@ -153,7 +153,7 @@ class PayloadError(LaunchError):
     """An object can't be pickled, or what is to be sent doesn't fit into memory.
 
     Attributes:
-        path: How to get to the object from a name that the user knows, for example
+        path: The path to the object from a name that the user knows, for example
             ``global "loader" -> attribute "dataset" -> attribute "file"``.
     """
 
@@ -171,11 +171,11 @@ class RunError(NotebookAccelError):
 
 
 class ResultError(PayloadError, RunError):
-    """Something that ranks have returned, or a name that was to be pulled, can't be had. All the rest is here.
+    """A rank's result, or a pulled variable, can't be read. All others are in the error.
 
     Attributes:
         values: The ranks' values that there are, by rank.
-        reasons: What is missing, as a message calls it, with the reason.
+        reasons: The missing values, by the words that a message uses for them, with the reasons.
         pulled: The names that were bound in the notebook all the same.
         job: The run, for asking again; ``None`` for a session's cell, and in a copy.
     """
@@ -213,7 +213,7 @@ class ResultError(PayloadError, RunError):
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         rank: The rank.
@@ -250,12 +250,12 @@ class RankFailedError(RunError):
         signal: The number of the signal that ended it, or ``None``.
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
-        local_rank: The same among the ranks of this node.
+        local_rank: The rank's number on this node.
         log_file: The file with all that it wrote, empty if there is none.
-        others: How the other ranks ended.
+        others: The ends of the other ranks.
         pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
         not_pulled: Names that were to be, and can't be, with the reasons.
-        restarts: Why all ranks had been started again before, for each time.
+        restarts: The reason of each earlier restart of all ranks.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class SupervisorLostError(RunError):
 
 
 class TrainingError(NotebookAccelError):
-    """The training runtime was used in a way that can't work."""
+    """The training library was used in a way that can't work."""
 
 
 class CheckpointError(TrainingError):
@@ -352,7 +352,7 @@ class CollectiveError(TrainingError):
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
+    """Return ``SIGKILL`` for 9, and ``signal 99`` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

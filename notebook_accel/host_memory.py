@@ -24,7 +24,7 @@ _VMSTAT = pathlib.Path("/proc/vmstat")
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """What the files and rows of a control group are called."""
+    """The names of a control group's files and rows."""
 
     limit: str
     used: str
@@ -42,7 +42,7 @@ _CPU = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 
 
 class Room(NamedTuple):
-    """What some limit leaves free, in bytes; ``is_machine``: whether the limit is all that the machine has."""
+    """The bytes that a limit leaves free; ``is_machine`` if the limit is the machine's memory."""
 
     free_bytes: int
     limit_bytes: int
@@ -50,12 +50,12 @@ class Room(NamedTuple):
 
 
 def total_bytes() -> int:
-    """The machine's memory, or less where a control group has a limit."""
+    """Return the machine's memory, or less where a control group has a limit."""
     return min(room.limit_bytes for room in rooms())
 
 
 def available_bytes() -> int:
-    """What the machine, and every control group that this process is in, can still give: memory and swap."""
+    """Return the memory and swap that the machine, and each control group of this process, can still give."""
     rows = _rows(_MEMINFO)
     machine = _machine(rows)
     left_bytes = [room.free_bytes for room in _limits(machine)]
@@ -63,7 +63,7 @@ def available_bytes() -> int:
 
 
 def rooms() -> list[Room]:
-    """The machine's memory, and after it that of each control group that limits it further."""
+    """Return the machine's room, and after it that of each control group that limits it further."""
     machine = _machine(_rows(_MEMINFO))
     return [machine, *_limits(machine)]
 
@@ -73,7 +73,7 @@ def _machine(rows: dict[str, int]) -> Room:
 
 
 def _limits(machine: Room) -> list[Room]:
-    """The control groups that leave this process less than the machine has."""
+    """Return the control groups that leave this process less than the machine has."""
     found = []
     for folder, names in _groups():
         with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
@@ -86,7 +86,7 @@ def _limits(machine: Room) -> list[Room]:
 
 
 def kills() -> dict[pathlib.Path, int]:
-    """How many processes the system has ever killed for want of memory, by the control group that has counted them."""
+    """Return the number of out-of-memory kills so far, by the control group that counted them."""
     counts = {folder: _rows(folder / names.kills).get("oom_kill") for folder, names in _groups()}
     known = {folder: count for folder, count in counts.items() if count is not None}
     # The machine's count, where no group has one, is also of what is killed in the containers of others.
@@ -94,7 +94,7 @@ def kills() -> dict[pathlib.Path, int]:
 
 
 def cores() -> int:
-    """Returns how many processors' time this process may use, at least 1.
+    """Return how many processors' time this process may use, at least 1.
 
     Those that it may run on, or fewer where a control group has a quota; a part of a processor counts as one.
     """
@@ -104,7 +104,7 @@ def cores() -> int:
 
 
 def _quota(folder: pathlib.Path, version: int) -> int | None:
-    """Returns the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
+    """Return the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
     with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
         text = (folder / _CPU[version]).read_text()
         quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())
@@ -114,15 +114,15 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
 
 
 def _groups() -> Sequence[tuple[pathlib.Path, _Names]]:
-    """The control groups whose memory may be limited, as ``_seen`` has them."""
+    """Return the control groups whose memory may be limited, as ``_seen`` has them."""
     return [(folder, _V1 if version == 1 else _V2) for folder, version in _seen("memory", _MEMORY)]
 
 
 def _seen(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
-    """The control groups that this process is in and that can be seen from here: its own and those around it.
+    """Return the visible control groups of this process: its own and those around it.
 
     Args:
-        controller: What limits them.
+        controller: The controller that limits them.
         files: The name of a file that such a group has, by the version of control groups.
     """
     with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ def _found(
 
 
 def _rows(path: pathlib.Path) -> dict[str, int]:
-    """A file of rows of a name and a number."""
+    """Return a file's rows of a name and a number."""
     with contextlib.suppress(OSError):
         rows = [row.split() for row in path.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -1,4 +1,4 @@
-"""``notebook-accel launch``: a script on every device, with the options and the file that a notebook's launches have.
+"""``notebook-accel launch``: run a script on every device, with the options of a notebook's launches.
 
 A line that was written for ``accelerate launch`` is understood as far as there is the same here; a flag for something
 that isn't there is refused, and never passed over.
@@ -7,27 +7,31 @@ that isn't there is refused, and never passed over.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
+import select
 import signal
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import accelerate_flags, config, end_signals, environment, options
+from notebook_accel import accelerate_flags, config, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.ranks.script import Script
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EndSignal", "add_arguments", "end_signals_as_interrupts", "run", "silence_closed_streams"]
 
 _INTERRUPT = "KeyboardInterrupt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said after ``launch``."""
-    options.add_flags(parser)
+    """Add the arguments of ``launch``."""
+    config.add_flags(parser)
     parser.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
     parser.add_argument("--cpu", action="store_true", help="The same as --use_cpu.")
     parser.add_argument("--multi_gpu", action="store_true", help="Refuse to run where there is no GPU.")
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs the script on every rank.
+    """Run the script on every rank.
 
     SIGTERM, a terminal that closes and a closed pipe end it as Ctrl-C does.
 
@@ -67,10 +71,14 @@ def run(parsed: argparse.Namespace) -> int:
     script.check()
     _set_variables(parsed)
     chosen = _options(parsed)
-    with end_signals.as_interrupts() as received:
+    with end_signals_as_interrupts() as received:
         try:
             named = chosen.replace(name=chosen.name or script.name[:80])
-            foreground.launched(lambda attended: launcher.launch_function(script.run, (), {}, named, attended=attended))
+            foreground.run_in_foreground(
+                lambda foreground_lock: launcher.launch_function(
+                    script.run, (), {}, named, foreground_lock=foreground_lock
+                )
+            )
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)
@@ -85,7 +93,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _set_variables(parsed: argparse.Namespace) -> None:
-    """What ranks are told by way of the environment."""
+    """Set the environment variables for the ranks."""
     if parsed.num_cpu_threads_per_process is not None:
         os.environ["OMP_NUM_THREADS"] = str(parsed.num_cpu_threads_per_process)
     if parsed.gpu_ids not in (None, "all"):
@@ -95,7 +103,7 @@ def _set_variables(parsed: argparse.Namespace) -> None:
 
 
 def _options(parsed: argparse.Namespace) -> LaunchConfig:
-    given: dict[str, Any] = options.given(parsed)
+    given: dict[str, Any] = config.given_flags(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
     given |= _of_machines(parsed)
@@ -117,7 +125,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
 
 
 def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Accelerate's flags about several machines, as options."""
+    """Return Accelerate's flags about several machines, as options."""
     asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
     given = {name: value for name, value in asked.items() if value is not None}
     if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
@@ -132,8 +140,55 @@ def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _status(error: RankFailedError) -> int:
-    """The exit status of the rank that failed first."""
+    """Return the exit status of the rank that failed first."""
     if error.signal is not None:
         return 128 + error.signal
     code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else error.exit_code
     return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+_STREAMS = (1, 2)
+
+
+class EndSignal:
+    """The first signal that came, SIGINT if none of the others did."""
+
+    number = signal.SIGINT
+
+    def _take(self, number: int, _: types.FrameType | None) -> None:
+        has_closed = silence_closed_streams()
+        if number == signal.SIGPIPE and not has_closed:  # a socket of somebody's, who gets an error for it
+            return
+        if self.number == signal.SIGINT:
+            self.number = signal.Signals(number)
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def end_signals_as_interrupts() -> Iterator[EndSignal]:
+    """Make SIGTERM, SIGHUP and SIGPIPE raise KeyboardInterrupt in the block, unless they are ignored."""
+    received = EndSignal()
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, received._take) for number in (*numbers, signal.SIGPIPE)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def silence_closed_streams() -> bool:
+    """Redirect closed standard streams to /dev/null. Return whether there was one."""
+    closed = [stream for stream in _STREAMS if _has_closed(stream)]
+    for stream in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
+    return bool(closed)
+
+
+def _has_closed(descriptor: int) -> bool:
+    """Return whether nobody can read the stream any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

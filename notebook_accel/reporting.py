@@ -1,4 +1,4 @@
-"""The rank's side of the panel: what is counted and measured, and when it is said.
+"""A rank's reports to the panel: its counters, its metrics, and when they are sent.
 
 Training code counts with one attribute increment a step. A thread looks five times a second and sends what has changed,
 so that neither the rate of steps nor a slow reader can slow down training.
@@ -40,13 +40,13 @@ _NOT_COME = 0x7FF8_6E62_6163_6365
 
 
 class Counter:
-    """Steps of one loader or bar. Training increments ``step``; all else is read by the sampler.
+    """Steps of one loader or bar. Training increments ``step``; the sampler reads everything else.
 
     Attributes:
         step: Steps done in the running epoch.
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if this counts no epochs.
-        label: What is counted.
+        label: The name of the counted things.
     """
 
     __slots__ = ("epoch", "label", "step", "total")
@@ -58,12 +58,12 @@ class Counter:
         self.label = label
 
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
-        """Begins an epoch and makes this the counter that the rank's row shows."""
+        """Begin an epoch and makes this the counter that the rank's row shows."""
         reporter().begin(self, epoch, total)
 
 
 class _Arrival:
-    """The latest number of one metric on its way from a GPU, a copy at a time.
+    """The latest number of one metric on its way from a GPU, one copy at a time.
 
     The reporting thread starts copies, into host memory that the GPU writes by itself. Reading that memory, as the
     sampling thread does, is no call of CUDA's. Nothing says there that a copy has ended but the number itself, whose
@@ -112,10 +112,10 @@ class _Arrival:
 
 
 class Sender(Protocol):
-    """Where events go: a connection, or what takes its place."""
+    """The destination of events: a connection, or its substitute."""
 
     def send(self, body: bytes) -> None:
-        """Takes an encoded event.
+        """Take an encoded event.
 
         Raises:
             ClosedError: Nobody is there any more.
@@ -127,7 +127,7 @@ class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent.
 
     Args:
-        connection: Where to, ``None`` outside a launched rank.
+        connection: The destination, ``None`` outside a launched rank.
     """
 
     def __init__(self, connection: Sender | None = None) -> None:
@@ -164,19 +164,19 @@ class Reporter:
         return self._shown
 
     def start(self) -> None:
-        """Starts the sampling thread."""
+        """Start the sampling thread."""
         self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
         self._thread.start()
 
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
-        """Sets a counter to the beginning of an epoch and shows it."""
+        """Set a counter to the beginning of an epoch and shows it."""
         with self._lock:
             self._steps_before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
             self._shown = counter
 
     def show(self, counter: Counter) -> None:
-        """From now on the rank's row shows this counter, which goes on from where it is."""
+        """Show this counter in the rank's row. It goes on from its present count."""
         with self._lock:
             self._steps_before = self._steps() - counter.step
             self._shown = counter
@@ -185,7 +185,7 @@ class Reporter:
         return self._steps_before + (0 if self._shown is None else self._shown.step)
 
     def show_outer(self, counter: Counter | None) -> None:
-        """The counter around the shown one, such as a bar over epochs: gives the epoch and how many there will be."""
+        """Show the epoch from an outer counter, such as a bar over epochs."""
         self._outer = counter
 
     def set_device(
@@ -194,7 +194,7 @@ class Reporter:
         memory: Callable[[], tuple[int, int]] | None = None,
         utilisation: Callable[[], float | None] | None = None,
     ) -> None:
-        """Names the rank's device.
+        """Name the rank's device.
 
         Args:
             name: Its name.
@@ -206,22 +206,22 @@ class Reporter:
         self._device_utilisation = utilisation
 
     def set_compiling(self, compiling: bool) -> None:
-        """Says whether the running step is being compiled."""
+        """Say whether the running step is being compiled."""
         self._is_compiling = compiling
 
     def hold_metrics(self) -> None:
-        """From now on metrics wait for ``release_metrics``: read before, a tensor's step would be computed twice."""
+        """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""
         self._held = self._held or {}
 
     def release_metrics(self) -> None:
-        """The step has been handed to the device, and tensors of it can be read."""
+        """Read the held metrics: their step has been handed to the device."""
         if self._held:
             self._values.update(self._held)
             self._held = {}
             self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
-        """Replaces the latest value of each named metric. Tensors are read later: nobody waits for them here."""
+        """Replace the latest value of each named metric. Tensors are read later: nobody waits for them here."""
         if self._held is not None:
             self._held.update(values)
             return
@@ -246,17 +246,17 @@ class Reporter:
         self._arrivals = {}
 
     def post(self, event: events.Event) -> None:
-        """Sends an event in its turn, from the sampling thread: the caller waits for nothing."""
+        """Send an event in its turn, from the sampling thread: the caller waits for nothing."""
         self._posted.append(event)
 
     def send(self, event: events.Event) -> None:
-        """Sends one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
+        """Send one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
         if self._connection is not None and self.is_connected:
             with contextlib.suppress(ClosedError, TimeoutError):
                 self._connection.send(events.encode(event))
 
     def position(self) -> str:
-        """Where the shown counter is, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
+        """Return the counter's position, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
         progress = self._progress()
         if progress is None:
             return ""
@@ -264,19 +264,19 @@ class Reporter:
         return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called when the rank's code has ended, while its process still lives."""
+        """Call ``function`` when the rank's code has ended, while its process still lives."""
         self._at_close.append(function)
 
     def before_sample(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called before each look at the counters, by the sampling thread."""
+        """Call ``function`` before each look at the counters, in the sampling thread."""
         self._before_sample.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
-        """Takes ``at_close`` back."""
+        """Take ``at_close`` back."""
         self._at_close.remove(function)
 
     def close(self) -> None:
-        """Stops sampling and sends what was not said yet."""
+        """Stop sampling and sends what was not said yet."""
         if self._connection is not None and not self.is_connected:
             return  # a fork has nothing to say, and the locks here may be held for good by a thread that it hasn't
         for function in list(self._at_close):
@@ -288,7 +288,7 @@ class Reporter:
         self._sample_now()
 
     def catch_up(self) -> int:
-        """Says now what has not been said yet; how many steps that makes in all.
+        """Say now what has not been said yet; how many steps that makes in all.
 
         Takes a moment at most: a number that doesn't come from a GPU, which may wait for other ranks, is left out.
         """
@@ -367,7 +367,7 @@ class Reporter:
             )
 
     def say_memory(self) -> None:
-        """Says how much memory is in use now."""
+        """Say how much memory is in use now."""
         if self._device_memory is None:
             self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=host_memory.total_bytes(), kind="host"))
             return
@@ -405,12 +405,12 @@ _reporter = Reporter()
 
 
 def reporter() -> Reporter:
-    """This process's reporter."""
+    """Return this process's reporter."""
     return _reporter
 
 
 def connect(connection: Sender) -> Reporter:
-    """Makes this process a rank that reports over ``connection``, and starts sampling."""
+    """Make this process a rank that reports over ``connection``, and starts sampling."""
     global _reporter
     _reporter = Reporter(connection)
     _reporter.start()
@@ -418,13 +418,13 @@ def connect(connection: Sender) -> Reporter:
 
 
 def disconnect() -> None:
-    """Makes this process one that nobody listens to, as it was before ``connect``."""
+    """Make this process one that nobody listens to, as it was before ``connect``."""
     global _reporter
     _reporter = Reporter()
 
 
 def report(**metrics: Any) -> None:
-    """Shows metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
+    """Show metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
 
     Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond, and some
     more five times a second for each tensor on a GPU. While a CUDA graph is captured, those are left out. Outside a

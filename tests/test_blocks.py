@@ -20,8 +20,8 @@ def through(value: Any, name: str = "test") -> tuple[Any, int]:
     """What arrives, and how many bytes the memory file of this name took."""
     descriptor = memory_files.memory_file(name)
     try:
-        serialization.seal(descriptor, serialization.pickle_by_value(value, roots={"value": value}))
-        return serialization.open_sealed(descriptor).value, os.fstat(descriptor).st_blocks * 512
+        serialization.dump(descriptor, serialization.pickle_by_value(value, roots={"value": value}))
+        return serialization.load(descriptor).value, os.fstat(descriptor).st_blocks * 512
     finally:
         os.close(descriptor)
 

@@ -67,8 +67,8 @@ def test_in_a_process_that_has_never_seen_the_notebook() -> None:
     descriptor = memory_files.memory_file("test")
     try:
         pickled = serialization.pickle_by_value(namespace["use"], roots={"use": namespace["use"]}, namespace=namespace)
-        serialization.seal(descriptor, pickled)
-        code = f"from notebook_accel import serialization as s; print(s.open_sealed({descriptor}).value())"
+        serialization.dump(descriptor, pickled)
+        code = f"from notebook_accel.payload import serialization as s; print(s.load({descriptor}).value())"
         command = [sys.executable, "-c", code]
         run = subprocess.run(
             command, pass_fds=[descriptor], capture_output=True, text=True, timeout=60, check=False, cwd=os.getcwd()
@@ -84,9 +84,9 @@ def test_they_come_back_as_the_notebooks_own(defined: str) -> None:
     there: dict[str, Any] = {}
     out = serialization.pickle_by_value(namespace[defined], roots={}, namespace=namespace)
     opened = _through(out, namespace=there)
-    shipped = [obj for _, obj in opened.shipped]
-    back = serialization.pickle_by_value(opened.value, roots={}, origins=shipped)
-    assert _through(back, origins=out.shipped).value is namespace[defined]
+    by_value = [obj for _, obj in opened.by_value]
+    back = serialization.pickle_by_value(opened.value, roots={}, origins=by_value)
+    assert _through(back, origins=out.by_value).value is namespace[defined]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 3.12")
@@ -113,8 +113,8 @@ def test_type_variable_tuple() -> None:
 def _through(pickled: serialization.Pickled, **how: Any) -> serialization.Opened:
     descriptor = memory_files.memory_file("test")
     try:
-        serialization.seal(descriptor, pickled)
-        return serialization.open_sealed(descriptor, **how)
+        serialization.dump(descriptor, pickled)
+        return serialization.load(descriptor, **how)
     finally:
         os.close(descriptor)
 
@@ -126,5 +126,5 @@ def of_this_module() -> int:
 
 def test_what_can_be_imported_goes_by_name() -> None:
     pickled = serialization.pickle_by_value(of_this_module, roots={})
-    assert pickled.shipped == ()
+    assert pickled.by_value == ()
     assert _through(pickled).value is of_this_module

@@ -42,10 +42,10 @@ def send(
     value: Any, descriptor: int, *, namespace: dict[str, Any] | None = None, into: dict[str, Any] | None = None
 ) -> tuple[serialization.Pickled, serialization.Opened]:
     pickled = serialization.pickle_by_value(value, roots={"value": value}, namespace=namespace)
-    serialization.seal(descriptor, pickled, b"the head")
+    serialization.dump(descriptor, pickled, b"the head")
     memory_files.make_unwritable(descriptor)
     assert memory_files.read_head(descriptor) == b"the head"
-    return pickled, serialization.open_sealed(descriptor, namespace=into)
+    return pickled, serialization.load(descriptor, namespace=into)
 
 
 def test_views_and_ties_of_tensors_stay(memory_file: int) -> None:
@@ -64,7 +64,7 @@ def test_views_and_ties_of_tensors_stay(memory_file: int) -> None:
 def test_receivers_are_isolated_from_the_sender_and_each_other(memory_file: int) -> None:
     tensor, array = torch.zeros(100_000), numpy.zeros(100_000)
     _, first = send((tensor, array), memory_file)
-    second = serialization.open_sealed(memory_file)
+    second = serialization.load(memory_file)
     first.value[0].fill_(1.0)
     first.value[1].fill(1.0)
     assert tensor.sum() == 0 and array.sum() == 0
@@ -115,10 +115,10 @@ def test_what_came_from_the_sender_goes_back_as_its_own(memory_file: int) -> Non
     namespace = notebook("class Model: pass\ndef helper(): return Model")
     there: dict[str, Any] = {}
     pickled, opened = send((namespace["Model"](), namespace["helper"]), memory_file, namespace=namespace, into=there)
-    shipped = [obj for _, obj in opened.shipped]
-    back = serialization.pickle_by_value(opened.value, roots={"value": opened.value}, origins=shipped)
+    by_value = [obj for _, obj in opened.by_value]
+    back = serialization.pickle_by_value(opened.value, roots={"value": opened.value}, origins=by_value)
     with Sealed(back) as descriptor:
-        instance, helper = serialization.open_sealed(descriptor, origins=pickled.shipped).value
+        instance, helper = serialization.load(descriptor, origins=pickled.by_value).value
     assert type(instance) is namespace["Model"]
     assert helper is namespace["helper"]
     assert namespace["helper"]() is namespace["Model"]
@@ -130,7 +130,7 @@ class Sealed:
 
     def __enter__(self) -> int:
         self._descriptor = memory_files.memory_file("test")
-        serialization.seal(self._descriptor, self._pickled)
+        serialization.dump(self._descriptor, self._pickled)
         return self._descriptor
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +140,7 @@ class Sealed:
 def test_shipped_names_are_those_of_the_namespace(memory_file: int) -> None:
     namespace = notebook("class Model: pass\nold = Model()\nclass Model: pass\nnew = Model()")
     _, opened = send((namespace["old"], namespace["new"]), memory_file, namespace=namespace, into={})
-    named = [obj for name, obj in opened.shipped if name == "Model"]
+    named = [obj for name, obj in opened.by_value if name == "Model"]
     assert named == [type(opened.value[1])]
 
 
@@ -208,8 +208,8 @@ def test_mapping_goes_with_the_last_tensor_in_it() -> None:
 
     descriptor = memory_files.memory_file("goes")
     tensors = [torch.zeros(1 << 20), torch.ones(1 << 20)]
-    serialization.seal(descriptor, serialization.pickle_by_value(tensors, roots={}))
-    kept = serialization.open_sealed(descriptor).value[1][5:]
+    serialization.dump(descriptor, serialization.pickle_by_value(tensors, roots={}))
+    kept = serialization.load(descriptor).value[1][5:]
     os.close(descriptor)
     total = float(kept.sum())
     assert (is_mapped(), total) == (True, (1 << 20) - 5)
@@ -265,7 +265,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_fil
     roots = {'global "vast"': vast, 'global "small"': torch.ones(1 << 20)}
     pickled = serialization.pickle_by_value(roots, roots=roots)
     with pytest.raises(PayloadError, match="doesn't fit into memory") as caught:
-        serialization.seal(memory_file, pickled)
+        serialization.dump(memory_file, pickled)
     assert os.fstat(memory_file).st_size == 0
     assert caught.value.path == 'global "vast"'
     assert "GiB" in caught.value.why and 'global "small": 4.0 MiB' in caught.value.why
@@ -286,14 +286,14 @@ def test_file_that_may_not_grow_so_far_is_an_error_of_ours(memory_file: int) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(PayloadError, match="doesn't fit into memory"):
-            serialization.seal(memory_file, pickled)
+            serialization.dump(memory_file, pickled)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_kernel_without_torch_can_send() -> None:
     code = (
-        "import sys; from notebook_accel import serialization as s;"
+        "import sys; from notebook_accel.payload import serialization as s;"
         "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

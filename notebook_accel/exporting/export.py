@@ -8,26 +8,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import importlib
+import io
 import itertools
 import os
 import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import cloudpickle
 
 from notebook_accel import config, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import CellError, ConfigError
-from notebook_accel.exporting import data_file, export_contents, plain_python
-from notebook_accel.exporting.export_contents import Contents
-from notebook_accel.exporting.script_body import Body
+from notebook_accel.exporting import export_contents, plain_python
+from notebook_accel.exporting.export_contents import ScriptContents
+from notebook_accel.exporting.plain_python import Body
+from notebook_accel.formatting import format_size
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.sizes import in_words
+from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.payload import unpicklable
 
-__all__ = ["Order", "export"]
+__all__ = ["Order", "Written", "export", "is_only_weights", "write"]
 
 _MARKED = re.compile(r"# Exported from .+ by %%distributed --export \(checksum ([0-9a-f]{12})\)\.\n")
 _NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initialized_cuda", "start_method", "preload"})
@@ -35,12 +41,12 @@ _NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initializ
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What is to be exported, and how it would have been launched.
+    """A cell to export, and the options of its launch.
 
     Attributes:
         path: Where to.
         options: The options of the launch.
-        given: Those that were given as flags.
+        given: The options that were given as flags.
         args: The expression after ``--args``.
         push: Further names that the cell needs.
         overwrite: Whether a file that is there may be replaced, whoever has written it.
@@ -55,16 +61,16 @@ class Order:
 
     @property
     def data_path(self) -> pathlib.Path:
-        """Where what has no source goes."""
+        """Path of the file for values without source."""
         return self.path.with_name(f"{self.path.stem}_data.pt")
 
 
 def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
-    """Writes the script, and a file with its data if it needs one.
+    """Write the script, and a file with its data if it needs one.
 
     Args:
         cell: The cell.
-        order: What is to be done.
+        order: The cell to export and its options.
         namespace: The notebook's.
         history: The cells that were run, in order, from number 0, IPython's syntax translated.
 
@@ -101,7 +107,7 @@ def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequ
 
 
 def _check_path(order: Order) -> None:
-    """Refuses to replace what somebody else has written, or has changed since."""
+    """Refuse to replace what somebody else has written, or has changed since."""
     if order.path.suffix != ".py":
         raise ConfigError(
             f"--export {order.path}: a script's name ends with .py.", fix=f"--export {order.path.with_suffix('.py')}"
@@ -130,16 +136,16 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _write_data(draft: pathlib.Path, contents: Contents, order: Order) -> list[str]:
-    """Writes what has no source; the lines that load it."""
+def _write_data(draft: pathlib.Path, contents: ScriptContents, order: Order) -> list[str]:
+    """Write what has no source; the lines that load it."""
     names: set[str] = set()
     while names != contents.data.keys():  # classes of what is written may need more
         names = set(contents.data)
-        written = data_file.write(draft, contents.data, contents.name_of)
+        written = write(draft, contents.data, contents.name_of)
     if not names:
         return []
     contents.imports |= {"import pathlib": None, "import torch": None}
-    is_safe = data_file.is_only_weights(draft)
+    is_safe = is_only_weights(draft)
     how = "." if is_safe else ", pickled: load no such file that you don't trust."
     lines = [f"# What has no source in the notebook is in {order.data_path.name}{how}"]
     if written.by_value:
@@ -160,7 +166,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__}{f' {tuple(shape)}' if isinstance(shape, tuple) else ''}"
 
 
-def _text(cell: Cell, order: Order, contents: Contents, body: Body, loading: Sequence[str]) -> str:
+def _text(cell: Cell, order: Order, contents: ScriptContents, body: Body, loading: Sequence[str]) -> str:
     settings = _settings(order)
     if settings:
         contents.imports["import os"] = None
@@ -187,7 +193,7 @@ def _text(cell: Cell, order: Order, contents: Contents, body: Body, loading: Seq
 
 
 def _spaced(sections: Sequence[str]) -> str:
-    """Two blank lines around functions and classes, one between other things."""
+    """Return the parts with two blank lines around functions and classes, and one between others."""
     text = sections[0]
     for above, section in itertools.pairwise(sections):
         is_block = any(re.search(r"^(async def|def|class|if) ", part, re.MULTILINE) for part in (above, section))
@@ -215,7 +221,7 @@ def _usage(order: Order) -> list[str]:
 
 
 def _settings(order: Order) -> list[str]:
-    """What the launch would have told the ranks' ``Accelerator`` by the environment."""
+    """Return the settings that the launch would have passed to the ranks' ``Accelerator`` by environment."""
     options = order.options
     values: dict[str, str] = {}
     if options.mixed_precision != "no":
@@ -228,7 +234,7 @@ def _settings(order: Order) -> list[str]:
 
 
 def _sorted_imports(statements: Iterable[str]) -> list[str]:
-    """Each once: what changes Python, the standard library, the rest."""
+    """Return each import once: ``__future__``, the standard library, the rest."""
 
     def key(statement: str) -> tuple[int, bool, str]:
         module = statement.split()[1].partition(".")[0]
@@ -244,10 +250,10 @@ def _sorted_imports(statements: Iterable[str]) -> list[str]:
     return lines
 
 
-def _report(order: Order, contents: Contents) -> str:
+def _report(order: Order, contents: ScriptContents) -> str:
     lines = [f"Written: {order.path}"]
     if contents.data:
-        size = in_words(order.data_path.stat().st_size)
+        size = format_size(order.data_path.stat().st_size)
         lines[0] += f", and {order.data_path} ({size}: {', '.join(contents.data)})"
     missing = _modules_beside_the_notebook(contents.imports)
     here = pathlib.Path.cwd()
@@ -258,8 +264,87 @@ def _report(order: Order, contents: Contents) -> str:
 
 
 def _modules_beside_the_notebook(imports: Iterable[str]) -> list[str]:
-    """The modules that Python finds in the kernel's working directory, and not where packages are."""
+    """Return the modules that Python finds in the kernel's working directory, not among packages."""
     names = dict.fromkeys(statement.split()[1].partition(".")[0] for statement in imports)
     files = {name: pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or os.devnull) for name in names}
     here = pathlib.Path.cwd()
     return [name for name, file in files.items() if file.parent == here or file.parent.parent == here]
+
+
+_ADVICE = "make it inside the cell, or leave it out of what the cell uses"
+
+
+@dataclasses.dataclass
+class Written:
+    """The content of a data file.
+
+    Attributes:
+        by_name: The functions and classes of the script's that it names.
+        by_value: The notebook's functions and classes that are in it themselves.
+    """
+
+    by_name: dict[str, None] = dataclasses.field(default_factory=dict)
+    by_value: dict[str, None] = dataclasses.field(default_factory=dict)
+
+
+def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> Written:
+    """Write values, as one dict, so that what belongs together stays together.
+
+    Args:
+        path: The file.
+        values: By name.
+        name_of: The name under which the script defines a function or a class of the notebook; empty if it doesn't.
+
+    Raises:
+        OSError: The file can't be written.
+        CellError: What a class of it uses can't be exported.
+        PayloadError: Something can't be pickled; the message leads to it.
+    """
+    torch: Any = importlib.import_module("torch")
+    pickling = types.ModuleType("notebook_accel_export")  # torch takes its pickler from a module
+    written = Written()
+    pickling.Pickler = _pickler(name_of, written)  # type: ignore[attr-defined]
+    try:
+        with path.open("wb") as file:
+            torch.save(dict(values), file, pickle_module=pickling)
+    except (CellError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
+        roots = {f'global "{name}"': value for name, value in values.items()}
+        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, name_of), _ADVICE) from None
+    return written
+
+
+def is_only_weights(path: pathlib.Path) -> bool:
+    """Return whether the file can be read without running code from it."""
+    torch: Any = importlib.import_module("torch")
+    with contextlib.suppress(Exception):
+        torch.load(path, map_location="meta", weights_only=True)
+        return True
+    return False
+
+
+def _pickler(name_of: Callable[[Any], str], written: Written) -> type[Any]:
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, (type, types.FunctionType)):
+                return super().reducer_override(obj)
+            if obj.__module__ == "__main__" and getattr(sys.modules["__main__"], obj.__name__, None) is obj:
+                name = name_of(obj)
+                if name:
+                    written.by_name[name] = None
+                    return name
+            reduced = super().reducer_override(obj)
+            if reduced is not NotImplemented and obj.__module__ == "__main__":
+                written.by_value[obj.__qualname__] = None
+            return reduced
+
+    return Pickler
+
+
+def _failure(obj: Any, name_of: Callable[[Any], str]) -> Exception | None:
+    try:
+        _pickler(name_of, Written())(io.BytesIO(), protocol=2).dump(obj)
+    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
+        return error
+    return None

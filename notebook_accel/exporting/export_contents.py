@@ -1,4 +1,4 @@
-"""What a script for a cell needs of the notebook, by the form in which it can have it.
+"""The notebook's objects that a script needs, each in the form in which a script can have it.
 
 Imports and definitions are taken as source, small values as literals; what has no source is data.
 """
@@ -17,24 +17,24 @@ from typing import Any
 from notebook_accel.errors import CellError
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.notebook_sources import Definition, NotebookSources
-from notebook_accel.exporting.script_body import Body
+from notebook_accel.exporting.plain_python import Body
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 
-__all__ = ["Contents", "collect"]
+__all__ = ["ScriptContents", "collect"]
 
 _LONGEST_LITERAL = 200
 _OF_PYTHON_TOO = {"exit", "quit"}
 
 
-class Contents:
-    """What a script for a cell consists of, besides the cell.
+class ScriptContents:
+    """The parts of a script besides the cell.
 
     Args:
         cell: The cell, in plain Python.
         namespace: The notebook's.
-        sources: What its cells say.
-        own: What the script defines for the cell before anything is run, so that the notebook's is not needed.
+        sources: The sources of the notebook's cells.
+        own: Names that the script itself defines before the cell runs, so that the notebook's aren't needed.
 
     Attributes:
         imports: Import statements.
@@ -59,7 +59,7 @@ class Contents:
         self.data: dict[str, Any] = {}
 
     def need(self, name: str) -> None:
-        """Takes in a name of the notebook, and what its definition needs.
+        """Take in a name of the notebook, and what its definition needs.
 
         Raises:
             CellError: It has no source and needs one, or its source can't be in a script.
@@ -121,12 +121,12 @@ class Contents:
         return self._sources.of_assigned(name)
 
     def need_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
-        """Takes in what a piece of source reads.
+        """Take in what a piece of source reads.
 
         Args:
             names: The names.
             label: The cell that it stands in.
-            offset: What is to be added to its line numbers.
+            offset: The number to add to its line numbers.
             nodes: The source.
         """
         known_here = self._cell.assigns or frozenset()
@@ -148,14 +148,14 @@ class Contents:
                 raise _refusal(label, offset, nodes, name, "isn't there in the notebook, or not any more", _DEFINE)
 
     def import_statements(self) -> list[str]:
-        """All of them: also of modules that code reaches as attributes of their packages, and what changes Python."""
+        """Return all imports, those of modules that code reaches as attributes and ``__future__`` included."""
         code = "\n".join([self._cell.source, *(found.text for found in self.definitions.values())])
         captured = {name: self._namespace[name] for name in self._done}
         reached = dataclasses.replace(self._cell, source=code).submodules(captured)
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
-        """The name under which the script defines a function or class of the notebook's, empty if that has no source.
+        """Return the script's name of a function or class of the notebook, empty if that has no source.
 
         Raises:
             CellError: What it uses can't be exported.
@@ -167,14 +167,14 @@ class Contents:
         return name if name in self.definitions else ""
 
     def in_order(self) -> tuple[list[str], list[str]]:
-        """The texts of definitions, each after those that it needs when it is run, with its other names.
+        """Return the texts of definitions, each after those that it needs at definition, with its aliases.
 
         Those that need data then stand apart, since the data may need the others.
         """
         ordered: dict[str, bool] = {}
 
         def visit(name: str) -> bool:
-            """Puts it in its place; whether it needs data."""
+            """Put it in its place; whether it needs data."""
             if name not in ordered:
                 ordered[name] = False  # for itself, which it may name
                 read = [
@@ -208,12 +208,12 @@ def collect(
     namespace: Mapping[str, Any],
     history: Sequence[str],
     push: Sequence[str] = (),
-) -> Contents:
-    """What a script for a cell consists of.
+) -> ScriptContents:
+    """Return the parts of a script for a cell.
 
     Args:
         cell: The cell, in plain Python.
-        body: The same, as it is in the script.
+        body: The cell as it is in the script.
         namespace: The notebook's.
         history: The cells that were run, in order, from number 0, IPython's syntax translated.
         push: Further names that the script needs.
@@ -221,7 +221,7 @@ def collect(
     Raises:
         CellError: Something can't be exported.
     """
-    contents = Contents(cell, namespace, NotebookSources(history), body.defines)
+    contents = ScriptContents(cell, namespace, NotebookSources(history), body.defines)
     statements = ast.parse(cell.source).body
     contents.need_all(cells.reads(statements), cell.label, 0, statements)
     contents.need_all(cells.reads(body.arguments), "--args", 0, body.arguments)
@@ -277,7 +277,7 @@ def _without_source(name: str, value: Any) -> CellError:
 
 
 def _renamed(found: Definition, name: str) -> Definition:
-    """A function or class that the notebook knows by another name only, since its own is somebody else's by now."""
+    """Return the definition of an object whose own name means another object in the notebook by now."""
     text = re.sub(rf"^((?:async )?def|class) {found.name}\b", rf"\1 {name}", found.text, count=1, flags=re.MULTILINE)
     return dataclasses.replace(found, name=name, text=text)
 

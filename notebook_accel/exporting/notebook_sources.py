@@ -1,4 +1,4 @@
-"""Where in the notebook's cells what it has was imported or defined.
+"""The statements of the notebook's cells that imported or defined its objects.
 
 A function knows the cell that its code was compiled from, so that the text found is that of the function as it is now,
 whatever was edited or run since. A class is found through its methods. Imports are believed if what they import is the
@@ -21,22 +21,22 @@ from typing import Any
 
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.plain_python import Statement
-from notebook_accel.payload import definitions
+from notebook_accel.payload import serialization
 
 __all__ = ["Definition", "NotebookSources"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A statement of a cell that defines a function or a class, or assigns what is as good as one.
+    """A statement of a cell that defines a function or a class, or assigns an equivalent.
 
     Attributes:
-        name: What it binds.
+        name: The name that it assigns.
         text: Its text, with the comments above it.
         node: Its tree.
         label: The cell, as ``In[3]``.
         number: The cell's.
-        lines: Where it stands in the cell.
+        lines: Its lines in the cell.
         modules: Modules that the text needs besides what it says.
     """
 
@@ -50,7 +50,7 @@ class Definition:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Orders definitions as the notebook has run them."""
+        """A key that orders definitions as the notebook ran them."""
         return self.number, self.lines.start
 
 
@@ -62,7 +62,7 @@ class _Cell:
 
     @property
     def offset(self) -> int:
-        """How many lines stand above what a magic was given."""
+        """Number of lines above the source that a magic was given."""
         return int(self.source.startswith(_MAGIC_LINE))
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class _Cell:
 
 
 class NotebookSources:
-    """What the notebook's cells say.
+    """The sources of the notebook's cells.
 
     Args:
         cells: The cells that were run, in order, from number 0, IPython's syntax translated.
@@ -94,7 +94,7 @@ class NotebookSources:
     # Imports --------------------------------------------------------------------------------------------------------
 
     def importing(self, name: str, value: Any) -> str:
-        """The statement that imports this object under this name, empty if nothing does."""
+        """Return the statement that imports this object under this name, empty if there is none."""
         for node in self._imports():
             for alias in node.names:
                 if (alias.asname or alias.name.partition(".")[0]) == name and _imports(node, alias, value):
@@ -104,26 +104,26 @@ class NotebookSources:
             if package and last == name:
                 return f"from {package} import {last}"
             return f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
-        if definitions.can_be_imported(value) and "." not in value.__qualname__:
+        if serialization.can_be_imported(value) and "." not in value.__qualname__:
             imported = value.__qualname__
             return f"from {value.__module__} import {imported}" + (f" as {name}" if name != imported else "")
         return ""
 
     def submodules(self, reached: Sequence[str]) -> Iterator[str]:
-        """The statements that import these modules, which code reaches as attributes of their packages."""
+        """Return the statements that import these modules, which code reaches as attributes of packages."""
         for node in self._imports():
             for alias in node.names if isinstance(node, ast.Import) else ():
                 if alias.asname is None and "." in alias.name and alias.name in reached:
                     yield f"import {alias.name}"
 
     def futures(self) -> Iterator[str]:
-        """The statements that change what Python means."""
+        """Return the ``__future__`` imports."""
         for node in self._imports():
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":
                 yield ast.unparse(node)
 
     def _imports(self) -> Iterator[ast.Import | ast.ImportFrom]:
-        """All at the top level of cells, the latest first."""
+        """Return all imports at the top level of cells, the latest first."""
         for cell in reversed(self._cells):
             for statement in cell.statements:
                 for top in statement.nodes:
@@ -133,7 +133,7 @@ class NotebookSources:
     # Definitions ----------------------------------------------------------------------------------------------------
 
     def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
-        """The statement that has defined a function, or that has assigned a lambda to a name."""
+        """Return the statement that defined a function, or assigned a lambda to a name."""
         code = function.__code__
         cell = self._cell_of(code) or self._cell_that_says(code)
         if cell is None:
@@ -151,7 +151,7 @@ class NotebookSources:
         return None
 
     def _cell_that_says(self, code: types.CodeType) -> _Cell | None:
-        """The latest cell under a magic that would make the same code; such code doesn't know where it is from."""
+        """Return the latest cell under a magic that compiles to the same code, which doesn't know its cell."""
         for cell in reversed(self._cells):
             for statement in cell.statements if cell.offset else ():
                 made = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
@@ -161,7 +161,7 @@ class NotebookSources:
         return None
 
     def of_class(self, kind: type) -> Definition | None:
-        """The statement that has defined a class."""
+        """Return the statement that defined a class."""
         own = [function.__code__ for function in _methods(kind) if _belongs(function, kind)]
         found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
         for cell in list(found.values())[:1] or reversed(self._cells):
@@ -175,7 +175,7 @@ class NotebookSources:
         return None
 
     def of_assigned(self, name: str) -> Definition | None:
-        """The latest statement that has assigned what a call has made to this name."""
+        """Return the latest statement that assigned a call's value to this name."""
         for cell in reversed(self._cells):
             for statement in reversed(cell.statements):
                 node = statement.nodes[0]
@@ -184,7 +184,7 @@ class NotebookSources:
         return None
 
     def put_in_later(self, kind: type, definition: Definition) -> list[str]:
-        """The methods of a class that are not in its definition, so that they came into it afterwards."""
+        """Return a class's methods that its definition lacks, since they were added afterwards."""
         return [
             function.__name__
             for function in _methods(kind)
@@ -209,7 +209,7 @@ _MAGIC_LINE = "#%%\n"
 
 
 def _under_magic(source: str) -> str:
-    """A cell; of one that is under a magic such as ``%%time``, what is under it, at its place."""
+    """Return a cell; for a cell under a magic such as ``%%time``, the part under the magic, at its place."""
     if not source.startswith("get_ipython().run_cell_magic("):
         return source
     call = ast.parse(source).body[0]
@@ -247,7 +247,7 @@ def _is_assigned(node: ast.Assign, name: str) -> bool:
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
-    """The functions in a class, out of what wraps them."""
+    """Return the functions in a class, unwrapped."""
     for member in vars(kind).values():
         parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
         for part in parts:

@@ -6,26 +6,28 @@ Text stays the user's own, to the blank: syntax trees say where statements are, 
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
+import dis
 import io
 import tokenize
 from collections.abc import Iterator, Sequence
 
 from notebook_accel.errors import CellError
 
-__all__ = ["Statement", "indented", "plain", "reads_at_once", "run_at_once", "statements"]
+__all__ = ["Body", "Statement", "indented", "plain", "reads_at_once", "run_at_once", "statements"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """A statement at the top level, or several that share a line.
+    """A top-level statement, or several that share a line.
 
     Attributes:
         nodes: Their trees.
         text: Their text, with the comments that stand directly above.
         first_line: The line on which the first one begins, decorators included; from 1.
-        last_line: That on which the last one ends.
-        above: What stands between the statement before and the text: blank lines and other comments.
+        last_line: The line on which the last one ends.
+        above: Blank lines and comments between the statement before and the text.
     """
 
     nodes: tuple[ast.stmt, ...]
@@ -36,7 +38,7 @@ class Statement:
 
 
 def statements(source: str) -> list[Statement]:
-    """The statements of a module, in order. A ``pass`` isn't one: at the top level it does nothing."""
+    """Return the statements of a module, in order, without ``pass``, which does nothing there."""
     lines = source.splitlines()
     found: list[Statement] = []
     end = 0
@@ -70,7 +72,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """The parts of a statement that are run when it is, which the bodies of its functions aren't."""
+    """Yield the parts of a statement that run with it; the bodies of its functions don't."""
     waiting = [node]
     while waiting:
         current = waiting.pop()
@@ -84,12 +86,12 @@ def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reads_at_once(node: ast.stmt) -> list[str]:
-    """The names that a statement needs when it is run."""
+    """Return the names that a statement needs when it runs."""
     return [part.id for part in run_at_once(node) if isinstance(part, ast.Name)]
 
 
 def indented(text: str) -> str:
-    """The text one level deeper. What is inside strings stays as it is."""
+    """Return the text one level deeper, with strings unchanged."""
     inside: set[int] = set()
     begun: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -107,12 +109,12 @@ def indented(text: str) -> str:
 
 
 def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[str]]:
-    """The source without what only IPython has, where the same can be said in Python.
+    """Return the source without IPython's own calls, where Python can say the same.
 
     Args:
         source: The source.
-        label: What the cell is called.
-        first_line: Where the source begins in it.
+        label: The cell's name.
+        first_line: The line of the cell on which the source begins.
 
     Returns:
         The source, and the modules that it needs besides.
@@ -140,7 +142,7 @@ def _is_of_shell(call: ast.Call) -> bool:
 
 
 def _said(method: str, arguments: Sequence[ast.expr], where: str) -> str:
-    """In Python what a call of the shell does in a rank."""
+    """Return Python for a shell call as it works in a rank."""
     texts = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
     if len(texts) == len(arguments):
         if method == "system":
@@ -174,3 +176,128 @@ def _line_magic(name: str, line: str) -> str:
             return f"os.environ.update({variable}={value!r})" if variable.isidentifier() else ""
         return f"os.environ.get({variable!r})" if variable else "dict(os.environ)"
     return ""
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Body:
+    """A cell's statements, sorted into imports, definitions and the main program.
+
+    Args:
+        source: The cell, in plain Python.
+        calls: The function that it ends by defining, empty if it doesn't.
+        args: The expression with that function's arguments, ``None`` without one.
+
+    Attributes:
+        imports: Statements with which it begins, or would.
+        definitions: Text of functions and classes that can stand before all else.
+        defines: Their names.
+        guarded: The text of the main program, not indented.
+        arguments: The arguments of the function that the cell ends by defining.
+
+    Raises:
+        CellError: The arguments can't be read without being computed.
+    """
+
+    def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:
+        self.imports: list[str] = []
+        self.definitions: list[str] = []
+        self.defines: set[str] = set()
+        self.arguments = [ast.copy_location(ast.Expr(node), node) for node in _arguments(args)]
+        parsed = statements(source)
+        kept = self._part(parsed)
+        names = {name for statement in parsed for name in _binds(statement)}
+        parts = [f"{statement.above}{statement.text}" for statement in kept]
+        if calls:
+            parts.append(_shown(f"{calls}({', '.join(map(ast.unparse, self.arguments))})", names, may_be_none=True))
+        elif kept and kept[-1] is parsed[-1]:
+            parts[-1] = f"{kept[-1].above}{_with_value_shown(kept[-1], names)}"
+        after = source.splitlines()[parsed[-1].last_line :]
+        self.guarded = "\n".join([*parts, *after]).strip("\n")
+
+    def _part(self, statements: Sequence[Statement]) -> list[Statement]:
+        """Take out what can stand before all else without becoming something else; what is left."""
+        bound = collections.Counter(name for statement in statements for name in _binds(statement))
+        kept: list[Statement] = []
+        assigned: set[str] = set()
+        read: set[str] = set()
+        for statement in statements:
+            node = statement.nodes[0]
+            is_once = all(bound[name] == 1 for name in _binds(statement))
+            if all(isinstance(part, (ast.Import, ast.ImportFrom)) for part in statement.nodes) and (
+                (is_once and not kept) or getattr(node, "module", "") == "__future__"
+            ):
+                self.imports += [ast.unparse(part) for part in statement.nodes]
+            elif is_once and len(statement.nodes) == 1 and _can_stand_first(node, assigned, read, is_first=not kept):
+                self.definitions.append(statement.text)
+                self.defines |= _binds(statement)
+            else:
+                kept.append(statement)
+                assigned |= _binds(statement)
+            read.update(name for part in statement.nodes for name in reads_at_once(part))
+        return kept
+
+
+def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
+    """Return whether it is a definition that needs nothing of the statements before it, nor they what it replaces."""
+    if not isinstance(node, _DEFINITIONS) or node.name in read or assigned.intersection(reads_at_once(node)):
+        return False
+    return is_first or not any(isinstance(part, ast.Call) for part in run_at_once(node))
+
+
+def _binds(statement: Statement) -> set[str]:
+    code = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
+    changing = ("STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
+    return {item.argval for item in dis.get_instructions(code) if item.opname in changing}
+
+
+def _arguments(expression: str | None) -> list[ast.expr]:
+    if expression is None:
+        return []
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise CellError(f"--args {expression}: it is not Python: {error.msg}.") from None
+    if isinstance(tree, ast.Tuple):
+        return list(tree.elts)
+    if isinstance(tree, (ast.Constant, ast.List, ast.Dict, ast.Set, ast.JoinedStr)):
+        return [tree]
+    raise CellError(
+        f"--args {expression}: whether that is one argument or several is only known when it is computed.",
+        why="--export runs nothing.",
+        fix=f"--args ({expression},) for one argument, or a tuple with each of them",
+    )
+
+
+def _with_value_shown(statement: Statement, names: set[str]) -> str:
+    """Return a cell's last statement, printing its value if that is the cell's result."""
+    text = statement.text
+    node = statement.nodes[-1]
+    if len(statement.nodes) > 1 or not isinstance(node, ast.Expr):
+        return text
+    again = ast.parse(text).body[0]
+    assert isinstance(again, ast.Expr) and again.end_col_offset is not None
+    lines = text.splitlines()
+    above = lines[: again.lineno - 1]
+    expression = ast.get_source_segment(text, again) or ""
+    rest = lines[-1].encode()[again.end_col_offset :].decode()
+    if isinstance(node.value, ast.Call):
+        name = (
+            node.value.func.attr if isinstance(node.value.func, ast.Attribute) else getattr(node.value.func, "id", "")
+        )
+        if name == "print":
+            return text
+    elif isinstance(node.value, ast.Constant):
+        return text
+    is_bare = isinstance(node.value, ast.Tuple) and not expression.startswith("(")
+    shown = _shown(f"({expression})" if is_bare else expression, names, may_be_none=isinstance(node.value, ast.Call))
+    first, *more = shown.split("\n")
+    return "\n".join([*above, first + rest, *more]) if "\n" not in expression else "\n".join([*above, shown + rest])
+
+
+def _shown(expression: str, names: set[str], *, may_be_none: bool) -> str:
+    if not may_be_none:
+        return f"print({expression})"
+    value = "result" if "result" not in names else "result_of_cell"
+    return f"{value} = {expression}\nif {value} is not None:\n    print({value})"

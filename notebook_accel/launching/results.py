@@ -1,15 +1,33 @@
-"""What the ranks of a run returned."""
+"""The ranks' results: the memory files in which ranks write them, and the notebook's side, which reads them.
+
+Each object is sealed and opened by itself, so that one that fails loses none of the others: what it has to itself is a
+pickle of its own. What several objects have in common, such as a model and its optimizer the parameters, is pickled
+once for exactly those, and they refer to it. So what belongs together in the rank still does in the notebook, and an
+object fails only by a part that it has itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import os
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-__all__ = ["Results"]
+import msgspec
+
+from notebook_accel.errors import PayloadError, ResultError
+from notebook_accel.payload import memory_files, serialization
+from notebook_accel.payload.serialization import Pickled, SharedPickling
+from notebook_accel.payload.tensor_memory import Blocks
+
+__all__ = ["ResultFile", "ResultFiles", "Results", "result_error", "write_result_file"]
 
 
 class Results(Sequence[Any]):
-    """What the ranks returned, one value a rank: ``results[0]`` is rank 0's."""
+    """The values that the ranks returned, one for each: ``results[0]`` is rank 0's."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list(values)
@@ -36,3 +54,378 @@ class Results(Sequence[Any]):
 
     def __repr__(self) -> str:
         return repr(self._values)
+
+
+_Keys = tuple[str, ...]
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """One pickle of a file.
+
+    Attributes:
+        keys: Names of the objects that need it. Of one, it is that object; of several, the list of what exactly those
+            have in common.
+        pickle_bytes: Its length. The pickles follow each other.
+        buffers: Numbers of the file's buffers that it uses, in order.
+    """
+
+    keys: _Keys
+    pickle_bytes: int
+    buffers: tuple[int, ...]
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """The reason why an object isn't in the file: the fields of a ``PayloadError``."""
+
+    what: str
+    path: str
+    why: str = ""
+    fix: str = ""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The head of a file."""
+
+    parts: list[_Part]
+    refused: dict[str, _Refused]
+
+
+_decoder = msgspec.msgpack.Decoder(_Index)
+
+
+def _label(key: str, rank: int) -> str:
+    return f'name "{key}" of rank {rank}' if key else f"the result of rank {rank}"
+
+
+# In a rank ------------------------------------------------------------------------------------------------------------
+
+
+def write_result_file(
+    descriptor: int,
+    values: Mapping[str, Any],
+    *,
+    rank: int,
+    advice: str,
+    origins: serialization.Origins = (),
+    missing: Mapping[str, str] | None = None,
+) -> int:
+    """Write objects into a memory file. The file says why an object that can't be pickled is missing.
+
+    Args:
+        descriptor: The file. What it held is overwritten.
+        values: The objects by name; the empty name is for what the rank's code has returned.
+        rank: The rank's number, for messages.
+        advice: An error's advice instead of sending an object.
+        origins: As for ``serialization.pickle_by_value``.
+        missing: Further names, each with the reason why there is nothing under it.
+
+    Returns:
+        The file's length in bytes.
+
+    Raises:
+        PayloadError: There isn't even the memory to write down that nothing is in the file.
+    """
+    refused = {key: _Refused(why, _label(key, rank)) for key, why in (missing or {}).items()}
+    roots = {key: (_label(key, rank), obj) for key, obj in values.items()}
+    while True:
+        pickling = _Pickling(roots, origins, advice)
+        parts, pickled = pickling.all_parts()
+        refused |= pickling.refused
+        os.ftruncate(descriptor, 0)
+        try:
+            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(parts, refused)))
+        except PayloadError as error:  # too large: without the largest there may be room for the others
+            sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in refused}
+            if not sizes_bytes:
+                raise
+            largest = max(sizes_bytes, key=lambda key: sizes_bytes[key])
+            refused[largest] = _refused(error, roots[largest][0])
+            roots = {key: root for key, root in roots.items() if key not in refused}
+
+
+def _refused(error: PayloadError, label: str) -> _Refused:
+    return _Refused(error.what, label, error.why, error.fix)
+
+
+class _Pickling:
+    """Pickles objects, each with its label, and what they have in common.
+
+    Attributes:
+        refused: The objects that can't be pickled.
+    """
+
+    def __init__(self, roots: Mapping[str, tuple[str, Any]], origins: serialization.Origins, advice: str) -> None:
+        self._roots = roots
+        self._origins = origins
+        self._advice = advice
+        has_several = sum(obj is not None for _, obj in roots.values()) > 1
+        self._shared = SharedPickling(device_tensors_to_cpu=True, keeps_memo=has_several)
+        self.refused: dict[str, _Refused] = {}
+        self._alone: dict[str, Pickled] = {}  # kept: what they have met must keep its id
+        for key, (label, obj) in roots.items():
+            try:
+                self._alone[key] = self._pickled(label, obj)
+            except PayloadError as error:
+                self.refused[key] = _refused(error, label)
+
+    def _pickled(self, label: str, obj: Any) -> Pickled:
+        return serialization.pickle_by_value(
+            obj,
+            roots={label: obj},
+            origins=self._origins,
+            device_tensors_to_cpu=True,
+            shared=self._shared,
+            advice=self._advice,
+        )
+
+    def all_parts(self) -> tuple[list[_Part], Pickled]:
+        """Return the file's index and all pickles as one. Pickles that others refer to come first."""
+        common = _in_common(self._alone)
+        links = {id(obj): (keys, place) for keys, objs in common.items() for place, obj in enumerate(objs)}
+        pickles: dict[_Keys, Pickled] = {}
+        self._shared.keeps_memo = False
+        for keys in sorted([*common, *((key,) for key in self._alone)], key=len, reverse=True):
+            self._shared.links = {number: link for number, link in links.items() if {*keys} < {*link[0]}}
+            if len(keys) == 1 and not self._shared.links:
+                pickles[keys] = self._alone[keys[0]]
+                continue
+            label, obj = self._roots[keys[0]]
+            try:
+                pickles[keys] = self._pickled(label, common[keys] if len(keys) > 1 else obj)
+            except PayloadError as error:  # although it could be pickled just before
+                self.refused |= {key: _refused(error, self._roots[key][0]) for key in keys}
+        buffers = list({id(buffer): buffer for pickled in pickles.values() for buffer in pickled.buffers}.values())
+        numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
+        parts = [
+            _Part(keys, len(pickled.data), tuple(numbers[id(buffer)] for buffer in pickled.buffers))
+            for keys, pickled in pickles.items()
+        ]
+        datas = [pickled.data for pickled in pickles.values()]
+        data = datas[0] if len(datas) == 1 else memoryview(b"".join(datas))
+        sizes = {label: size for pickled in self._alone.values() for label, size in pickled.sizes_bytes.items()}
+        return parts, Pickled(data, tuple(buffers), (), sizes)
+
+
+def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
+    """Return the objects that several pickles have met, by exactly those pickles.
+
+    Whatever such an object refers to has been met by at least the same ones. So these lists refer to each other in one
+    direction only: from fewer pickles to more.
+    """
+    met: dict[int, tuple[Any, list[str]]] = {}
+    for key, pickled in alone.items():
+        by_value = {id(obj) for obj in pickled.by_value}
+        for obj in pickled.memoized:
+            if _has_identity(obj, by_value):
+                met.setdefault(id(obj), (obj, []))[1].append(key)
+    common: dict[_Keys, list[Any]] = {}
+    for obj, keys in met.values():
+        if len(keys) > 1:
+            common.setdefault(tuple(keys), []).append(obj)
+    return common
+
+
+def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
+    """Return whether it matters if one object becomes two: it is no constant, and doesn't travel as a name."""
+    if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return id(obj) in by_value
+    if isinstance(obj, pickle.PickleBuffer) or Blocks.is_storage(obj):
+        return False
+    return gc.is_tracked(obj) or type(obj).__hash__ is None
+
+
+# In the notebook ------------------------------------------------------------------------------------------------------
+
+
+class ResultFile:
+    """The objects of one file.
+
+    Args:
+        descriptor: The file, which stays the caller's.
+        rank: The number of the rank that has written it, for messages.
+
+    Attributes:
+        values: The objects read so far, by name.
+        problems: The errors of the others, by name.
+    """
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self.values: dict[str, Any] = {}
+        self.problems: dict[str, PayloadError] = {}
+        self._descriptor = descriptor
+        self._rank = rank
+        self._open: dict[_Keys, Any] = {}
+
+    def unpickle(self, origins: serialization.Origins) -> None:
+        """Unpickle what is left. A later call may get further, such as once a module can be imported."""
+        try:
+            index = _decoder.decode(memory_files.read_head(self._descriptor))
+            contents = memory_files.read(self._descriptor)
+        except Exception as error:  # noqa: BLE001 - a file that was cut off on its way can fail in any way
+            self.problems = {"": self._problem("", error)}
+            return
+        self.problems = {
+            key: PayloadError(refused.what, path=refused.path, why=refused.why, fix=refused.fix)
+            for key, refused in index.refused.items()
+        }
+        start, failed = 0, list[_Keys]()
+        for part in index.parts:
+            data, start = contents.pickle[start : start + part.pickle_bytes], start + part.pickle_bytes
+            if part.keys in self._open or any({*part.keys} < {*keys} for keys in failed):
+                continue
+            try:
+                buffers = [contents.buffers[number] for number in part.buffers]
+                opened = serialization.loads_linked(data, buffers, self._resolve, origins=origins)
+            except Exception as error:  # noqa: BLE001 - it runs whatever classes of the user's do to be made again
+                failed.append(part.keys)
+                self.problems = {key: self._problem(key, error) for key in part.keys} | self.problems
+                continue
+            self._open[part.keys] = opened
+            if len(part.keys) == 1:
+                self.values[part.keys[0]] = opened
+
+    @property
+    def outcome(self) -> Any:
+        """The value that the rank's code returned, ``None`` if unreadable; for a file of variables, these by name."""
+        return self.values.get("") if "" in self.values or "" in self.problems else self.values
+
+    @property
+    def has_outcome(self) -> bool:
+        """True if any of ``outcome`` could be read."""
+        return "" in self.values or ("" not in self.problems and bool(self.values))
+
+    def _resolve(self, link: tuple[_Keys, int]) -> Any:
+        keys, place = link
+        return self._open[keys][place]
+
+    def _problem(self, key: str, error: Exception) -> PayloadError:
+        label = _label(key, self._rank)
+        problem = PayloadError(
+            f"{label} can't be made again here: {type(error).__name__}: {error}",
+            path=label,
+            why="It was pickled in its rank, and its class, or a module that it needs, doesn't undo that here.",
+            fix="send something else, such as numbers, tensors or a state_dict()",
+        )
+        problem.__cause__ = error
+        return problem
+
+
+def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
+    """Return the error that names all unreadable objects; ``None`` if there are none.
+
+    Args:
+        files: The files, by rank.
+        pulled: The names that are bound.
+        again: Advice on reading once more.
+    """
+    problems = [problem for file in files.values() for problem in file.problems.values()]
+    if not problems:
+        return None
+    first = problems[0]
+    what, why = first.what, first.why
+    if len(problems) > 1:
+        what = "\n".join(
+            [f"{len(problems)} of the ranks' values can't be had:", *(f"  {each.what}" for each in problems)]
+        )
+        why = "\n".join(dict.fromkeys(each.why for each in problems if each.why))
+    fixes = dict.fromkeys(each.fix for each in problems if each.fix)
+    can_succeed = any(problem.__cause__ is not None for problem in problems)
+    error = ResultError(
+        what,
+        path=first.path,
+        why=why,
+        fix="; or ".join([*([again] if again and can_succeed else []), *fixes]),
+        values={rank: file.outcome for rank, file in sorted(files.items()) if file.has_outcome},
+        reasons={problem.path: problem.what for problem in problems},
+        pulled=tuple(pulled),
+    )
+    error.__cause__ = first.__cause__
+    return error
+
+
+class ResultFiles:
+    """One memory file for each rank, closed when all objects were read or nobody can read them any more.
+
+    Args:
+        descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
+        by_value: Functions and classes that the payload holds by value, which come back by reference.
+        set_variables: Takes the pulled names and their values.
+    """
+
+    def __init__(
+        self, descriptors: Sequence[int], by_value: Sequence[Any], set_variables: Callable[[dict[str, Any]], object]
+    ) -> None:
+        self._descriptors = descriptors
+        self._shipped = by_value
+        self._set_variables = set_variables
+        self._bound: dict[str, None] = {}  # in order
+        self._opened: dict[int, ResultFile] = {}
+        self._close = weakref.finalize(self, _close_all, tuple(descriptors))
+
+    @property
+    def are_open(self) -> bool:
+        """True if they can still be read."""
+        return self._close.alive
+
+    def read(self, first_rank: int, world_size: int) -> Results:
+        """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
+
+        Args:
+            first_rank: The number of the first rank here among all.
+            world_size: Number of ranks here.
+
+        Raises:
+            ResultError: Something can't be opened. All that can be is bound, or in the error.
+        """
+        here = range(first_rank, first_rank + world_size)
+        others = [rank for rank in range(len(self._descriptors)) if rank not in here]
+        ranks = [*here, *others][: len(self._descriptors)]
+        for rank, descriptor in zip(ranks, self._descriptors, strict=True):
+            self._unpickle(rank, descriptor)
+        self._set_variables_of(first_rank)
+        again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
+        error = result_error(self._opened, pulled=tuple(self._bound), again=again)
+        if error is not None:
+            raise error
+        self.close()
+        return Results([self._opened[rank].outcome for rank in sorted(ranks)])
+
+    def set_saved_variables(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Set the pulled variables to their values in the first rank when it failed or was interrupted.
+
+        Args:
+            first_rank: The number of the first rank here among all.
+
+        Returns:
+            The names that are bound, and for those that can't be opened the reasons.
+        """
+        if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
+            self.close()
+            return (), {}
+        file = self._unpickle(first_rank, self._descriptors[0])
+        self._set_variables_of(first_rank)
+        reasons = {key: problem.what for key, problem in file.problems.items() if key}
+        if not reasons:
+            self.close()
+        return tuple(self._bound), reasons
+
+    def _unpickle(self, rank: int, descriptor: int) -> ResultFile:
+        file = self._opened.setdefault(rank, ResultFile(descriptor, rank))
+        file.unpickle(self._shipped)
+        return file
+
+    def _set_variables_of(self, rank: int) -> None:
+        """Set a rank's variables, each once: the notebook may have reassigned it since."""
+        values = self._opened[rank].values
+        new = {key: obj for key, obj in values.items() if key and key not in self._bound}
+        self._set_variables(new)
+        self._bound |= dict.fromkeys(new)
+
+    def close(self) -> None:
+        """Close the files. Closing twice does no harm."""
+        self._close()
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

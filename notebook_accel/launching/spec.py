@@ -1,4 +1,4 @@
-"""What a rank must know about its run before it opens the payload, whose head this is."""
+"""The head of a payload: what a rank must know about its run before it opens the rest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Source text that is in no file: a cell's. ``label`` is what a traceback calls it, such as ``In[7]``."""
+    """Source text that is in no file: a cell's. ``label`` is its name in tracebacks, such as ``In[7]``."""
 
     label: str
     text: str
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know before it opens the payload, whose head this is.
+    """The head of a payload, which a rank reads before it opens the rest.
 
     Attributes:
         name: The run's name.
@@ -33,7 +33,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         cell_filename: The file name that the cell's code gets; a key of ``sources``.
         calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
         pull: Names whose values rank 0 sends back beside its result.
-        left_out: Names that the cell may read and that couldn't be sent, with the reason.
+        unsent: Names that the cell may read and that couldn't be sent, with the reason.
     """
 
     name: str
@@ -46,7 +46,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     cell_filename: str = ""
     calls: str = ""
     pull: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
+    unsent: dict[str, str] = {}
 
     def encode(self) -> bytes:
         """As bytes, for the head of the payload."""

@@ -1,1 +1,1 @@
-"""How objects travel: pickled by value, their tensors in memory that ranks map, and errors that name what can't."""
+"""Objects on their way: pickled by value, tensors in memory that ranks map, errors that name the object."""

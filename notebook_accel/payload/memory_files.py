@@ -1,4 +1,4 @@
-"""Anonymous memory files: how a pickle and the memory beside it are written once and mapped by everybody.
+"""Anonymous memory files: a pickle and its buffers, written once and mapped by every reader.
 
 A file is a prefix with the lengths, a table of the buffers, a head, a pickle, and then each buffer on pages of its own.
 What no view of a buffer looks at is not written: it is a hole in the file, which takes no memory and reads as zeros.
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 __all__ = [
     "Buffer",
-    "Contents",
+    "FileContents",
     "fill",
     "make_unwritable",
     "memory_file",
@@ -42,25 +42,25 @@ _NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_WRITING = 1, 2, 4, 8
 
 
 class Buffer(Protocol):
-    """Memory that is to be in a file."""
+    """Memory to be written to a file."""
 
     @property
     def size_bytes(self) -> int:
-        """Its length, holes included."""
+        """Length, holes included."""
 
     def pieces(self) -> Sequence[tuple[int, memoryview]]:
-        """What is to be written of it: offsets and bytes."""
+        """Return the offsets and bytes to be written."""
 
 
-class Contents(NamedTuple):
-    """What a file holds: the pickle and the buffers, all of them views of one private mapping."""
+class FileContents(NamedTuple):
+    """The pickle and the buffers of a file, all of them views of one private mapping."""
 
     pickle: memoryview
     buffers: list[memoryview]
 
 
 def memory_file(name: str) -> int:
-    """A new anonymous memory file's descriptor. It goes when the last descriptor and mapping go.
+    """Return the descriptor of a new anonymous memory file. It goes with its last descriptor and mapping.
 
     Raises:
         OSError: There is no room for one more open file, or this system has no such files.
@@ -74,14 +74,14 @@ def memory_file(name: str) -> int:
 
 
 def make_unwritable(descriptor: int) -> None:
-    """Nobody, not even through this descriptor, can change the memory file any more; private mappings still work."""
+    """Seal the memory file against every further change, through this descriptor too. Private mappings still work."""
     # Not at the top: this can be imported where only Linux's calls are missing.
     fcntl = importlib.import_module("fcntl")
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _NO_MORE_SEALS | _NO_SHRINKING | _NO_GROWING | _NO_WRITING)
 
 
 def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Buffer]) -> int:
-    """Fills an empty memory file; returns its length in bytes, holes included.
+    """Fill an empty memory file, and return its length in bytes, holes included.
 
     Raises:
         MemoryError: The system has no room for it.
@@ -104,7 +104,7 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
 
 
 def fill(descriptor: int, data: memoryview) -> None:
-    """Writes into an empty memory file what another one holds, from ``whole``.
+    """Copy another file's content, from ``whole``, into an empty memory file.
 
     Raises:
         MemoryError: The system has no room for it.
@@ -114,7 +114,7 @@ def fill(descriptor: int, data: memoryview) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Writes all of the data, from an offset of the file on."""
+    """Write all of the data, from an offset of the file on."""
     rest = data
     while rest:
         written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
@@ -122,29 +122,29 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def whole(descriptor: int) -> memoryview:
-    """All that a file holds, mapped privately."""
+    """Return all content of a file, mapped privately."""
     return _map_privately(descriptor) if os.fstat(descriptor).st_size else memoryview(b"")
 
 
 def read_head(descriptor: int) -> bytes:
-    """The head of a file."""
+    """Return the head of a file."""
     length, _, count = _PREFIX.unpack(os.pread(descriptor, _PREFIX.size, 0))
     return os.pread(descriptor, length, _PREFIX.size + count * _SPAN.size)
 
 
-def read(descriptor: int) -> Contents:
-    """The pickle and the buffers of a file, mapped privately. The descriptor may be closed afterwards."""
+def read(descriptor: int) -> FileContents:
+    """Return the pickle and the buffers of a file, mapped privately. The descriptor may be closed afterwards."""
     mapped = _map_privately(descriptor)
     head_bytes, pickle_bytes, count = _PREFIX.unpack_from(mapped)
     spans = [_SPAN.unpack_from(mapped, _PREFIX.size + index * _SPAN.size) for index in range(count)]
     start = _PREFIX.size + count * _SPAN.size + head_bytes
-    return Contents(
+    return FileContents(
         mapped[start : start + pickle_bytes], [mapped[offset : offset + length] for offset, length in spans]
     )
 
 
 def _map_privately(descriptor: int) -> memoryview:
-    """The file's bytes, in pages that become this process's own when they are written.
+    """Return the file's bytes, in pages that are copied when this process writes to them.
 
     Not ``mmap.mmap``: before Python 3.13 that keeps a duplicate of the descriptor for as long as anything refers to the
     mapping, and a notebook that keeps many results would run out of descriptors.

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import operator
 import pickle
+import sys
 import threading
 import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import cloudpickle
 
 from notebook_accel import host_memory
-from notebook_accel.payload import definitions, memory_files, unpicklable
+from notebook_accel.payload import memory_files, unpicklable
 from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 __all__ = [
-    "Beside",
     "Opened",
     "Origins",
     "Pickled",
+    "SharedPickling",
+    "can_be_imported",
+    "dump",
+    "load",
     "loads",
     "loads_linked",
-    "open_sealed",
     "pickle_by_value",
-    "seal",
+    "reduce_definition",
 ]
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
@@ -49,54 +54,54 @@ _LARGE_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Pickled:
-    """A pickle and what belongs to it.
+    """A pickle and its buffers.
 
     Attributes:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
-        shipped: The functions and classes that are in it by value. Their place in here is how the receiver refers to
+        by_value: The functions and classes that are in it by value. Their place in here is how the receiver refers to
             them when it sends something back.
-        sizes_bytes: How much of it each root takes, by its label. What two of them share counts for the first.
-        met: For a pickle beside others, if they are wanted: the objects in it, but for numbers, texts and tuples. They
-            are in the order in which pickle has met them, which cycles are best entered in.
+        sizes_bytes: Each root's size, by its label. Objects that two roots share count for the first.
+        memoized: Objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them. They
+            keep the order in which pickle met them, which is the best order to enter cycles in.
     """
 
     data: memoryview
     buffers: tuple[Block | Whole, ...]
-    shipped: tuple[Any, ...]
+    by_value: tuple[Any, ...]
     sizes_bytes: Mapping[str, int]
-    met: tuple[Any, ...] = ()
+    memoized: tuple[Any, ...] = ()
 
 
-class Beside:
-    """What several pickles that one process opens have in common, so that it is sent once.
+class SharedPickling:
+    """The common part of several pickles that one process opens: it is sent once.
 
     Attributes:
         blocks: The memory that their tensors and arrays look into.
         namespaces: cloudpickle's stand-ins for the namespaces of their functions.
         links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
-        wants_met: Whether to note which objects each of them has met.
+        keeps_memo: Whether to note which objects each of them has met.
     """
 
-    def __init__(self, *, device_tensors_to_cpu: bool, wants_met: bool = False) -> None:
+    def __init__(self, *, device_tensors_to_cpu: bool, keeps_memo: bool = False) -> None:
         self.blocks = Blocks(device_tensors_to_cpu=device_tensors_to_cpu)
         self.namespaces: dict[int, Any] = {}
         self.links: Mapping[int, Any] = {}
-        self.wants_met = wants_met
+        self.keeps_memo = keeps_memo
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What ``open_sealed`` found.
+    """The result of ``load``.
 
     Attributes:
         value: The object.
-        shipped: The functions and classes that travelled by value, each with the name under which the sender's
+        by_value: The functions and classes that travelled by value, each with the name under which the sender's
             namespace has it, or ``None``.
     """
 
     value: Any
-    shipped: Sequence[tuple[str | None, Any]]
+    by_value: Sequence[tuple[str | None, Any]]
 
 
 def pickle_by_value(
@@ -106,41 +111,41 @@ def pickle_by_value(
     namespace: Mapping[str, Any] | None = None,
     origins: Origins = (),
     device_tensors_to_cpu: bool = False,
-    beside: Beside | None = None,
+    shared: SharedPickling | None = None,
     advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
-    """Pickles an object.
+    """Pickle an object.
 
     Args:
         value: The object.
-        roots: What the user knows in it, by the words that a message uses for it, such as ``global "model"``.
+        roots: The value's parts, by the words that a message uses for them, such as ``global "model"``.
         namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
             instead of a dict of their own.
         origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
-            came from it, their place in its ``Pickled.shipped``. They go as references.
+            came from it, their place in its ``Pickled.by_value``. They go as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
-        beside: What this pickle has in common with others.
-        advice: What an error says to do instead of sending the object.
+        shared: The part that this pickle has in common with others.
+        advice: An error's advice instead of sending the object.
 
     Raises:
         PayloadError: Something can't be pickled; the message leads to it.
     """
     options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
-    pickler = _LinkingPickler(options, beside) if beside and beside.links else _Pickler(options, beside)
+    pickler = _LinkingPickler(options, shared) if shared and shared.links else _Pickler(options, shared)
     try:
         pickler.dump_with(value, roots)
     except _TooLargeError:
         raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
-    shipped = tuple(obj for _, obj in pickler.shipped)
+    by_value = tuple(obj for _, obj in pickler.by_value)
     written = pickler.written
-    met = pickler.met() if beside is not None and beside.wants_met else ()
-    return Pickled(written.data, tuple(written.buffers), shipped, written.sizes_bytes, met)
+    memoized = pickler.memoized() if shared is not None and shared.keeps_memo else ()
+    return Pickled(written.data, tuple(written.buffers), by_value, written.sizes_bytes, memoized)
 
 
-def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Writes a head and a pickle into an empty memory file; returns the bytes written. Buffers start on pages.
+def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
+    """Write a head and a pickle into an empty memory file and return its length. Buffers start on pages.
 
     Raises:
         PayloadError: There isn't the memory for it.
@@ -154,22 +159,22 @@ def seal(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 
-def open_sealed(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
-    """The objects in a sealed file, their buffers mapped privately. The descriptor may be closed afterwards.
+def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
+    """Return the objects in a file, their buffers mapped privately. The descriptor may be closed afterwards.
 
     Args:
         descriptor: The memory file.
         namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
-        origins: What the sender may refer to: what this side had shipped before, or numbers by itself.
+        origins: Objects that the sender may refer to: those that this side sent by value, or numbered by itself.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
-        _, value, shipped = pickle.loads(contents.pickle, buffers=contents.buffers)
-    return Opened(value, shipped)
+        _, value, by_value = pickle.loads(contents.pickle, buffers=contents.buffers)
+    return Opened(value, by_value)
 
 
 def loads(data: bytes, *, origins: Origins = ()) -> Any:
-    """The object that a ``Pickled.data`` without buffers holds."""
+    """Return the object in a ``Pickled.data`` without buffers."""
     with _receiving({}, origins):
         _, value, _ = pickle.loads(data)
     return value
@@ -178,13 +183,13 @@ def loads(data: bytes, *, origins: Origins = ()) -> Any:
 def loads_linked(
     data: memoryview, buffers: Iterable[memoryview], resolve: Callable[[Any], Any], *, origins: Origins = ()
 ) -> Any:
-    """The object that a pickle ``Beside`` others holds.
+    """Return the object in one of several pickles of a ``SharedPickling``.
 
     Args:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
         resolve: Gives the object of another pickle for a link.
-        origins: As for ``open_sealed``.
+        origins: As for ``load``.
     """
     with _receiving({}, origins):
         _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
@@ -199,11 +204,11 @@ class _Options:
 
 
 class _TooLargeError(pickle.PicklingError):
-    """The pickle itself outgrows the memory that there is."""
+    """The pickle itself outgrows the available memory."""
 
 
 class _Stream(io.BytesIO):
-    """Where a pickle is written. It stops while there is still room for the copy that is made of it."""
+    """A buffer for a pickle. It raises while there is still room for the copy that is made of it."""
 
     _checked_bytes = _LARGE_BYTES
 
@@ -217,14 +222,14 @@ class _Stream(io.BytesIO):
 
 
 class _Mark:
-    """In the stream before a root, so that its size is known."""
+    """A marker in the stream before a root, so that the root's size is known."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
 
 class _Written:
-    """The pickle so far, its out-of-band buffers, and what each root has taken of both.
+    """The pickle so far, its out-of-band buffers, and each root's share of both.
 
     It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
     buffers is in a reference cycle, and with it the memory of everything that it has pickled.
@@ -247,7 +252,7 @@ class _Written:
 
     @property
     def sizes_bytes(self) -> dict[str, int]:
-        """How much each root has taken so far."""
+        """Each root's size so far."""
         self.begin(self._root)
         return {
             label: size_bytes + sum(buffer.used_bytes for buffer in self._buffers_of.get(label, ()))
@@ -274,14 +279,14 @@ class _Written:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle with memory out of band, one namespace, and references to the receiver's own objects."""
 
-    def __init__(self, options: _Options, beside: Beside | None = None) -> None:
+    def __init__(self, options: _Options, shared: SharedPickling | None = None) -> None:
         self._options = options
-        beside = beside or Beside(device_tensors_to_cpu=options.device_tensors_to_cpu)
-        self._blocks = beside.blocks
+        shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
+        self._blocks = shared.blocks
         self.written = _Written(self._blocks)
-        self.shipped: list[tuple[str | None, Any]] = []
+        self.by_value: list[tuple[str | None, Any]] = []
         super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
-        self.globals_ref = beside.namespaces
+        self.globals_ref = shared.namespaces
         if options.namespace is not None:
             # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
             self.globals_ref[id(options.namespace)] = _Namespace()
@@ -290,10 +295,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
         # the end is filled while what stands before it is being pickled.
         marked = [(_Mark(label), root) for label, root in roots.items()]
-        self.dump(([*marked, _Mark("")], value, self.shipped))
+        self.dump(([*marked, _Mark("")], value, self.by_value))
 
-    def met(self) -> tuple[Any, ...]:
-        """The objects that pickle remembers, in order. Without constants, of which there may be millions."""
+    def memoized(self) -> tuple[Any, ...]:
+        """Return pickle's memo, in order, without constants, of which there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
@@ -307,13 +312,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         reduced = self._blocks.reduce(obj)
         if reduced is not NotImplemented:
             return reduced
-        reduced = definitions.reduce(obj)
+        reduced = reduce_definition(obj)
         is_definition = reduced is not NotImplemented
         if not is_definition:
             reduced = super().reducer_override(obj)
             is_definition = reduced is not NotImplemented and isinstance(obj, (type, types.FunctionType))
         if is_definition:
-            self.shipped.append((self._name_in_namespace(obj), obj))
+            self.by_value.append((self._name_in_namespace(obj), obj))
         return reduced
 
     def _name_in_namespace(self, obj: Any) -> str | None:
@@ -323,11 +328,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _LinkingPickler(_Pickler):
-    """A pickler that refers to objects of other pickles. It asks about every object, which takes its time."""
+    """A pickler that refers to objects of other pickles. It checks every object, which takes time."""
 
-    def __init__(self, options: _Options, beside: Beside) -> None:
-        self._links = beside.links
-        super().__init__(options, beside)
+    def __init__(self, options: _Options, shared: SharedPickling) -> None:
+        self._links = shared.links
+        super().__init__(options, shared)
 
     def persistent_id(self, obj: Any) -> Any:
         return self._links.get(id(obj))
@@ -343,7 +348,7 @@ class _LinkingUnpickler(pickle.Unpickler):
 
 
 class _Namespace:
-    """Stands for the sender's namespace; unpickles as the receiver's."""
+    """A stand-in for the sender's namespace; unpickles as the receiver's."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receiver_namespace, ()
@@ -379,9 +384,99 @@ def _resolve_origin(index: int) -> Any:
 
 
 def _failure(obj: Any, options: _Options) -> Exception | None:
-    """What pickling the object alone raises."""
+    """Return the error that pickling the object alone raises."""
     try:
         _Pickler(options).dump_with(obj, {})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
         return error
     return None
+
+
+def reduce_definition(obj: Any) -> Any:
+    """Return a definition's ``reducer_override``, ``NotImplemented`` for any other object."""
+    reducer = _REDUCERS.get(type(obj))
+    return NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
+
+
+def can_be_imported(obj: Any) -> bool:
+    """Return whether a module has it under the name that it calls itself, so that its name is enough."""
+    module = getattr(obj, "__module__", None)
+    if module in (None, "__main__"):
+        return False
+    found: Any = sys.modules.get(module)
+    for part in str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")).split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _lru_cache(obj: Any) -> Any:
+    """Leave the entries behind: they are a cache."""
+    return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
+
+
+def _cached_property(obj: Any) -> Any:
+    return _make_cached_property, (obj.func, obj.attrname)
+
+
+def _make_cached_property(func: Callable[[Any], Any], attrname: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(func)
+    made.attrname = attrname  # classes set it when they are defined
+    return made
+
+
+def _new_type(obj: Any) -> Any:
+    return typing.NewType, (obj.__name__, obj.__supertype__)
+
+
+def _by_name(obj: Any) -> Any:
+    return type(obj), (obj.__name__,)
+
+
+def _function(obj: Any) -> Any:
+    """Reduce a generic function of ``functools.singledispatch``; any other function is cloudpickle's."""
+    if obj.__code__ is not _DISPATCHING:
+        return NotImplemented
+    return _make_generic, (dict(obj.registry),)
+
+
+def _make_generic(registry: Mapping[type, Callable[..., Any]]) -> Any:
+    generic: Any = functools.singledispatch(registry[object])
+    for kind, function in registry.items():
+        generic.register(kind, function)
+    return generic
+
+
+def _dispatching_method(obj: Any) -> Any:
+    """Leave its methods bound so far behind, which Python 3.13 and later keep by weak references."""
+    return _make_dispatching_method, (obj.func, obj.dispatcher)
+
+
+def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> functools.singledispatchmethod[Any]:
+    made = functools.singledispatchmethod(func)
+    made.dispatcher = dispatcher
+    return made
+
+
+_generic: Any = functools.singledispatch(_function)
+_DISPATCHING = _generic.__code__  # that of every generic function
+_LruCache = type(functools.lru_cache(_function))
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    type(_function): _function,
+    _LruCache: _lru_cache,
+    functools.cached_property: _cached_property,
+    functools.singledispatchmethod: _dispatching_method,
+    typing.NewType: _new_type,
+    typing.ParamSpec: _by_name,
+}
+
+if sys.version_info >= (3, 11):
+    _REDUCERS[typing.TypeVarTuple] = _by_name
+if sys.version_info >= (3, 12):
+
+    def _alias(obj: Any) -> Any:
+        return _make_alias, (obj.__name__, obj.__value__, obj.__type_params__)
+
+    def _make_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:
+        return typing.TypeAliasType(name, value, type_params=type_params)
+
+    _REDUCERS[typing.TypeAliasType] = _alias

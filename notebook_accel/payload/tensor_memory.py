@@ -1,4 +1,4 @@
-"""The memory of tensors and arrays, on its way out of a pickle.
+"""The memory of tensors and arrays, pickled out of band.
 
 What pickle sees of a tensor or an array is how it looks into a block of memory. A block is pickled once, whoever looks
 into it, so that views and ties stay what they are, between torch and numpy too. Only the parts that somebody looks at
@@ -24,7 +24,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # of numpy's types, those whose memory h
 
 
 class Whole:
-    """A buffer that something other than a tensor or an array has handed out; all of it is sent."""
+    """A buffer that isn't a tensor's or an array's; all of it is sent."""
 
     def __init__(self, buffer: pickle.PickleBuffer) -> None:
         self._bytes = buffer.raw()
@@ -35,12 +35,12 @@ class Whole:
 
 
 class Block:
-    """A stretch of memory, and what of it is looked at. Pickled as its bytes.
+    """A stretch of memory, and the parts of it that views use. Pickled as its bytes.
 
     Args:
-        address: Where it begins.
+        address: Address of the first byte.
         size_bytes: Its length.
-        owner: What keeps the memory.
+        owner: The object that keeps the memory alive.
     """
 
     def __init__(self, address: int, size_bytes: int, owner: Any) -> None:
@@ -52,7 +52,7 @@ class Block:
         self.buffer = pickle.PickleBuffer(self._memory)
 
     def use(self, start: int, end: int) -> None:
-        """Somebody looks at these bytes, counted from the block's beginning."""
+        """Note that a view uses these bytes, counted from the block's beginning."""
         if start == end:
             return
         if self._used and self._used[-1][0] <= start <= self._used[-1][1]:  # as when rows follow each other
@@ -62,7 +62,7 @@ class Block:
 
     @property
     def used_bytes(self) -> int:
-        """How much of it is looked at."""
+        """Number of bytes that views use."""
         self._merge()
         return sum(end - start for start, end in self._used)
 
@@ -102,11 +102,11 @@ class Blocks:
 
     @staticmethod
     def is_storage(obj: Any) -> bool:
-        """Whether it is a storage of torch's: a way to look into a block, made anew whenever somebody asks for it."""
+        """Return whether the object is a torch storage: a view of a block, made anew at each access."""
         return isinstance(obj, _storage_types())
 
     def reduce(self, obj: Any) -> Any:
-        """What pickle's ``reducer_override`` returns, for a tensor, a storage or an array."""
+        """Return the ``reducer_override`` of a tensor, a storage or an array."""
         kind = type(obj)
         if kind is self._tensor_type:
             return self._reduce_tensor(obj)
@@ -117,13 +117,13 @@ class Blocks:
         return NotImplemented
 
     def of(self, buffer: pickle.PickleBuffer) -> Block | Whole:
-        """What is to be written for a buffer that pickle has come to."""
+        """Return the memory to write for a buffer that pickle has reached."""
         return self._by_buffer.get(id(buffer)) or Whole(buffer)
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        """Torch's own way, with a note of what the tensor looks at. Its values travel, not the graph behind them."""
+        """Reduce a tensor as torch does, and note the bytes that it uses. Values travel, the graph doesn't."""
         alone = tensor if tensor.grad_fn is None else tensor.detach()
         if alone.device.type not in ("cpu", "meta") and not _has_address(alone):
             self._refuse_if_it_must_stay(alone.device)
@@ -178,7 +178,7 @@ class Blocks:
         return _array, (block, start, *view)
 
     def _block_of(self, root: Any) -> Block:
-        """The memory of an array that looks into no other."""
+        """Return the memory of an array that is no view of another."""
         if type(root.base) is self._tensor_type:  # as tensor.numpy() makes them
             return self._storage(root.base.untyped_storage()).block
         low, high = _reach(root.shape, root.strides, root.itemsize)
@@ -207,7 +207,7 @@ def _has_address(tensor: Any) -> bool:
 
 
 class _Storage:
-    """Stands for one tensor storage, so that pickle's own memory of objects keeps views and ties together."""
+    """A stand-in for one tensor storage, so that pickle's memo keeps views and ties together."""
 
     def __init__(self, block: Block, original: Any) -> None:
         self.block = block
@@ -215,12 +215,12 @@ class _Storage:
         self._expected = 0
 
     def expect(self, start: int, end: int) -> None:
-        """A tensor that looks at these bytes is being pickled, and its storage will be next."""
+        """Note the bytes that the tensor in progress uses. Its storage is pickled next."""
         self.block.use(start, end)
         self._expected += 1
 
     def reached(self) -> None:
-        """It is being pickled; if no tensor has led here that said what it looks at, all of it counts."""
+        """Note that the storage is pickled. Without an ``expect`` before, all of it counts as used."""
         if self._expected:
             self._expected -= 1
         else:
@@ -231,7 +231,7 @@ class _Storage:
 
 
 class _MappedFile:
-    """Stands for an array that is a file mapped into memory."""
+    """A stand-in for an array that is a file mapped into memory."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -252,7 +252,7 @@ def _can_be_opened(root: Any) -> bool:
 
 
 def _reach(shape: Sequence[int], steps: Sequence[int], item_bytes: int, step_bytes: int = 1) -> tuple[int, int]:
-    """The first and the last byte + 1 that a view touches, counted from its first element.
+    """Return the first byte and the end of the bytes that a view touches, counted from its first element.
 
     Args:
         shape: The view's.

@@ -1,4 +1,4 @@
-"""When something can't be pickled: what it is, and the way to it from a name that the user knows."""
+"""Errors of pickling: they name the object and the path to it from a name that the user knows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from notebook_accel.errors import PayloadError
-from notebook_accel.sizes import in_words
+from notebook_accel.formatting import format_size
 
 __all__ = ["Failure", "OnDeviceError", "StaysError", "explain", "too_large"]
 
@@ -24,11 +24,11 @@ class OnDeviceError(pickle.PicklingError):
 
 
 class StaysError(pickle.PicklingError):
-    """An object belongs to the process that it is in.
+    """An object belongs to its process.
 
     Args:
         obj: The object.
-        why: What makes it so, as the end of a sentence.
+        why: The reason, as the end of a sentence.
     """
 
     def __init__(self, obj: object, why: str) -> None:
@@ -37,13 +37,13 @@ class StaysError(pickle.PicklingError):
 
 
 def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice: str) -> PayloadError:
-    """The error that names what can't be pickled and the way to it.
+    """Return the error that names the unpicklable object and the path to it.
 
     Args:
-        roots: What was to be pickled, by the words that a message uses for it.
-        error: What pickling all of it raised.
+        roots: The objects to pickle, by the words that a message uses for them.
+        error: The error of pickling all of them.
         failure: Pickles one object and gives back what that raised, or ``None``.
-        advice: What to do instead of sending it.
+        advice: Advice instead of sending the object.
     """
     visited: set[int] = set()
     for label, obj in roots.items():
@@ -56,21 +56,21 @@ def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice
 
 
 def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: bool = True) -> PayloadError:
-    """The error that lists what would not fit into memory.
+    """Return the error that lists what doesn't fit into memory.
 
     Args:
-        sizes_bytes: What was to be copied, by the words that a message uses for it.
-        available_bytes: What could be copied.
+        sizes_bytes: Sizes of the objects to copy, by the words that a message uses for them.
+        available_bytes: Free memory.
         is_all: Whether the last one was measured to its end.
     """
     ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])
     rest = sum(size_bytes for _, size_bytes in ordered[_MOST_LISTED:])
-    listed = [f"  {label}: {in_words(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
-    listed += [f"  others: {in_words(rest)}"] if rest else []
-    total = in_words(sum(sizes_bytes.values()))
+    listed = [f"  {label}: {format_size(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
+    listed += [f"  others: {format_size(rest)}"] if rest else []
+    total = format_size(sum(sizes_bytes.values()))
     return PayloadError(
         f"What is to be sent doesn't fit into memory: {'' if is_all else 'at least '}{total}, "
-        f"and {in_words(available_bytes)} can be had.",
+        f"and {format_size(available_bytes)} can be had.",
         path=ordered[0][0] if ordered else "",
         why="\n".join(["It would be copied once, for all that receive it:", *listed]),
         fix="load it inside the cell or the function instead, from a file that all of them map: "
@@ -114,7 +114,7 @@ _KINDS = {
 def _descend(
     obj: Any, path: list[str], failure: Failure, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
-    """Follows the parts that can't be pickled down to one whose own parts all can."""
+    """Follow unpicklable parts down to one whose own parts can all be pickled."""
     visited.add(id(obj))
     if isinstance(reason, StaysError) and reason.obj is obj:
         return path, obj, reason

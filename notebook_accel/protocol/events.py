@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from notebook_accel.plain_text import plain_text
+from notebook_accel.formatting import plain_text
 
 __all__ = [
     "SAMPLES",

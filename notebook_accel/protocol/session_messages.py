@@ -50,14 +50,14 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shared: Numbers of the objects that are listed in it, in order.
-        shipped: Numbers of the functions and classes that travel in it by value, in order.
+        by_value: Numbers of the functions and classes that travel in it by value, in order.
         by_force: Names that are bound whatever the rank has under them.
         forgotten: Numbers of earlier objects that the notebook no longer has.
         sources: Source texts by the file name in their code, each with what a traceback calls it.
     """
 
     shared: list[int] = []
-    shipped: list[int] = []
+    by_value: list[int] = []
     by_force: list[str] = []
     forgotten: list[int] = []
     sources: dict[str, tuple[str, str]] = {}
@@ -65,7 +65,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def numbers(self) -> list[int]:
         """Of all objects in it; -1 for one that nobody refers to later."""
-        return [*self.shared, *self.shipped]
+        return [*self.shared, *self.by_value]
 
 
 class Welcome(_Message, frozen=True, kw_only=True):

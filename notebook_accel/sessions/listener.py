@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from notebook_accel.errors import LaunchError
-from notebook_accel.latch import Latch
 from notebook_accel.launching import logs
 from notebook_accel.launching.agent import log_keeping
 from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["JoinedRank", "Listener", "join_session"]
 

@@ -29,7 +29,7 @@ class Control:
 def make_job(is_background=False, world_size=2, **options):
     spec = JobSpec(name="digits", world_size=world_size, environment={}, working_directory="", sys_path=[])
     job = Job(
-        "1", spec, LaunchConfig(**options), devices=f"{world_size} CPUs", is_background=is_background, shipped=(),
+        "1", spec, LaunchConfig(**options), devices=f"{world_size} CPUs", is_background=is_background, by_value=(),
         result_files=(),
     )
     job.attach(Control())

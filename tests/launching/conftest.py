@@ -124,11 +124,13 @@ def launch(template: None) -> Iterator[Callable[..., Job]]:
 
     def start(function: Callable[..., Any], *args: Any, on_death: OnDeath = "stop", **options: Any) -> Job:
         config = LaunchConfig(num_processes=2, use_cpu=True, view="none").replace(**options)
-        jobs.append(launcher.launch_function(function, args, {}, config, on_death=on_death, attended=attended))
+        jobs.append(
+            launcher.launch_function(function, args, {}, config, on_death=on_death, foreground_lock=foreground_lock)
+        )
         return jobs[-1]
 
-    attended = threading.Lock()  # so that none of them is a run in the background, whose events a view takes
-    with attended:
+    foreground_lock = threading.Lock()  # so that none of them is a run in the background, whose events a view takes
+    with foreground_lock:
         yield start
     for job in jobs:
         assert job.wait(20)

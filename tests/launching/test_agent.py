@@ -21,7 +21,7 @@ from tests.launching import ranks
 
 _RANK_SAYS_IT_FIRST = """
 import os, subprocess
-from notebook_accel import events
+from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
 from notebook_accel.launching import messages
 from notebook_accel.launching.agent import agent, forking, runs

@@ -17,9 +17,8 @@ import pytest
 from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching.kernel import launcher
-from notebook_accel.launching.kernel.checks import devices, machine, preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel import devices, launcher, preflight
+from notebook_accel.launching.kernel.devices import Devices
 
 _NO_FILES: Mapping[str, str] = {}
 _UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")
@@ -193,7 +192,7 @@ def test_the_form_shows_what_ranks_would_see(monkeypatch: pytest.MonkeyPatch) ->
         nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(total=1 << 30),
     )
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    names = [gpu.name for gpu in machine._gpus({"CUDA_VISIBLE_DEVICES": "1,0,5"})]
+    names = [gpu.name for gpu in devices._gpus({"CUDA_VISIBLE_DEVICES": "1,0,5"})]
     assert names == ["GPU number 1", "GPU number 0"]
-    assert list(machine._gpus({"CUDA_VISIBLE_DEVICES": "1,1"})) == []
+    assert list(devices._gpus({"CUDA_VISIBLE_DEVICES": "1,1"})) == []
     assert devices._installed_gpus.__wrapped__() == ("GPU-aa11", "MIG-")

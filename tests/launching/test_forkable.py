@@ -14,8 +14,8 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching import device_state
-from notebook_accel.launching.kernel.checks import preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
+from notebook_accel.launching.kernel import preflight
+from notebook_accel.launching.kernel.devices import Devices
 from tests import processes
 
 FORK = LaunchConfig(num_processes=2, use_cpu=True, start_method="fork")
@@ -101,7 +101,7 @@ def test_threads_of_the_users_are_warned_of_by_name() -> None:
 
 def test_finding_out_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching.kernel.checks import forkable; forkable.check();"
+        "import sys; from notebook_accel.launching.kernel import preflight; preflight.check_fork();"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -18,9 +18,8 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching import result_files
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.results import Results
+from notebook_accel.launching.results import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
@@ -38,10 +37,10 @@ def make_job(world_size: int = 2, log_folder: pathlib.Path | None = None, **opti
         LaunchConfig().replace(**options),
         devices="2 CPUs",
         is_background=False,
-        shipped=(),
+        by_value=(),
         result_files=files,
         log_folder=log_folder,
-        bind=BOUND.update,
+        set_variables=BOUND.update,
     )
 
 
@@ -54,7 +53,7 @@ def job() -> Iterator[Job]:
 
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
-    result_files.write(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
+    write_result_file(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
     job.deliver(rank, events.Finished(result_bytes=1))
     job.deliver(rank, events.Ended(exit_code=0))
 

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from notebook_accel.launching.kernel.checks import machine
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.checks.machine import Gpu, Machine
+from notebook_accel.launching.kernel import devices
+from notebook_accel.launching.kernel.devices import Devices, Gpu, Machine
 
 _T4 = Gpu("Tesla T4", 15 << 30, (7, 5))
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
@@ -54,10 +53,10 @@ def test_precisions_that_fit(found: Machine, use_cpu: bool, unfit: set[str]) -> 
     ("kaggle/working", "KAGGLE_KERNEL_RUN_TYPE", "Kaggle"),
 ])  # fmt: skip
 def test_two_signs_of_a_service_are_needed(tmp_path: pathlib.Path, folder: str, variable: str, said: str) -> None:
-    assert machine.host(tmp_path, {variable: "1"}) == ""
+    assert devices.notebook_service(tmp_path, {variable: "1"}) == ""
     (tmp_path / folder).mkdir(parents=True)
-    assert machine.host(tmp_path, {}) == ""
-    assert machine.host(tmp_path, {variable: "1"}) == said
+    assert devices.notebook_service(tmp_path, {}) == ""
+    assert devices.notebook_service(tmp_path, {variable: "1"}) == said
 
 
 def test_a_package_is_a_sign(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,5 +66,5 @@ def test_a_package_is_a_sign(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.delitem(sys.modules, "google", raising=False)
-    assert machine.host(tmp_path, {}) == "Colab"
+    assert devices.notebook_service(tmp_path, {}) == "Colab"
     sys.modules.pop("google", None)

@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel.errors import CellError
 from notebook_accel.exporting import plain_python
-from notebook_accel.exporting.script_body import Body
+from notebook_accel.exporting.plain_python import Body
 
 
 @pytest.mark.parametrize(("call", "said"), [

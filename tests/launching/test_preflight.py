@@ -14,7 +14,7 @@ import torch
 from notebook_accel import host_memory, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching.kernel.checks import devices, forkable, preflight
+from notebook_accel.launching.kernel import devices, preflight
 
 
 def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
@@ -50,7 +50,7 @@ def test_no_gpu_is_visible_where_none_is_named() -> None:
 def test_finding_out_imports_no_torch(statement: str) -> None:
     code = (
         "import sys; from notebook_accel.config import LaunchConfig; "
-        "from notebook_accel.launching.kernel.checks import devices, preflight; "
+        "from notebook_accel.launching.kernel import preflight; from notebook_accel.launching.kernel import devices; "
         f"{statement}; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -126,9 +126,9 @@ from accelerate import Accelerator
 Accelerator(cpu=True)
 sys.modules["bitsandbytes"] = types.ModuleType("bitsandbytes")  # not installed here
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.checks import forkable, preflight
+from notebook_accel.launching.kernel import preflight
 assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
-for finding in forkable.check(): print(finding.refuses, finding.what)
+for finding in preflight.check_fork(): print(finding.refuses, finding.what)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert run.stdout.splitlines() == [
@@ -139,10 +139,10 @@ for finding in forkable.check(): print(finding.refuses, finding.what)
 
 def test_group_of_the_kernel_matters_to_forks(tmp_path: pathlib.Path) -> None:
     said = "The kernel itself is in a process group of torch.distributed."
-    assert said not in [finding.what for finding in forkable.check()]
+    assert said not in [finding.what for finding in preflight.check_fork()]
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert [finding.refuses for finding in forkable.check() if finding.what == said] == [True]
+        assert [finding.refuses for finding in preflight.check_fork() if finding.what == said] == [True]
     finally:
         torch.distributed.destroy_process_group()
 
@@ -151,7 +151,7 @@ def test_launch_after_the_first_opens_and_imports_next_to_nothing() -> None:
     code = """
 import sys
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.checks import preflight
+from notebook_accel.launching.kernel import preflight
 config = LaunchConfig(num_processes=2)
 preflight.check(config)
 done = []

@@ -26,7 +26,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def started(name: str) -> Job:
     spec = JobSpec(name=name, world_size=1, environment={}, working_directory="/", sys_path=[])
-    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, shipped=(), result_files=())
+    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, by_value=(), result_files=())
     registry.add(job)
     return job
 
@@ -83,7 +83,7 @@ def test_at_every_moment_in_which_a_run_ends_it_is_listed_with_all_that_belongs_
     seen = []
 
     def look(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("launching/job.py", "launching/state/run.py")):
+        if frame.f_code.co_filename.endswith(("launching/kernel/job.py", "launching/state/run.py")):
             sys.settrace(None)
             seen.append((entry.ending.status, entry.ending.why, entry.ending.took_s > 0.0))
             sys.settrace(look)

@@ -11,7 +11,7 @@ import pytest
 from notebook_accel import cli, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching.kernel import launcher, smoke_test
+from notebook_accel.launching.kernel import launcher
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 
@@ -53,21 +53,16 @@ def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.
 
 
 def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke_test, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(launcher, "_SMOKE_TEST_DEADLINE_S", 1.0)
 
-    def start(_: Target, config: LaunchConfig, attended: threading.Lock) -> Job:
-        return launcher._start(
-            Target(names={}, function=time.sleep, args=(60,)),
-            {},
-            config,
-            launcher.Devices.find(config),
-            None,
-            name=config.name,
-            attended=attended,
+    def start(_: Target, config: LaunchConfig, foreground_lock: threading.Lock) -> Job:
+        work = launcher._Work(
+            target=Target(names={}, function=time.sleep, args=(60,)), name=config.name, foreground_lock=foreground_lock
         )
+        return launcher._start(work, config, launcher.Devices.find(config), None)
 
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
-        smoke_test.run(start, LaunchConfig(num_processes=2, use_cpu=True))
+        launcher._run_smoke_test(start, LaunchConfig(num_processes=2, use_cpu=True))
 
 
 def test_doctor_holds_one_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **o
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
     config = LaunchConfig().replace(**options)
     return Job(
-        "1", spec, config, devices="2 CPUs", is_background=False, shipped=(), result_files=(), log_folder=log_folder
+        "1", spec, config, devices="2 CPUs", is_background=False, by_value=(), result_files=(), log_folder=log_folder
     )
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 import msgspec
 
 from notebook_accel.errors import signal_name
+from notebook_accel.formatting import plain_lines
 from notebook_accel.launching.agent.loop import Loop
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
-from notebook_accel.plain_text import plain_lines
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message

@@ -1,1 +1,1 @@
-"""What runs in the kernel or the command line: from a cell or a function to a run, its handle and its engine."""
+"""The kernel's side of a launch: from a cell or a function to a run, its handle and its engine."""

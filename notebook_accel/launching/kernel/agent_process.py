@@ -1,4 +1,4 @@
-"""The kernel's end of the agent: its process, and the thread that started it and reads what it says.
+"""The agent as the kernel sees it: its process, and the thread that starts it and reads its messages.
 
 That thread never ends before the agent does, because the signal that Linux sends a process when its parent dies is
 really sent when the parent's *thread* ends.
@@ -15,23 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from notebook_accel import environment
+from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
-from notebook_accel.latch import Latch
-from notebook_accel.launching.kernel import uninterruptible
-from notebook_accel.launching.kernel.control import Fed
-from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.launching.kernel.engine import RunHandle
+from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.protocol.elastic_options import Elastic
+from notebook_accel.uninterruptible import Latch
 
-__all__ = ["AgentProcess", "Part", "TemplateLine"]
+__all__ = ["AgentProcess", "NodePart", "TemplateLine"]
 
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
@@ -41,30 +40,30 @@ _SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each
 
 @dataclasses.dataclass(frozen=True)
 class TemplateLine:
-    """What the agent needs of a template that the kernel has forked: a line to it, its pid and its pidfd."""
+    """The agent's access to a template that the kernel has forked: a connection, the pid and the pidfd."""
 
     connection: Connection
     pid: int
     pidfd: int
 
     def close(self) -> None:
-        """Closes both here; the agent has them."""
+        """Close both here; the agent has them."""
         self.connection.close()
         os.close(self.pidfd)
 
 
-class Part(NamedTuple):
-    """The part of a run that is on this node.
+class NodePart(NamedTuple):
+    """The ranks of a run that are on this node.
 
     Attributes:
-        job: What it feeds.
+        job: The receiver of the ranks' events.
         payload: Descriptor of the run's payload.
         result_files: One empty memory file for each rank of this node.
-        places: Where they stand among all, and what their environment has besides.
-        listening: Where the ranks' store is to be, if it is to be here.
+        places: The ranks' places in the run, and their own environment variables.
+        listening: The listening socket of the ranks' store, if the store is on this node.
     """
 
-    job: Fed
+    job: RunHandle
     payload: int
     result_files: list[int]
     places: list[messages.Place]
@@ -72,13 +71,13 @@ class Part(NamedTuple):
 
 
 class AgentProcess:
-    """The agent's process and the thread that started it and reads what it says."""
+    """The agent's process and the thread that starts it and reads its messages."""
 
     def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
         self.is_lost = False
         self._is_idle = is_idle
         self._is_closing = False
-        self._jobs: dict[str, Fed] = {}
+        self._jobs: dict[str, RunHandle] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
         self._connection, self._theirs = Connection.pair()
@@ -95,7 +94,7 @@ class AgentProcess:
             raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
     def prepare(self, options: LaunchConfig) -> None:
-        """Has a template made, unless there is one that was started with the variables that are read at import.
+        """Ask for a template, unless one was started with today's values of the import-time variables.
 
         One that has preloaded more than is asked for is as good.
         """
@@ -117,31 +116,39 @@ class AgentProcess:
         """True if a run is on its way or runs."""
         return bool(self._jobs)
 
-    def expect(self, job: Fed) -> None:
-        """A job will be launched here."""
+    def expect(self, job: RunHandle) -> None:
+        """Register the job before its Launch message, so that its events can be routed."""
         self._jobs[job.id] = job
 
-    def forget(self, job: Fed) -> None:
-        """It won't."""
+    def forget(self, job: RunHandle) -> None:
+        """Unregister a job whose launch failed."""
         self._jobs.pop(job.id, None)
 
     @property
     def log(self) -> int:
-        """The file for what the agent and the templates write."""
+        """Descriptor of the file that the agent and the templates write to."""
         return self._errors
 
-    def launch(self, sealed: Sealed, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
-        """Starts a run, from a template of its own if there is a line to one."""
+    def launch(self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
+        """Start a run, from a template of its own if there is a line to one."""
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        files = [sealed.payload, *sealed.result_files, *own_template]
-        self._launch(sealed.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
+        files = [prepared.payload, *prepared.result_files, *own_template]
+        self._launch(prepared.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
 
-    def launch_part(self, part: Part) -> None:
-        """Starts the part of a run that is on this node."""
+    def launch_part(self, part: NodePart) -> None:
+        """Start the part of a run that is on this node."""
         listening = [] if part.listening is None else [part.listening.fileno()]
         self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
 
-    def _launch(self, job: Fed, files: Sequence[int], **how: Any) -> None:
+    def _launch(
+        self,
+        job: RunHandle,
+        files: Sequence[int],
+        *,
+        template_pid: int = 0,
+        elastic: Elastic | None = None,
+        places: Sequence[messages.Place] = (),
+    ) -> None:
         job.attach(_LocalControl(self, job.id))
         launch = messages.Launch(
             job_id=job.id,
@@ -152,7 +159,9 @@ class AgentProcess:
             log_folder="" if job.log_folder is None else str(job.log_folder),
             on_death=job.on_death,
             idle_timeout_s=job.config.idle_timeout_s,
-            **how,
+            template_pid=template_pid,
+            elastic=elastic,
+            places=list(places),
         )
         try:
             self._send(launch, files)
@@ -165,7 +174,7 @@ class AgentProcess:
             uninterruptible.call(lambda: self._send(message))
 
     def quit(self) -> None:
-        """Tells it to stop what runs, with its grace, and to go."""
+        """Tell it to stop what runs, with its grace, and to go."""
         self._is_closing = True
         with contextlib.suppress(LaunchError):
             self._send(messages.Quit())
@@ -182,13 +191,13 @@ class AgentProcess:
             self._thread.join(_CLOSE_DEADLINE_S)
 
     def _resume(self) -> None:
-        """Whoever has stopped the agent has stopped all that it looks after, and everybody waits."""
+        """Continue an agent that somebody has stopped: with it, all its ranks and everybody else wait."""
         assert self._process is not None
         if self._process.returncode is None:
             resume_if_stopped(self._process.pid)
 
     def close_in_fork(self) -> None:
-        """In a process that the kernel has forked: it must not hold the agent's line open."""
+        """Close the agent's connection in a process that the kernel has forked."""
         self._connection.close()
 
     def _send(
@@ -207,7 +216,7 @@ class AgentProcess:
             ) from error
 
     def _run(self) -> None:
-        """The thread: starts the agent, then reads until it has gone."""
+        """Start the agent and read its messages until it has gone. Runs in the thread."""
         try:
             self._process = subprocess.Popen(
                 bootstrap("notebook_accel.launching.agent.agent", str(self._theirs.fileno()), str(os.getpid())),
@@ -239,7 +248,7 @@ class AgentProcess:
             self._lost()
 
     def _heard(self, said: messages.ToKernel) -> bool:
-        """Takes one message; returns whether it was a sample, of which there are many and none is urgent."""
+        """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
         if isinstance(said, messages.Said):
             event = events.decode(bytes(said.event))
             job = self._jobs.get(said.job_id)

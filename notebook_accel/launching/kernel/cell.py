@@ -1,4 +1,4 @@
-"""From a cell's source to what is launched: which names it uses, what it ends by defining, what it may not do.
+"""A cell's source, analysed: the names it uses, the function it ends by defining, the things it may not do.
 
 The source is plain Python: IPython's own syntax has been translated before it comes here.
 """
@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         source: Its Python source, with the line numbers that the notebook shows.
-        label: What a traceback calls it, such as ``In[7]``; the file name of its code.
+        label: The cell's name in tracebacks, such as ``In[7]``; the file name of its code.
         uses: Names that it reads before it has assigned them, so that they must come from the notebook.
         calls: The name of the function that it ends by defining, empty if it doesn't.
         assigns: Names that it may assign; ``None`` if that can't be known, as after ``from x import *``.
@@ -53,7 +53,7 @@ class Cell:
     assigns: frozenset[str] | None
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
-        """The names and values that the ranks get.
+        """Return the names and values that the ranks get.
 
         Args:
             namespace: The notebook's.
@@ -72,12 +72,12 @@ class Cell:
         # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
         return {name: value for name, value in values.items() if not _is_builtin(name, value)}
 
-    def may_stay(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
-        """Of the captured names those that the cell may assign before it reads them, so that it may do without."""
+    def optional_names(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the captured names that the cell may assign before it reads them, so that it may do without."""
         return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
-        """Modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""
+        """Return modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""
         tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
         packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
         return tuple(
@@ -88,7 +88,7 @@ class Cell:
         )
 
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
-        """Finds a misspelt name before the training and not after it.
+        """Find a misspelt name before the training and not after it.
 
         Raises:
             CellError: A name that is to be pulled is one that the cell neither assigns nor uses.
@@ -106,7 +106,7 @@ class Cell:
 
 
 def parse(source: str, label: str) -> Cell:
-    """Reads a cell.
+    """Read a cell.
 
     Raises:
         SyntaxError: It is not Python; the file name in it is the label.
@@ -129,7 +129,7 @@ def parse(source: str, label: str) -> Cell:
 
 
 def _check_compiles(source: str, label: str) -> None:
-    """Finds what parsing doesn't, such as ``return`` outside a function."""
+    """Find what parsing doesn't, such as ``return`` outside a function."""
     try:
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -196,12 +196,12 @@ _Scan = tuple[list[str], frozenset[str]]
 
 
 def reads(statements: Sequence[ast.stmt]) -> list[str]:
-    """The names that statements read before they have assigned them, those of builtins too."""
+    """Return the names, builtins included, that statements read before they have assigned them."""
     return list(dict.fromkeys(_scan(statements, frozenset())[0]))
 
 
 def _scan(statements: Sequence[ast.stmt], assigned: frozenset[str]) -> _Scan:
-    """The names read before they are assigned, and the names surely assigned afterwards."""
+    """Return the names read before they are assigned, and the names surely assigned afterwards."""
     needed: list[str] = []
     for statement in statements:
         scan = _SCANS.get(type(statement), _scan_simple)
@@ -254,7 +254,7 @@ def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
 
 
 def _reads_of_target(target: ast.expr, assigned: frozenset[str]) -> list[str]:
-    """``for x[i] in ...`` reads x and i."""
+    """Return the names that a loop's target reads: ``for x[i] in ...`` reads x and i."""
     return [
         node.id
         for node in ast.walk(target)

@@ -1,4 +1,4 @@
-"""A configuration file in the making: what the form, the questions in a terminal and ``write_basic_config`` share.
+"""A configuration file in the making, shared by the form, the terminal's questions and ``write_basic_config``.
 
 A draft starts from what is there (a file of ours, one of Accelerate's, or nothing but the machine), takes one value
 after the other, says what is wrong with them, shows the file that they would make, and writes it. It never writes over
@@ -17,12 +17,11 @@ from typing import Any, Literal
 from notebook_accel import config, config_file
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching.kernel.checks import preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.checks.machine import Machine
+from notebook_accel.launching.kernel import preflight
+from notebook_accel.launching.kernel.devices import Devices, Machine
 from notebook_accel.launching.ray import options as ray_options
 
-__all__ = ["BASIC", "Draft", "Line", "Source", "write_basic_config"]
+__all__ = ["BASIC", "DiffLine", "Draft", "DraftSource", "write_basic_config"]
 
 # What every file says, so that Accelerate can launch with it too. A form shows these first.
 BASIC = ("num_processes", "mixed_precision", "use_cpu")
@@ -35,13 +34,13 @@ _WITHOUT_GPUS = Finding(
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """What a draft can start from.
+class DraftSource:
+    """A starting point of a draft.
 
     Attributes:
-        label: What it is.
+        label: A description.
         options: The options that it sets.
-        problems: What it sets besides and can't be taken over, one line each.
+        problems: Other settings, which can't be taken over, one line each.
         path: Its file, ``None`` for the machine.
     """
 
@@ -52,8 +51,8 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-    """One line of the file, as it would be or was: ``+`` comes, ``-`` goes, a blank stays."""
+class DiffLine:
+    """One line of the file in a diff: ``+`` is added, ``-`` is removed, a blank stays."""
 
     mark: Literal["+", "-", " "]
     text: str
@@ -66,13 +65,13 @@ class Draft:
     """The options of a file that isn't written yet.
 
     Args:
-        path: Where it will be written. Default: where launches look for it.
-        machine: What the basic options are made from. Default: this machine.
+        path: The file to write. Default: the file that launches read.
+        machine: The machine that sets the basic options. Default: this machine.
 
     Attributes:
-        path: Where it will be written.
+        path: The file to write.
         machine: The machine.
-        source: What it was filled from.
+        source: The starting point that has filled the draft.
         values: The value of each option, which may be one that isn't allowed.
     """
 
@@ -85,15 +84,15 @@ class Draft:
         self.fill(self.sources()[0])
 
     def _look(self) -> None:
-        """Takes note of the file as it is: what would change is told, and written, against this."""
+        """Note the file as it is. Changes are shown, and written, against this."""
         self._seen = _bytes_of(self.path)
         try:
             self._before = config_file.read(self.path).values if self.file_exists else {}
         except ConfigError:  # what can't be read can only be replaced as a whole; the source's problems say so
             self._before = {}
 
-    def sources(self) -> tuple[Source, ...]:
-        """What it can be filled from, read now; the first is what an existing file says, or else the machine."""
+    def sources(self) -> tuple[DraftSource, ...]:
+        """Return all starting points, read now. The first is an existing file, or else the machine."""
         found = [self._basic()]
         if self.file_exists:
             found.insert(0, _file_source("the file that is there", self.path))
@@ -102,13 +101,13 @@ class Draft:
             found.append(_file_source("Accelerate's file", theirs))
         return tuple(found)
 
-    def _basic(self) -> Source:
+    def _basic(self) -> DraftSource:
         devices = self.machine.devices
         basic = {"num_processes": devices.available, "mixed_precision": "no", "use_cpu": devices.kind == "CPU"}
-        return Source("this machine", basic)
+        return DraftSource("this machine", basic)
 
-    def fill(self, source: Source) -> None:
-        """Sets every option to what the source says, or to its default."""
+    def fill(self, source: DraftSource) -> None:
+        """Set every option to what the source says, or to its default."""
         self.source = source
         self.values = {option.name: source.options.get(option.name, option.default) for option in config.fields()}
 
@@ -118,7 +117,7 @@ class Draft:
         return os.path.lexists(self.path)
 
     def error(self, name: str) -> ConfigError | None:
-        """What is wrong with the value of one option, in the words in which a launch would say it."""
+        """Return the error that a launch would raise for the value of one option, ``None`` if it is allowed."""
         try:
             _allowed({name: self.values[name]})
         except ConfigError as error:
@@ -126,7 +125,7 @@ class Draft:
         return None
 
     def config(self) -> LaunchConfig:
-        """The options.
+        """Return the options.
 
         Raises:
             ConfigError: One of them isn't allowed.
@@ -134,7 +133,7 @@ class Draft:
         return _allowed(self.values)
 
     def findings(self) -> tuple[Finding, ...]:
-        """What would speak against a launch with these options, if they are allowed at all."""
+        """Return the findings of a launch with these options; none as long as an option isn't allowed."""
         try:
             launch = self.config()
         except ConfigError:
@@ -144,36 +143,36 @@ class Draft:
         return preflight.check(launch, Devices("CPU", 1) if launch.use_cpu else self.machine.devices)
 
     def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """The environment variables that are set and win over the file."""
+        """Return the environment variables that are set and win over the file."""
         names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
         return tuple(name for name in names if environ.get(name))
 
     def unfit(self, name: str) -> dict[str, str]:
-        """The choices of one option that don't fit what the ranks would run on, and why; not offered, but allowed."""
+        """Return the choices of an option that don't fit the devices, with the reasons. They are still allowed."""
         if name != "mixed_precision":
             return {}
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
-    def lines(self) -> tuple[Line, ...]:
-        """The file as it would be, against what it says now.
+    def lines(self) -> tuple[DiffLine, ...]:
+        """Return a diff of the file as it would be against the file as it is.
 
         Raises:
             ConfigError: An option isn't allowed.
         """
         before, after = self._before, self._after()
-        lines: list[Line] = []
+        lines: list[DiffLine] = []
         for key in sorted({*before, *after}, key=str):
             old = config_file.dump({key: before[key]}).splitlines() if key in before else []
             new = config_file.dump({key: after[key]}).splitlines() if key in after else []
             if old and new and _is_same(before[key], after[key]):
-                lines += [Line(" ", text) for text in new]
+                lines += [DiffLine(" ", text) for text in new]
             else:
-                lines += [Line("-", text) for text in old] + [Line("+", text) for text in new]
+                lines += [DiffLine("-", text) for text in old] + [DiffLine("+", text) for text in new]
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:
-        """The basic options, all others that differ from their defaults, and what else of a file asks for nothing."""
+        """Return the new content: basic options, options unlike their defaults, harmless foreign keys."""
         launch = self.config()
         names = {option.name for option in config.fields()}
         kept = {key: value for key, value in self._before.items() if key not in names}
@@ -186,13 +185,13 @@ class Draft:
         return content
 
     def _way(self, launch: LaunchConfig) -> str:
-        """Accelerate's word for it, without which it doesn't read a file."""
+        """Return Accelerate's ``distributed_type``, without which Accelerate doesn't read a file."""
         is_cpu = launch.use_cpu or self.machine.devices.kind == "CPU"
         count = launch.num_processes or (1 if is_cpu else self.machine.devices.available)
         return "NO" if count == 1 else "MULTI_CPU" if is_cpu else "MULTI_GPU"
 
     def write(self, *, overwrite: bool = False) -> pathlib.Path:
-        """Writes the file.
+        """Write the file.
 
         Args:
             overwrite: Whether a file that is there may be replaced.
@@ -232,12 +231,12 @@ def _is_same(old: Any, new: Any) -> bool:
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
-def _file_source(label: str, path: pathlib.Path) -> Source:
+def _file_source(label: str, path: pathlib.Path) -> DraftSource:
     try:
         options, problems = config.usable(config_file.read(path))
     except ConfigError as error:
-        return Source(label, {}, (error.what,), path)
-    return Source(label, options, problems, path)
+        return DraftSource(label, {}, (error.what,), path)
+    return DraftSource(label, options, problems, path)
 
 
 def _bytes_of(path: pathlib.Path) -> bytes | None:
@@ -250,11 +249,11 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> pathlib.Path | Literal[False]:
-    """Writes a configuration for this machine, as Accelerate's function of this name does, without waking a device.
+    """Write a configuration for this machine, as Accelerate's function of this name does, without waking a device.
 
     Args:
         mixed_precision: ``no``, ``bf16`` or ``fp16``.
-        save_location: Where to. Default: where ``%%distributed`` and the command line look for it.
+        save_location: The file. Default: the file that ``%%distributed`` and the command line read.
 
     Returns:
         The file's path; ``False`` if there is a file already, which stays as it is.

@@ -1,4 +1,4 @@
-"""The engine for runs that may restart, and for those of several nodes: torch elastic, in a process of the run's own.
+"""The engine for runs that may restart, and for runs of several nodes: torch elastic in a process of its own.
 
 Nothing of torch elastic is in the kernel, where it would install signal handlers and never take them away. Ranks are
 what they are in a run on one machine.
@@ -12,7 +12,7 @@ from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol.elastic_options import Elastic, Meeting
 
@@ -35,15 +35,15 @@ def is_wanted(config: LaunchConfig) -> bool:
 
 
 class ElasticEngine:
-    """Runs ranks that are started again when one has failed, and those of one node among several."""
+    """Runs ranks that are restarted after a failure, and the ranks of one node among several."""
 
-    def launch(self, request: Request) -> Job:
-        """Starts the run's elastic process, which has the ranks started. See ``Engine``."""
+    def launch(self, request: LaunchRequest) -> Job:
+        """Start the run's elastic process, which has the ranks started. See ``Engine``."""
         return local.engine().launch_elastic(request, options(request.config))
 
 
 def options(config: LaunchConfig) -> Elastic:
-    """What the elastic process is told.
+    """Return the options for the elastic process.
 
     Raises:
         ConfigError: The options about nodes don't fit together.
@@ -135,7 +135,7 @@ def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
 
 
 def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
-    """Where the nodes meet."""
+    """Return the host and port of the rendezvous."""
     default = config.main_process_port or PORT
     host, _, port = config.rdzv_endpoint.rpartition(":") if ":" in config.rdzv_endpoint else ("", "", "")
     if not config.rdzv_endpoint:

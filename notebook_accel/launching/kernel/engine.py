@@ -1,42 +1,103 @@
-"""The seam between the launcher and whatever runs ranks."""
+"""The seams between the launcher, a run's handle and the engines that run ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import OnDeath
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.events import Event
 
-__all__ = ["Engine", "Request"]
+if TYPE_CHECKING:
+    from notebook_accel.launching.kernel.job import Job
 
-_numbers = itertools.count(1)
+__all__ = ["Engine", "LaunchRequest", "RunControl", "RunHandle"]
+
+
+class RunControl(Protocol):
+    """The engine's side of a run: what its handle may ask for."""
+
+    def interrupt(self, *, escalate: bool) -> None:
+        """Raise KeyboardInterrupt in the ranks; with ``escalate``, end them after the grace."""
+
+    def stop(self) -> None:
+        """End the ranks: SIGTERM, and SIGKILL after the grace."""
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+
+    def inspect(self) -> None:
+        """Ask the ranks for their stacks, without waiting. The answer goes to ``take_dumps``."""
+
+    def release(self) -> None:
+        """Release the ranks of a part of a run: every rank has finished, on all nodes."""
+
+    def respawn(self, rank: int) -> None:
+        """Start a dead rank once more."""
+
+
+class RunHandle(Protocol):
+    """The receiver of an engine's events: a run's job, or a forwarder to a job in another process."""
+
+    @property
+    def id(self) -> str:
+        """An identifier, unique among the kernel's runs."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that send events here."""
+
+    @property
+    def config(self) -> LaunchConfig:
+        """The run's options."""
+
+    @property
+    def on_death(self) -> OnDeath:
+        """``stop`` or ``keep``: the other ranks' fate when one dies."""
+
+    @property
+    def log_folder(self) -> pathlib.Path | None:
+        """Folder for the ranks' logs, ``None`` without logs."""
+
+    def attach(self, control: RunControl) -> None:
+        """Take the engine's control of the run."""
+
+    def deliver(self, rank: int, event: Event) -> None:
+        """Take one event of a rank."""
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        """Take the ranks' stacks."""
+
+    def start(self, starting: Starting) -> None:
+        """Note that the ranks are started, or started again."""
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        """Note the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A launch that nothing speaks against, before anything of it is on its way.
+class LaunchRequest:
+    """A launch that has passed all checks, before any process is started for it.
 
     Attributes:
-        target: What the ranks run.
-        roots: What the user knows in it, by the words that a message uses for it, such as ``argument 1``.
-        spec: What a rank must know, but for the sources of the functions that are sent.
+        target: The function or cell that the ranks run.
+        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
+        spec: The ranks' ``JobSpec``, without the sources of functions that are pickled.
         config: The options.
-        devices: What the ranks run on, such as ``2 CPUs``.
-        variables: Those of the ranks' environment variables that are the launch's own.
-        may_stay: Those of the target's names that are sent if they can be, and stay behind if not.
-        attended: Held as long as the cell that starts it waits for it, which it doesn't survive: an engine that starts
-            processes ends them when it is free. ``None`` for a run in the background.
-        bind: Takes the pulled names and their values.
-        on_death: What becomes of the other ranks when one has died.
+        devices: The ranks' devices in words, such as ``2 CPUs``.
+        variables: Environment variables that the launch itself sets for the ranks.
+        optional_names: Names of the target that are left out if they can't be pickled.
+        foreground_lock: Held while the cell that started the run waits for it. An engine ends the run's processes once
+            the lock is free. ``None`` for a run in the background.
+        set_variables: Takes the pulled variables by name.
+        on_death: Whether the other ranks stop or stay when one dies.
     """
 
     target: Target
@@ -45,39 +106,17 @@ class Request:
     config: LaunchConfig
     devices: str
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    may_stay: Sequence[str] = ()
-    attended: threading.Lock | None = None
-    bind: Callable[[dict[str, Any]], object] | None = None
+    optional_names: Sequence[str] = ()
+    foreground_lock: threading.Lock | None = None
+    set_variables: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
-
-    def make_job(
-        self,
-        spec: JobSpec,
-        *,
-        shipped: Sequence[Any] = (),
-        result_files: Sequence[int] = (),
-        log_folder: pathlib.Path | None = None,
-    ) -> Job:
-        """The handle on the run, for an engine to start."""
-        return Job(
-            f"{os.getpid()}-{next(_numbers)}",
-            spec,
-            self.config,
-            devices=self.devices,
-            is_background=self.attended is None,
-            shipped=shipped,
-            result_files=result_files,
-            log_folder=log_folder,
-            bind=self.bind,
-            on_death=self.on_death,
-        )
 
 
 class Engine(Protocol):
-    """Something that can run ranks."""
+    """Anything that can run ranks."""
 
-    def launch(self, request: Request) -> Job:
-        """Starts the ranks and returns the run's job, with a control attached; delivers its events and ends it.
+    def launch(self, request: LaunchRequest) -> Job:
+        """Start the ranks and return the run's job, with a control attached; deliver its events and end it.
 
         Raises:
             LaunchError: The ranks can't be started.

@@ -1,4 +1,4 @@
-"""Following a run in the notebook: its view is drawn until it has ended, and an interrupt of the kernel ends it."""
+"""Waiting for a run in the cell: draw its view until it has ended, and end it when the kernel is interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
 
-__all__ = ["draw_in_background", "launched", "show_panel"]
+__all__ = ["draw_in_background", "run_in_foreground", "show_panel"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
@@ -29,8 +29,8 @@ _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
 
 
-def launched(launch: Callable[[threading.Lock], Job]) -> Results:
-    """Launches a run and waits for it in the foreground, with its view drawn; its results.
+def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
+    """Launch a run, draw its view, wait for its end and return its results.
 
     An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
 
@@ -42,9 +42,9 @@ def launched(launch: Callable[[threading.Lock], Job]) -> Results:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    attended = threading.Lock()
-    with attended:
-        return _follow(launch(attended))
+    foreground_lock = threading.Lock()
+    with foreground_lock:
+        return _follow(launch(foreground_lock))
 
 
 def _follow(job: Job) -> Results:
@@ -61,7 +61,7 @@ def _follow(job: Job) -> Results:
         _end_interrupted(job)
         view = view or _open(job)  # what the ranks have said is shown all the same
         _guarded(job, view.close, None)
-        saved, lost = job.bind_what_was_saved()
+        saved, lost = job.pull_saved()
         # What IPython shows in place of a traceback, which would be of our frames.
         interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
         raise
@@ -72,12 +72,12 @@ def _follow(job: Job) -> Results:
 
 
 def draw_in_background(job: Job) -> None:
-    """Draws a job's view in a thread of its own, until the job has ended."""
+    """Draw a job's view in a thread of its own, until the job has ended."""
     _draw_in_thread(job, _open(job))
 
 
 def show_panel(job: Job) -> None:
-    """The same with the panel only, where there is one: for a run whose output is shown elsewhere."""
+    """Draw a job's panel in a thread, without plain lines: the run's output is shown elsewhere."""
     none: View = NoView(job)
     _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or none, none))
 
@@ -114,7 +114,7 @@ def _refresh_until_done(job: Job, view: View) -> None:
 
 
 def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
-    """Runs the one rank in this thread, where a debugger and an interrupt reach it; a thread beside it draws."""
+    """Run the one rank in this thread, where a debugger and an interrupt reach it. Another thread draws."""
     drawing = threading.Thread(target=_refresh_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}")
     drawing.start()
     try:
@@ -129,7 +129,7 @@ def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
 
 
 def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
-    """A view that fails says so, and the training goes on: nobody would want to lose it to a picture of it."""
+    """Call a view's function. If it raises, report that and let the training go on."""
     try:
         return act()
     except Exception as error:
@@ -142,7 +142,7 @@ def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _was_raised_by_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler of the user's has raised it, which Python may call in the middle of anything."""
+    """Return whether a signal handler of the user raised it, which Python may call between any two steps."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -160,7 +160,7 @@ def _end_interrupted(job: Job) -> None:
 
 
 def _does_agent_answer(job: Job) -> bool:
-    """If it does, a rank is in a call that the system itself can't end, and other runs have nothing to do with it."""
+    """Return whether the agent answers: then a rank is in an unkillable system call, and other runs go on."""
     try:
         job.stacks(_ANSWER_DEADLINE_S)
     except RunError:

@@ -23,17 +23,18 @@ import types
 import warnings
 from typing import Any, NoReturn
 
+from notebook_accel import uninterruptible
 from notebook_accel.errors import ProcessStartError
-from notebook_accel.latch import Latch
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import local, sealing, uninterruptible
+from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import TemplateLine
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.channel import Connection
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["ForkEngine"]
 
@@ -45,22 +46,22 @@ _LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_ino
 class ForkEngine:
     """Runs ranks that are forks of this process."""
 
-    def launch(self, request: Request) -> Job:
-        """Starts the ranks. See ``Engine``."""
-        return uninterruptible.call(lambda: self._launch(request), Job.discard, request.attended)
+    def launch(self, request: LaunchRequest) -> Job:
+        """Start the ranks. See ``Engine``."""
+        return uninterruptible.call(lambda: self._launch(request), Job.discard, request.foreground_lock)
 
-    def _launch(self, request: Request) -> Job:
-        shipped = _definitions(request)
+    def _launch(self, request: LaunchRequest) -> Job:
+        by_value = _definitions(request)
         nothing = serialization.pickle_by_value(None, roots={})
-        pickled = dataclasses.replace(nothing, shipped=shipped)
-        inherited = Inherited(request.target, shipped)
-        with sealing.sealed(request, pickled) as sealed:
-            local.engine().launch_forked(sealed, lambda log: _Forking(inherited, log).template())
-        return sealed.job
+        pickled = dataclasses.replace(nothing, by_value=by_value)
+        inherited = Inherited(request.target, by_value)
+        with run_payload.prepared_run(request, pickled) as prepared:
+            local.engine().launch_forked(prepared, lambda log: _Forking(inherited, log).template())
+        return prepared.job
 
 
-def _definitions(request: Request) -> tuple[Any, ...]:
-    """The notebook's functions and classes. What a rank returns of them comes back as the notebook's own."""
+def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
+    """Return the notebook's functions and classes, which ranks send back by reference."""
     candidates = [*vars(sys.modules["__main__"]).values(), request.target.function]
     return tuple(
         {
@@ -75,7 +76,7 @@ class _Forking:
     """The thread that forks the template and waits for its end.
 
     Args:
-        inherited: What the ranks run.
+        inherited: The target, which the ranks inherit.
         log: Descriptor of the file that the template writes to.
     """
 
@@ -89,7 +90,7 @@ class _Forking:
         self._has_forked = Latch()
 
     def template(self) -> TemplateLine:
-        """Forks it.
+        """Fork the template and return the line to it.
 
         Raises:
             ProcessStartError: The system wouldn't.
@@ -124,7 +125,7 @@ class _Forking:
             os.waitpid(pid, 0)
 
     def _become_template(self) -> NoReturn:
-        """In the child."""
+        """Serve as the template until the end. Runs in the child."""
         status = 1
         try:
             template.come_under(self._kernel_pid)
@@ -141,7 +142,7 @@ class _Forking:
 
 
 def _let_go_of_the_kernel(keep: set[int], log: int) -> None:
-    """Undoes what is right for the kernel and wrong for a fork of it."""
+    """Undo what is right for the kernel and wrong for a fork of it."""
     signal.set_wakeup_fd(-1)
     atexit._clear()  # what was registered there is to be done once, by the kernel
     os.dup2(log, 1)

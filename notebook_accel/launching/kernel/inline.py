@@ -1,4 +1,4 @@
-"""The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and a debugger after a failure.
+"""The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and post-mortem debugging.
 
 Nothing is pickled, and nothing runs beside it. What a cell assigns stays in the notebook, as if the magic were not
 there. The rank's environment variables, its store and its default process group are there only as long as it runs.
@@ -18,8 +18,8 @@ import msgspec
 from notebook_accel import environment, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
-from notebook_accel.launching.kernel import sources
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel import run_payload
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import failure, store, worker
 from notebook_accel.launching.results import Results
@@ -30,24 +30,24 @@ __all__ = ["InlineEngine"]
 
 
 class InlineEngine:
-    """Runs one rank in this process, when its job is followed."""
+    """Runs one rank in this process, while the foreground waits for the job."""
 
-    def launch(self, request: Request) -> Job:
-        """Makes the job; whoever follows it runs it. See ``Engine``."""
-        if request.attended is None:
+    def launch(self, request: LaunchRequest) -> Job:
+        """Return the job; ``foreground`` runs it. See ``Engine``."""
+        if request.foreground_lock is None:
             raise ConfigError(
                 "start_method='inline' runs in the cell itself, which can't go on in the background.",
                 fix="leave out background, or start_method",
             )
         namespace = sys.modules["__main__"].__dict__
-        found = sources.of_functions([*namespace.values(), request.target.function])
+        found = run_payload.notebook_sources([*namespace.values(), request.target.function])
         spec = msgspec.structs.replace(request.spec, sources=found | dict(request.spec.sources))
         port = request.config.main_process_port or 0
         try:
             listening = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise ProcessStartError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
-        job = request.make_job(spec)
+        job = Job.from_request(request, spec)
         job.run_here = _Run(job, spec, request.target, namespace, listening).run
         return job
 
@@ -63,7 +63,7 @@ class _Run:
         self._listening = listening
 
     def run(self) -> None:
-        """Runs the user's code to its end and ends the job.
+        """Run the user's code to its end and ends the job.
 
         Raises:
             KeyboardInterrupt: The kernel was interrupted.
@@ -91,7 +91,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _as_rank(self) -> Iterator[None]:
-        """Makes this process the rank, as far as the user's code can tell, and takes it back."""
+        """Make this process the rank, as far as the user's code can tell, and takes it back."""
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self._listening.getsockname()[1])
         wanted = {**self._spec.environment, **place.variables(), **store.VARIABLES}
         wanted |= environment.tasks_of_schedulers(wanted)
@@ -108,7 +108,7 @@ class _Run:
 
 
 class _Delivering:
-    """Takes the place of the line to the agent."""
+    """A connection that delivers events to the job directly, in place of the one to the agent."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

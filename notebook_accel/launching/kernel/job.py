@@ -1,10 +1,12 @@
-"""The handle of a run: what the notebook holds, a view draws and an engine feeds."""
+"""The handle of a run: the notebook holds it, a view draws it and an engine feeds it."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
+import itertools
+import os
 import pathlib
 import threading
 import time
@@ -22,36 +24,36 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.latch import Latch
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.control import Control
-from notebook_accel.launching.result_files import ResultFiles
-from notebook_accel.launching.results import Results
+from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
+from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.state import explanations, failures
+from notebook_accel.launching.state import failures
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
 from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Ending", "Job"]
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
+_numbers = itertools.count(1)
 
 Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
 
 
 @dataclasses.dataclass
 class Ending:
-    """How a run has ended. It may be kept without the job.
+    """The end of a run. It may outlive the job.
 
     Attributes:
         status: In a word; empty as long as the run goes on.
         why: In a line, what went wrong; empty if nothing did.
-        took_s: How long it ran.
+        took_s: Duration of the run in seconds.
     """
 
     status: str = ""
@@ -65,31 +67,31 @@ class Ending:
 
 
 class Job:
-    """A run that was started. Made by the launcher, fed by an engine, read by a view and by the user.
+    """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
 
     Attributes:
         id: Unique among the kernel's runs.
         name: The run's name.
         config: Its options.
         world_size: Number of ranks here.
-        devices: What they run on, such as ``2 CPUs``.
+        devices: The ranks' devices in words, such as ``2 CPUs``.
         is_background: Whether nobody waits for it in the cell that started it.
         on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
             without any rank, until it is stopped or all have finished.
-        started_s: When it was started, in seconds of ``time.monotonic()``.
-        ended_s: When it ended, ``None`` as long as it runs.
-        ending: How it has ended, filled in then; it may be kept without the job.
-        state: What is known about the ranks, reduced from their events. Other threads change it: read it while holding
+        started_s: Time of the start, in seconds of ``time.monotonic()``.
+        ended_s: Time of the end, ``None`` while the run goes on.
+        ending: The end of the run, filled in then. It may outlive the job.
+        state: The ranks' states, reduced from their events. Other threads change it: read it while holding
             ``state_lock``.
         log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
         doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
         run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
 
     Args:
-        shipped: What the payload holds by value, for what comes back by reference.
+        by_value: Functions and classes that the payload holds by value, which come back by reference.
         result_files: One memory file a rank, which this owns.
-        log_folder: Where the ranks' logs are, ``None`` if there was no room for any.
-        bind: Takes the pulled names and their values, once, when the results are read.
+        log_folder: Folder of the ranks' logs, ``None`` if there was no room for any.
+        set_variables: Takes the pulled names and their values, once, when the results are read.
     """
 
     def __init__(
@@ -100,10 +102,10 @@ class Job:
         *,
         devices: str,
         is_background: bool,
-        shipped: Sequence[Any],
+        by_value: Sequence[Any],
         result_files: Sequence[int],
         log_folder: pathlib.Path | None = None,
-        bind: Callable[[dict[str, Any]], object] | None = None,
+        set_variables: Callable[[dict[str, Any]], object] | None = None,
         on_death: OnDeath = "stop",
     ) -> None:
         self.id = job_id
@@ -122,10 +124,10 @@ class Job:
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._files = ResultFiles(result_files, shipped, bind or (lambda _: None))
+        self._files = ResultFiles(result_files, by_value, set_variables or (lambda _: None))
         self._is_discarded = False
         self._can_be_asked_again = False
-        self._control: Control | None = None
+        self._control: RunControl | None = None
         self._lock = threading.Lock()
         self._ended = Latch()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
@@ -134,7 +136,7 @@ class Job:
         # As it is where nodes are numbered; where they aren't, the elastic process will tell.
         nodes = int(config.num_nodes.partition(":")[0])
         self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
-        self._failures = failures.Failures(config.start_method, spec.left_out, shipped)
+        self._failures = failures.Failures(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._restarts_by_node: int | None = None
@@ -143,6 +145,30 @@ class Job:
         self._engine_error: NotebookAccelError | None = None
         self._outcome: Results | None = None
         self._error: NotebookAccelError | None = None
+
+    @classmethod
+    def from_request(
+        cls,
+        request: LaunchRequest,
+        spec: JobSpec,
+        *,
+        by_value: Sequence[Any] = (),
+        result_files: Sequence[int] = (),
+        log_folder: pathlib.Path | None = None,
+    ) -> Job:
+        """Return the handle of a run that an engine is about to start."""
+        return cls(
+            f"{os.getpid()}-{next(_numbers)}",
+            spec,
+            request.config,
+            devices=request.devices,
+            is_background=request.foreground_lock is None,
+            by_value=by_value,
+            result_files=result_files,
+            log_folder=log_folder,
+            set_variables=request.set_variables,
+            on_death=request.on_death,
+        )
 
     # What users call ---------------------------------------------------------------------------------------------
 
@@ -153,7 +179,7 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """Where the run stands, in a word."""
+        """The run's status, in a word."""
         if not self.done:
             return "running" if self.state.has_started else "starting"
         return self._end_status()
@@ -165,7 +191,7 @@ class Job:
 
     @property
     def error(self) -> NotebookAccelError | None:
-        """Why the run did not succeed; ``None`` while it runs and when it did."""
+        """The error that ended the run; ``None`` while it runs and after success."""
         if not self.done or self.status == "succeeded":
             return None
         with self._lock:
@@ -174,14 +200,14 @@ class Job:
             return self._error
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the run has ended; returns whether it has."""
+        """Wait until the run has ended, and return whether it has."""
         return self._ended.wait(timeout_s)
 
     def results(self, timeout_s: float | None = None) -> Results:
-        """Every rank's result, as soon as all are there.
+        """Return every rank's result, as soon as all are there.
 
         Args:
-            timeout_s: How long to wait; ``None``: until the run has ended, which the agent watches over.
+            timeout_s: Longest wait in seconds; ``None`` waits until the run has ended.
 
         Raises:
             RunTimeoutError: The run hasn't ended by then; it goes on.
@@ -196,7 +222,7 @@ class Job:
             )
         error = self.error
         if error is not None:
-            saved, lost = self.bind_what_was_saved()
+            saved, lost = self.pull_saved()
             if (saved or lost) and isinstance(error, RankFailedError):
                 error.pulled, error.not_pulled = saved, lost
             raise error
@@ -211,7 +237,7 @@ class Job:
         return self._outcome
 
     def interrupt(self, *, escalate: bool = True) -> None:
-        """Raises KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
+        """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
 
         Args:
             escalate: End ranks that go on after it: SIGTERM after the grace, SIGKILL after it once more. Otherwise what
@@ -220,15 +246,15 @@ class Job:
         self._tell(lambda control: control.interrupt(escalate=escalate))
 
     def stop(self) -> None:
-        """Ends the run. Doesn't wait for the end."""
+        """End the run. Doesn't wait for the end."""
         self._tell(lambda control: control.stop())
 
     def kill(self) -> None:
-        """Ends the run at once, without letting the ranks clean up. Doesn't wait for the end."""
+        """End the run at once, without letting the ranks clean up. Doesn't wait for the end."""
         self._tell(lambda control: control.kill())
 
     def respawn(self, rank: int) -> None:
-        """Starts a rank that has died once more, as a fresh process that runs the function from its beginning.
+        """Start a dead rank once more, as a fresh process that runs the function from its beginning.
 
         Raises:
             LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
@@ -246,14 +272,14 @@ class Job:
         self._tell(lambda control: control.respawn(rank))
 
     def death(self, rank: int) -> RankFailedError | None:
-        """How a rank has died in a run that keeps the others; ``None`` if it is there."""
+        """Return the error of a dead rank in a run that keeps the others; ``None`` for a living rank."""
         with self.state_lock:
             state = self.state.ranks[rank]
             return self._failures.of_rank(self.state, state) if state.is_dead else None
 
     @property
     def first_rank(self) -> int:
-        """The number of the first rank here among all, which isn't always 0 where there are several nodes."""
+        """The number of this node's first rank among all ranks."""
         return self.state.first_rank
 
     @property
@@ -263,22 +289,22 @@ class Job:
 
     @property
     def ranks(self) -> list[RankState]:
-        """What is known about each rank now: state, process, device, memory, steps, metrics."""
+        """A copy of each rank's state: process, device, memory, steps, metrics."""
         with self.state_lock:
             return [rank.copy() for rank in self.state.ranks]
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """Why all ranks were started again, for each time: which rank failed first, and of what."""
+        """The reason of each restart of all ranks: which rank failed first, and of what."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
-        """What a rank has written to its standard output and error; nothing before it is there.
+        """Return what a rank has written to its standard output and error, empty before it has written.
 
         Args:
             rank: The rank, of those of this node.
-            tail: How many of the last lines; ``None`` for all.
+            tail: Number of last lines to return; ``None`` for all.
 
         Raises:
             IndexError: There is no such rank.
@@ -292,7 +318,7 @@ class Job:
         return logs.read(self.log_files[rank], tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Where every rank stands, asked from outside, so that one that hangs in a collective is no exception.
+        """Return every rank's stack, asked from outside, so that a rank that hangs in a collective answers too.
 
         Raises:
             RunError: The agent, which asks the ranks, has not answered in time.
@@ -311,8 +337,8 @@ class Job:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
 
-    def bind_what_was_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """After a failure or an interrupt: binds the names to be pulled to what they were then in rank 0.
+    def pull_saved(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Set the pulled variables to their values in rank 0 when it failed or was interrupted.
 
         Returns:
             The names that are bound, none if rank 0 was killed or had none of them yet; and for those that it had and
@@ -321,10 +347,10 @@ class Job:
         with self._lock:
             if not self.done or not self._files.are_open or self._has_all_results():
                 return (), {}
-            return self._files.bind_saved(self.first_rank)
+            return self._files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
-        """Nobody looks after the run any more: ends it at once, if it goes on, and lets go of its results.
+        """End the run at once, if it still runs, and close its results: nobody uses it any more.
 
         Results that could be had in part are kept: whoever has the error can ask again.
         """
@@ -337,7 +363,7 @@ class Job:
     # What views and engines call ------------------------------------------------------------------------------------
 
     def events(self) -> list[tuple[int, Event]]:
-        """What the ranks have said since the last call, each once, with the rank, in order of arrival."""
+        """Return the ranks' events since the last call, each with its rank, in order of arrival."""
         drained = []
         with contextlib.suppress(IndexError):
             while True:
@@ -345,13 +371,13 @@ class Job:
         return drained
 
     def where_ranks_stood(self) -> list[str]:
-        """For ranks that were interrupted: lines such as ``rank 0 was at In[7], line 12``."""
+        """Return lines such as ``rank 0 was at In[7], line 12``, for ranks that were interrupted."""
         with self.state_lock:
             raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
         return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
 
     def notice_silence(self, now_s: float) -> None:
-        """Asks where the ranks stand if one keeps the others waiting. Called by who draws the run; waits for nothing.
+        """Ask for the ranks' stacks if one keeps the others waiting. Waits for nothing; whoever draws the run calls it.
 
         What it comes to is among the ``events``.
         """
@@ -364,18 +390,18 @@ class Job:
         """Name the ranks that have something to do from now on, all by default. The silence of others means nothing."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def attach(self, control: Control) -> None:
-        """The engine's handle on the run."""
+    def attach(self, control: RunControl) -> None:
+        """Take the engine's control of the run."""
         self._control = control
 
     def deliver(self, rank: int, event: Event) -> None:
-        """Takes one event of a rank. Called by the engine's thread."""
+        """Take one event of a rank. Called by the engine's thread."""
         with self.state_lock:
             self.state.apply(rank, event)
             self._pending.append((rank, event))
 
     def start(self, starting: Starting) -> None:
-        """The ranks are started, or started again, by a run's elastic process. Called by the engine's thread."""
+        """Note that the elastic process has started the ranks, or restarted them. Called by the engine's thread."""
         before, self._restarts_by_node = self._restarts_by_node, starting.restarts
         first = self.state.first_failed
         why = failures.in_a_line(self.state)
@@ -393,13 +419,13 @@ class Job:
             self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Takes what the ranks have answered. Called by the engine's thread."""
+        """Take the ranks' stacks. Called by the engine's thread."""
         stacks = self._stack_request.answer(dumps)
         for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """The run is over: every rank is gone. Called once, by the engine's thread."""
+        """Note the end of the run: every rank is gone. Called once, by the engine's thread."""
         self._elsewhere = elsewhere
         self._reason = reason
         self._engine_error = error
@@ -418,14 +444,14 @@ class Job:
         self._stack_request.end()
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
-        """The run, whose one rank was this process, is over, with these results or with what the rank raised."""
+        """Note the end of a run whose one rank was this process, with its results or the rank's exception."""
         self._outcome = outcome
         self._raised_here = raised
         self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: Callable[[Control], None]) -> None:
+    def _tell(self, what: Callable[[RunControl], None]) -> None:
         if self._control is not None and not self.done:
             what(self._control)
 
@@ -449,7 +475,7 @@ class Job:
                 why="A batch system such as Slurm does that before it takes the machine back.",
             )
         if self._reason in ("template lost", "elastic lost"):
-            return explanations.of_lost_process(self._reason, self.state.memory_shortage)
+            return failures.lost_process_error(self._reason, self.state.memory_shortage)
         if self._elsewhere is not None:
             return self._failures.elsewhere(self.state, self._elsewhere)
         failure = self._failures.first(self.state)

@@ -1,20 +1,22 @@
-"""From a function, or a cell, and options to a run: devices, what speaks against it, and the engine that starts it."""
+"""From a function or a cell and its options to a run: find devices, check, choose the engine and start."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError
-from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, registry, smoke_test
+from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
+from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.checks import preflight
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.engine import Engine, Request
+from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.launching.kernel.engine import Engine, LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.ray.engine import RayEngine
@@ -24,33 +26,72 @@ from notebook_accel.protocol.agent_messages import OnDeath
 __all__ = ["diagnosis", "launch_cell", "launch_function", "try_out"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A function or a cell to launch, before the ranks' devices are known.
+
+    Attributes:
+        target: The function or cell that the ranks run.
+        name: The run's name.
+        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
+        sources: Sources of cells, by the file name in their code.
+        cell: The cell's source; ``None`` for a function.
+        cell_filename: The file name of the cell's code.
+        calls: Name of the function that the cell ends by defining.
+        pull: Variables whose values rank 0 sends back.
+        optional_names: Names of the target that are left out if they can't be pickled.
+        set_variables: Takes the pulled variables by name.
+        foreground_lock: Held while the cell waits for the run; ``None`` for a run in the background.
+        on_death: Whether the other ranks stop or stay when one dies.
+    """
+
+    target: Target
+    name: str
+    roots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[str, Source] = dataclasses.field(default_factory=dict)
+    cell: str | None = None
+    cell_filename: str = ""
+    calls: str = ""
+    pull: tuple[str, ...] = ()
+    optional_names: Sequence[str] = ()
+    set_variables: Callable[[dict[str, Any]], object] | None = None
+    foreground_lock: threading.Lock | None = None
+    on_death: OnDeath = "stop"
+
+
 def launch_function(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     config: LaunchConfig,
     *,
-    attended: threading.Lock | None = None,
+    foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
-    """Starts a function on all ranks and returns its job. Raises as ``notebook_launcher`` does, up to the start.
+    """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
     Args:
-        function: What each rank calls.
+        function: The function that each rank calls.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         config: The options.
-        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
-        on_death: What becomes of the other ranks when one has died.
+        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
+        on_death: Whether the other ranks stop or stay when one dies.
         show: Shows a run in the background.
     """
     label = getattr(function, "__name__", type(function).__name__)
     roots = {f'function "{label}"': function}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
-    target = Target(names={}, function=function, args=args, kwargs=kwargs)
-    return _launch(target, roots, config, attended=attended, show=show, name=config.name or label, on_death=on_death)
+    work = _Work(
+        target=Target(names={}, function=function, args=args, kwargs=kwargs),
+        name=config.name or label,
+        roots=roots,
+        foreground_lock=foreground_lock,
+        on_death=on_death,
+    )
+    return _launch(work, config, show)
 
 
 def launch_cell(
@@ -61,58 +102,50 @@ def launch_cell(
     args: tuple[Any, ...] = (),
     push: Sequence[str] = (),
     pull: Sequence[str] = (),
-    bind: Callable[[dict[str, Any]], object] | None = None,
-    attended: threading.Lock | None = None,
+    set_variables: Callable[[dict[str, Any]], object] | None = None,
+    foreground_lock: threading.Lock | None = None,
 ) -> Job:
-    """Starts a cell on all ranks and returns its job.
+    """Start a cell on all ranks and return its job.
 
     Args:
         cell: The cell.
         config: The options.
-        namespace: The notebook's names, of which the ranks get those that the cell uses.
+        namespace: The notebook's variables, of which the ranks get those that the cell uses.
         args: Arguments for the function that the cell ends by defining.
-        push: Further names to send.
-        pull: Names whose values on rank 0 come back.
-        bind: Takes them when the results are read; also after a failure or an interrupt, as they were then.
-        attended: Held by ``following.launched``, which waits for it; ``None``: it runs in the background.
+        push: Further variables to send.
+        pull: Variables whose values on rank 0 come back.
+        set_variables: Takes them when the results are read; after a failure or an interrupt, as they were then.
+        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     roots = {f'global "{name}"': value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
-    return _launch(
-        Target(names=names, args=args, submodules=cell.submodules(names)),
-        roots,
-        config,
-        attended=attended,
+    work = _Work(
+        target=Target(names=names, args=args, submodules=cell.submodules(names)),
         name=config.name or cell.calls or cell.label,
+        roots=roots,
         sources={cell.label: Source(cell.label, cell.source)},
-        may_stay=cell.may_stay(names, push),
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
         pull=tuple(pull),
-        bind=bind,
+        optional_names=cell.optional_names(names, push),
+        set_variables=set_variables,
+        foreground_lock=foreground_lock,
     )
+    return _launch(work, config)
 
 
-def _launch(
-    target: Target,
-    roots: Mapping[str, Any],
-    config: LaunchConfig,
-    *,
-    attended: threading.Lock | None,
-    show: Callable[[Job], None] = foreground.draw_in_background,
-    **how: Any,
-) -> Job:
-    cluster, devices, findings = _checked(config, roots)
+def _launch(work: _Work, config: LaunchConfig, show: Callable[[Job], None] = foreground.draw_in_background) -> Job:
+    cluster, devices, findings = _checked(config, work.roots)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(target, roots, config, devices, cluster, attended=attended, **how)
-    if attended is None:
+    job = _start(work, config, devices, cluster)
+    if work.foreground_lock is None:
         try:
             show(job)
         except BaseException:  # an interrupt, and nobody has the job's handle yet
@@ -122,7 +155,7 @@ def _launch(
 
 
 def try_out(config: LaunchConfig) -> float:
-    """Holds a trial run, in which ranks meet and use their devices; the seconds that it took.
+    """Hold a trial run, in which ranks meet and use their devices; the seconds that it took.
 
     Raises:
         PreflightError: It has failed.
@@ -130,14 +163,16 @@ def try_out(config: LaunchConfig) -> float:
     cluster = _cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
 
-    def start(target: Target, options: LaunchConfig, attended: threading.Lock) -> Job:
-        return _start(target, {}, options, devices, cluster, name=options.name, attended=attended)
+    def start(target: Target, options: LaunchConfig, foreground_lock: threading.Lock) -> Job:
+        return _start(
+            _Work(target=target, name=options.name, foreground_lock=foreground_lock), options, devices, cluster
+        )
 
-    return smoke_test.run(start, config)
+    return _run_smoke_test(start, config)
 
 
 def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
-    """Checks a launch with these options, here or on the cluster that they name, without starting it.
+    """Check a launch with these options, here or on their cluster, without starting it.
 
     Args:
         config: The options.
@@ -162,7 +197,7 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
 
 
 def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine | None, Devices, tuple[Finding, ...]]:
-    """The cluster, if ranks run on one, the devices, and what speaks against a launch.
+    """Return the cluster, if ranks run on one, the devices, and the findings.
 
     Raises:
         NotebookAccelError: An option can't be honoured, or there is no such cluster.
@@ -177,26 +212,13 @@ def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine 
 
 
 def _cluster(config: LaunchConfig) -> RayEngine | None:
-    """Where ranks run, if not on this machine."""
+    """Return the cluster's engine, ``None`` for ranks on this machine."""
     return RayEngine.connected(config) if config.engine == "ray" else None
 
 
-def _start(
-    target: Target,
-    roots: Mapping[str, Any],
-    config: LaunchConfig,
-    devices: Devices,
-    cluster: RayEngine | None,
-    *,
-    name: str,
-    attended: threading.Lock | None = None,
-    may_stay: Sequence[str] = (),
-    bind: Callable[[dict[str, Any]], object] | None = None,
-    on_death: OnDeath = "stop",
-    **of_cell: Any,
-) -> Job:
+def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: RayEngine | None) -> Job:
     world_size = config.num_processes or devices.available
-    if on_death == "keep" and elastic.is_wanted(config):
+    if work.on_death == "keep" and elastic.is_wanted(config):
         raise ConfigError(
             "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
             why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
@@ -204,24 +226,28 @@ def _start(
         )
     variables = _variables(config, devices)
     spec = JobSpec(
-        name=name,
+        name=work.name,
         world_size=world_size,
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
-        **of_cell,
+        sources=work.sources,
+        cell=work.cell,
+        cell_filename=work.cell_filename,
+        calls=work.calls,
+        pull=work.pull,
     )
-    request = Request(
-        target,
-        roots,
+    request = LaunchRequest(
+        work.target,
+        work.roots,
         spec,
         config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         variables=variables,
-        attended=attended,
-        may_stay=may_stay,
-        bind=bind,
-        on_death=on_death,
+        foreground_lock=work.foreground_lock,
+        optional_names=work.optional_names,
+        set_variables=work.set_variables,
+        on_death=work.on_death,
     )
     job = (cluster or _engine(request.config)).launch(request)
     registry.add(job)
@@ -270,3 +296,58 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     elif (config.num_processes or 0) > devices.available:
         variables[environment.OVERSUBSCRIBE] = "true"
     return variables
+
+
+_SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs take their time to find each other
+
+
+def _run_smoke_test(start: Callable[[Target, LaunchConfig, threading.Lock], Job], config: LaunchConfig) -> float:
+    """Hold a trial run and return the seconds that it took.
+
+    Args:
+        start: Starts ranks, which end when the lock is free.
+        config: The options of the launch that it stands for.
+
+    Raises:
+        PreflightError: It has failed, or took too long.
+    """
+    started_s = time.monotonic()
+    foreground_lock = threading.Lock()
+    try:
+        with foreground_lock:
+            job = start(Target(names={}, function=_use_device), _smoke_test_config(config), foreground_lock)
+            if job.run_here is not None:
+                job.run_here()
+            job.results()
+    except RunError as error:
+        finding = Finding(
+            "The trial run before the launch has failed: its ranks met, used their devices and summed a number, "
+            "or tried to.",
+            str(error),
+            "mend that first; notebook-accel doctor --trial tries again. Without the debug mode there is no trial run",
+        )
+        raise PreflightError((finding,)) from error
+    return time.monotonic() - started_s
+
+
+def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
+    """Return options for one short run on this machine alone."""
+    alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
+    alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
+    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", **alone)
+
+
+def _use_device() -> str:
+    """Join the group, use the device and return its name. Runs in each rank."""
+    torch = importlib.import_module("torch")
+    backend = importlib.import_module("notebook_accel.training.process_group").join()
+    try:
+        ones = torch.ones(64, 64, device=backend.device)
+        backend.all_reduce(ones)
+        total = float((ones @ ones).mean())
+        expected = 64 * backend.place.world_size**2
+        if total != expected:
+            raise RuntimeError(f"{backend.device} computes {total} where {expected} is right")
+    finally:
+        backend.leave()
+    return str(backend.device)

@@ -1,4 +1,4 @@
-"""The engine for one machine. One agent serves all runs of a kernel; it is started when it is first needed."""
+"""The engine for one machine. One agent serves all runs of a kernel; the first launch starts it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from notebook_accel import config
+from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
-from notebook_accel.launching.kernel import packing, sealing, uninterruptible
-from notebook_accel.launching.kernel.agent_process import AgentProcess, Part, TemplateLine
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel import run_payload
+from notebook_accel.launching.kernel.agent_process import AgentProcess, NodePart, TemplateLine
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.sealing import Sealed
+from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.elastic_options import Elastic
 
@@ -29,7 +29,7 @@ MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux 
 
 
 def check_size(world_size: int) -> None:
-    """Refuses more ranks than one machine can have, before anything is opened for them.
+    """Raise for more ranks than one machine can have, before anything is opened for them.
 
     Raises:
         ConfigError: There would be too many.
@@ -41,14 +41,14 @@ def check_size(world_size: int) -> None:
 
 
 class LocalEngine:
-    """Runs ranks on this machine, through an agent that is started when it is first needed."""
+    """Runs ranks on this machine, through an agent that the first launch starts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agent: AgentProcess | None = None
 
     def warm(self) -> None:
-        """Starts agent and template in the background, so that the first launch finds them ready.
+        """Start agent and template in the background, so that the first launch finds them ready.
 
         If they can't be started, the launch itself will say it.
         """
@@ -61,71 +61,71 @@ class LocalEngine:
             self._running_agent().prepare(_usual_options())
 
     def warm_in_kernel(self) -> None:
-        """The same if this process is a notebook's kernel, and nothing if not: a script may never launch."""
+        """Warm up in a notebook's kernel only: a script may never launch."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if hasattr(shell, "kernel"):
             self.warm()
 
-    def launch(self, request: Request) -> Job:
-        """Starts ranks that are forked from the template. See ``Engine``."""
+    def launch(self, request: LaunchRequest) -> Job:
+        """Start ranks that are forked from the template. See ``Engine``."""
         return self.launch_elastic(request, None)
 
-    def launch_elastic(self, request: Request, elastic: Elastic | None) -> Job:
-        """The same, with an elastic process that says when they are started, if there are options for one."""
-        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
+    def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
+        """Start ranks under an elastic process, if there are options for one. See ``Engine``."""
+        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         if elastic is not None:
-            names = [getattr(obj, "__qualname__", "") for obj in pickled.shipped]
+            names = [getattr(obj, "__qualname__", "") for obj in pickled.by_value]
             elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
         return uninterruptible.call(
-            lambda: self._launch(request, pickled, left_out, elastic), Job.discard, request.attended
+            lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock
         )
 
     def _launch(
         self,
-        request: Request,
+        request: LaunchRequest,
         pickled: serialization.Pickled,
-        left_out: Mapping[str, str],
+        unsent: Mapping[str, str],
         elastic: Elastic | None,
     ) -> Job:
-        with sealing.sealed(request, pickled, left_out) as sealed:
-            check_size(len(sealed.result_files))
+        with run_payload.prepared_run(request, pickled, unsent) as prepared:
+            check_size(len(prepared.result_files))
             with self._lock:
                 agent = self._running_agent()
-                agent.expect(sealed.job)
+                agent.expect(prepared.job)
                 agent.prepare(request.config)
-            agent.launch(sealed, elastic=elastic)
-        return sealed.job
+            agent.launch(prepared, elastic=elastic)
+        return prepared.job
 
-    def launch_part(self, part: Part) -> None:
-        """Starts the part of a run that is on this node; the rest of it is on others."""
+    def launch_part(self, part: NodePart) -> None:
+        """Start the part of a run that is on this node."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(part.job)
             agent.prepare(part.job.config)
         agent.launch_part(part)
 
-    def launch_forked(self, sealed: Sealed, fork: Callable[[int], TemplateLine]) -> None:
-        """Starts ranks that are forked from a template of their own.
+    def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
+        """Start ranks that are forked from a template of their own.
 
         Args:
-            sealed: The run.
+            prepared: The run.
             fork: Makes that template; takes the descriptor of a file for what it writes.
         """
         with self._lock:
             agent = self._running_agent()
-            agent.expect(sealed.job)
+            agent.expect(prepared.job)
         try:
             line = fork(agent.log)
         except BaseException:
-            agent.forget(sealed.job)
+            agent.forget(prepared.job)
             raise
         try:
-            agent.launch(sealed, line)
+            agent.launch(prepared, line)
         finally:
             line.close()
 
     def close(self) -> None:
-        """Ends every run, the agent and the template, and waits until they are gone."""
+        """End every run, the agent and the template, and waits until they are gone."""
         with self._lock:
             agent, self._agent = self._agent, None
         if agent is not None:
@@ -137,7 +137,7 @@ class LocalEngine:
         return self._agent
 
     def _let_go(self, agent: AgentProcess) -> None:
-        """Ends an idle agent and its template, unless a launch has come meanwhile. The next one starts both."""
+        """End an idle agent and its template, unless a launch has come meanwhile."""
         with self._lock:
             if not agent.is_expecting:
                 agent.is_lost = True
@@ -145,7 +145,7 @@ class LocalEngine:
 
 
 def _usual_options() -> LaunchConfig:
-    """What a launch will probably ask for. If it asks for more, it gets another template."""
+    """Return the options that a launch will probably have. One that asks for more gets another template."""
     try:
         return config.resolve({}, file=config.default_path())
     except ConfigError:  # a launch that reads the file says what is wrong with it
@@ -156,7 +156,7 @@ _engine = LocalEngine()
 
 
 def engine() -> LocalEngine:
-    """This process's engine."""
+    """Return this process's engine."""
     return _engine
 
 

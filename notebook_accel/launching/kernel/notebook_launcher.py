@@ -1,4 +1,4 @@
-"""``notebook_launcher``: a function on every device, and its results back in the notebook."""
+"""``notebook_launcher``: run a function on every device and return its results to the notebook."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def notebook_launcher(
     engine_options: Mapping[str, Any] | None = None,
     all_nodes: bool = False,
 ) -> Results | Job:
-    """Runs a function in several processes, each a rank with a device of its own, and returns what they return.
+    """Run a function in several processes, each a rank with a device of its own, and returns what they return.
 
     The ranks start clean: they have the function, its arguments and the notebook's names that it uses, by value, and
     the kernel's environment variables, working directory and import path; nothing else of the kernel.
@@ -59,7 +59,7 @@ def notebook_launcher(
     Configuration files are not read here; ``%%distributed`` and the command line read them.
 
     Args:
-        function: What each rank calls.
+        function: The function that each rank calls.
         args: Its positional arguments.
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
         mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks.
@@ -67,17 +67,17 @@ def notebook_launcher(
         master_addr: Address of node 0, where several nodes meet.
         node_rank: This node's number among several, from 0.
         num_nodes: Number of nodes, each with ``num_processes`` ranks; ``"1:4"`` if it may change, with ``c10d``.
-        rdzv_backend: How several nodes meet: ``static`` or ``c10d``.
+        rdzv_backend: Rendezvous backend for several nodes: ``static`` or ``c10d``.
         rdzv_endpoint: ``HOST:PORT`` where several nodes meet. Default: ``master_addr`` and ``use_port``.
-        rdzv_conf: How long several nodes wait for each other, such as ``{"timeout": 60}``, in seconds.
-        rdzv_id: What ranks have as ``TORCHELASTIC_RUN_ID``.
-        max_restarts: How often all ranks are started again after one has failed, until the failure ends the run.
+        rdzv_conf: Settings of the rendezvous, such as ``{"timeout": 60}``, in seconds.
+        rdzv_id: The ranks' ``TORCHELASTIC_RUN_ID``.
+        max_restarts: Number of times that a failed rank restarts all ranks before a failure ends the run.
         monitor_interval: Seconds between two looks at what changes around a run that may restart.
-        log_line_prefix_template: What stands before a rank's lines in the notebook, as torch has it: ``${role_name}``,
+        log_line_prefix_template: Prefix of a rank's lines in the notebook, in torch's format: ``${role_name}``,
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
-        start_method: How ranks come into being: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
+        start_method: Way of starting ranks: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
             function runs here, as the one rank, where a debugger works.
         preload: Names of modules that ranks find imported already.
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
@@ -90,9 +90,9 @@ def notebook_launcher(
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
-        view: What shows the run: ``auto``, ``panel``, ``lines`` or ``none``.
-        engine: Where ranks run: ``local``, on this machine, or ``ray``, on a Ray cluster.
-        engine_options: What the engine is told besides; see ``RayOptions``.
+        view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``.
+        engine: Place of the ranks: ``local``, this machine, or ``ray``, a Ray cluster.
+        engine_options: Options of the engine; see ``RayOptions``.
         all_nodes: With several nodes, return the results of all ranks. All nodes need one ``NOTEBOOK_ACCEL_SECRET``.
 
     Returns:
@@ -144,17 +144,19 @@ def notebook_launcher(
         environ={},
     )
 
-    def launch(attended: threading.Lock | None = None) -> Job:
-        return launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, attended=attended)
+    def launch(foreground_lock: threading.Lock | None = None) -> Job:
+        return launcher.launch_function(
+            function, tuple(args), dict(kwargs or {}), options, foreground_lock=foreground_lock
+        )
 
-    return launch() if background else foreground.launched(launch)
+    return launch() if background else foreground.run_in_foreground(launch)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:
-    """Runs a function in ranks on the CPU, also where there are GPUs, to try it out.
+    """Run a function in ranks on the CPU, also where there are GPUs, to try it out.
 
     Args:
-        function: What each rank calls.
+        function: The function that each rank calls.
         args: Its positional arguments.
         num_processes: Number of ranks.
 

@@ -1,4 +1,4 @@
-"""The runs of this process by name and number, for who has no ``Job`` at hand."""
+"""The runs of this process by name and number, for callers without a ``Job``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Entry:
     Attributes:
         number: Its number among this process's runs, from 1.
         name: Its name.
-        devices: What it runs on.
-        began: When it was started, in seconds since the epoch.
-        ending: How it has ended.
+        devices: The run's devices in words.
+        began: Time of the start, in seconds since the epoch.
+        ending: The end of the run.
         log_files: The ranks' logs.
     """
 
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def job(self) -> Job | None:
-        """Its job, if it runs or somebody still has it."""
+        """The run's job, if it runs or somebody still refers to it."""
         return self._job()
 
     @property
@@ -53,13 +53,13 @@ _entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
 
 def add(job: Job) -> None:
-    """Remembers a run."""
+    """Remember a run."""
     number = _entries[-1].number + 1 if _entries else 1
     _entries.append(Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, weakref.ref(job)))
 
 
 def latest(count: int = 1) -> list[Entry]:
-    """The runs that go on, and of those that have ended the last ``count``; in the order of their start."""
+    """Return the running runs and the last ``count`` ended ones, in the order of their start."""
     entries = list(_entries)
     running = [entry.is_running for entry in entries]  # asked once: a run that ended between would be missing
     ended = [index for index, is_running in enumerate(running) if not is_running][-count:]
@@ -67,7 +67,7 @@ def latest(count: int = 1) -> list[Entry]:
 
 
 def find(which: str = "", *, running: bool = False) -> Entry:
-    """A run by its name or number; without one the only run that goes on, or the last one.
+    """Return a run by its name or number; without one, the only running one, or the last one.
 
     Args:
         which: Its name or number.

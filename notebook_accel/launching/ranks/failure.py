@@ -28,14 +28,14 @@ _LOST_PEER = re.compile(
 
 
 def describe(
-    error: BaseException, spec: JobSpec, shipped: serialization.Origins, *, saved: bool = False
+    error: BaseException, spec: JobSpec, by_value: serialization.Origins, *, saved: bool = False
 ) -> events.Failed:
     """The event that says that the user's code raised this.
 
     Args:
         error: The exception, with its traceback.
         spec: The job, for the sources that are in no file.
-        shipped: The functions and classes that came from the notebook.
+        by_value: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
     text = _readable(error)
@@ -45,7 +45,7 @@ def describe(
         message=message,
         traceback="".join(_labelled(text, spec).format()),
         line=_innermost_line(text, spec),
-        exception=_pickled(error, shipped),
+        exception=_pickled(error, by_value),
         saved=saved,
         lost_peer=_is_lost_peer(error, message),
     )
@@ -173,11 +173,11 @@ def _innermost_line(text: traceback.TracebackException, spec: JobSpec) -> str:
     return ""
 
 
-def _pickled(error: BaseException, shipped: serialization.Origins) -> bytes:
+def _pickled(error: BaseException, by_value: serialization.Origins) -> bytes:
     """The exception for the notebook, or nothing: its text has gone there already."""
     with contextlib.suppress(Exception):
         pickled = serialization.pickle_by_value(
-            error, roots={"the exception": error}, origins=shipped, device_tensors_to_cpu=True
+            error, roots={"the exception": error}, origins=by_value, device_tensors_to_cpu=True
         )
         if not pickled.buffers:
             return bytes(pickled.data)

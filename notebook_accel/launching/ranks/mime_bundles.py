@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel.sizes import in_words
+from notebook_accel.formatting import format_size
 
 __all__ = ["bundle_of", "is_figure", "sendable"]
 
@@ -73,7 +73,7 @@ def sendable(data: Mapping[str, Any]) -> dict[str, Any]:
     size = sum(len(value) for value in ready.values() if isinstance(value, str))
     if size <= _MOST_BYTES:
         return ready
-    return {_TEXT: f"{str(ready.get(_TEXT, ''))[:1000]} [not shown here: it has {in_words(size)}]"}
+    return {_TEXT: f"{str(ready.get(_TEXT, ''))[:1000]} [not shown here: it has {format_size(size)}]"}
 
 
 def _call(obj: object, name: str, **arguments: Any) -> Any:

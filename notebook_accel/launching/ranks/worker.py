@@ -27,8 +27,9 @@ from typing import Any
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import result_files, stack_dumps
+from notebook_accel.launching import stack_dumps
 from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
+from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol import agent_messages as messages
@@ -70,11 +71,11 @@ class Inherited:
 
     Attributes:
         target: What they run.
-        shipped: The notebook's functions and classes, as which they come back.
+        by_value: The notebook's functions and classes, as which they come back.
     """
 
     target: Target
-    shipped: tuple[Any, ...]
+    by_value: tuple[Any, ...]
 
 
 def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
@@ -109,7 +110,7 @@ def _run_to_the_end(
     inherited: Inherited | None,
 ) -> tuple[events.Event, int]:
     """Everything that can raise; the rank's last word and its exit status."""
-    place, shipped, rank_pid = order.place, list[Any](), os.getpid()
+    place, by_value, rank_pid = order.place, list[Any](), os.getpid()
     try:
         interruption.watch(place.master_port)
         _take_over_environment(spec, place, order.variables)
@@ -123,11 +124,11 @@ def _run_to_the_end(
             namespace = _become_main(payload, place.rank)
             opened = open_namespace(spec, payload, namespace)
             target: Target = opened.value
-            shipped.extend(obj for _, obj in opened.shipped)
+            by_value.extend(obj for _, obj in opened.by_value)
         else:
             show_sources(spec.sources)
             namespace, target = _stay_main(place.rank), inherited.target
-            shipped.extend(inherited.shipped)
+            by_value.extend(inherited.by_value)
         try:
             value = call(spec, target, namespace)
         finally:
@@ -135,23 +136,23 @@ def _run_to_the_end(
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
         values, missing = _found(namespace, spec.pull if place.local_rank == 0 else ())
-        result_bytes = _write_result(result, place.rank, {"": value, **values}, shipped, missing)
+        result_bytes = _write_result(result, place.rank, {"": value, **values}, by_value, missing)
         finished = events.Finished(result_bytes=result_bytes)
         interruption.note_only()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
         error = interruption.settle(raised)
-        saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, shipped)
-        return failure.describe(error, spec, shipped, saved=saved), 1
+        saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
+        return failure.describe(error, spec, by_value, saved=saved), 1
     return finished, 0
 
 
-def _save_pulled(spec: JobSpec, result: int, rank: int, shipped: list[Any]) -> bool:
+def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
     """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
     pulled, _ = _found(sys.modules["__main__"].__dict__, spec.pull)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
-        return bool(pulled) and _write_result(result, rank, pulled, shipped) > 0
+        return bool(pulled) and _write_result(result, rank, pulled, by_value) > 0
     return False
 
 
@@ -170,8 +171,8 @@ def _found(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, A
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
     """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
     show_sources(spec.sources)
-    opened = serialization.open_sealed(payload, namespace=namespace)
-    namespace.update({name: obj for name, obj in opened.shipped if name is not None})
+    opened = serialization.load(payload, namespace=namespace)
+    namespace.update({name: obj for name, obj in opened.by_value if name is not None})
     namespace.update(opened.value.names)
     for name in opened.value.submodules:
         with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
@@ -304,13 +305,13 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 
 
 def _write_result(
-    result: int, rank: int, values: Mapping[str, Any], shipped: list[Any], missing: Mapping[str, str] | None = None
+    result: int, rank: int, values: Mapping[str, Any], by_value: list[Any], missing: Mapping[str, str] | None = None
 ) -> int:
-    return result_files.write(
+    return write_result_file(
         result,
         values,
         rank=rank,
-        origins=shipped,
+        origins=by_value,
         advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
         missing=missing,
     )

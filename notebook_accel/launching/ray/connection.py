@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from notebook_accel.errors import LaunchError, SupervisorLostError
-from notebook_accel.latch import Latch
 from notebook_accel.launching.ray import links
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Answer", "Connection", "NotWantedError", "why_not_reached"]
 

@@ -6,11 +6,12 @@ import dataclasses
 
 import msgspec
 
+from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
-from notebook_accel.launching.kernel import packing, sealing, uninterruptible
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.launching.kernel.engine import Request
+from notebook_accel.launching.kernel import run_payload
+from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connecting, options
 from notebook_accel.launching.ray.run import ClusterRun
@@ -54,7 +55,7 @@ class RayEngine:
         world_size = config.num_processes or self.devices(config).available
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
-    def launch(self, request: Request) -> Job:
+    def launch(self, request: LaunchRequest) -> Job:
         """Starts the run, which first waits for what the cluster has to reserve. See ``Engine``."""
         if request.on_death == "keep":
             raise ConfigError(
@@ -62,16 +63,16 @@ class RayEngine:
             )
         # The nodes have an environment, folders and an import path of their own.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
-        pickled, left_out = packing.pickled(request.target, request.roots, request.may_stay)
+        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
-            with sealing.sealed(dataclasses.replace(request, spec=there), pickled, left_out) as sealed:
+            with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as prepared:
                 run = ClusterRun(
-                    sealed.job, self._cluster, sealed.payload, sealed.result_files, resources, request.variables
+                    prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
                 )
-                sealed.job.attach(run)
+                prepared.job.attach(run)
                 run.start()
-            return sealed.job
+            return prepared.job
 
-        return uninterruptible.call(start, Job.discard, request.attended)
+        return uninterruptible.call(start, Job.discard, request.foreground_lock)

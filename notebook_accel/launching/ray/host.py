@@ -25,8 +25,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import interfaces, logs
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.agent_process import Part
-from notebook_accel.launching.kernel.control import Control
+from notebook_accel.launching.kernel.agent_process import NodePart
+from notebook_accel.launching.kernel.engine import RunControl
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events, ray_messages
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
@@ -92,7 +92,7 @@ class NodeHost:
             memory_files.fill(copied, memoryview(payload))
             memory_files.make_unwritable(copied)
             places = [(place, variables) for place in part.places]
-            self._engine.launch_part(Part(run, copied, run.result_files, places, listening))
+            self._engine.launch_part(NodePart(run, copied, run.result_files, places, listening))
         finally:
             os.close(copied)
             if listening is not None:
@@ -170,9 +170,9 @@ class _NodeRun:
         self.log_folder = logs.make_folder(config.log_dir, part.name)
         self.result_files = [memory_files.memory_file(f"notebook-accel-result-{place.rank}") for place in part.places]
         self.outbox = _Outbox()
-        self.control: Control | None = None
+        self.control: RunControl | None = None
 
-    def attach(self, control: Control) -> None:
+    def attach(self, control: RunControl) -> None:
         self.control = control
 
     def close(self) -> None:

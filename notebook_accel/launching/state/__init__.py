@@ -1,1 +1,1 @@
-"""What a run is doing, reduced from its events: one model, which panel, plain lines, errors and `job.ranks` read."""
+"""The one model of a run, reduced from its events: panel, plain lines, errors and ``job.ranks`` read it."""

@@ -1,4 +1,4 @@
-"""The reported metrics over steps: a curve for each rank and one for their mean. What it holds is bounded."""
+"""The reported metrics over steps: a curve for each rank and one for their mean, all bounded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LARGEST_VALUE = 1e90  # of a curve: sums and differences of such values are num
 
 
 class Series:
-    """A curve over steps that keeps at most a few hundred points, spread over its whole length, and always the last.
+    """A curve of at most a few hundred points, spread over its whole length, the last point always included.
 
     Args:
-        most_points: How many.
+        most_points: Largest number of points.
     """
 
     def __init__(self, most_points: int = _SERIES_POINTS) -> None:
@@ -28,11 +28,11 @@ class Series:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """``(step, value)`` by rising step."""
+        """The points ``(step, value)`` by rising step."""
         return [] if self._last is None else [*self._kept, self._last]
 
     def add(self, step: int, value: float) -> None:
-        """Adds a point, or replaces the last one if it has the same step. Leaves out what can't be drawn."""
+        """Add a point, or replace the last one if it has the same step. Ignore values that can't be drawn."""
         # Not a number and infinity fail the comparison too.
         if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
             return
@@ -54,7 +54,7 @@ class Curves:
 
     Args:
         world_size: Number of ranks.
-        unit: What its steps are: ``steps``, or ``reports`` where nothing counts steps.
+        unit: Unit of its steps: ``steps``, or ``reports`` where nothing counts steps.
         latest: The value of each rank that has reported it before.
 
     Attributes:
@@ -73,14 +73,14 @@ class Curves:
         self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Takes in what a rank has reported.
+        """Take in what a rank has reported.
 
         The mean gets a point as soon as each rank that has the metric has reported it again: one by one, it would jump.
 
         Args:
             rank: The rank.
             step: Its step.
-            value: What it has reported.
+            value: The reported value.
         """
         self._latest[rank] = value
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1

@@ -1,22 +1,35 @@
-"""How a run has failed, read from its state: the rank that failed first, why, and how the others ended."""
+"""The failure of a run, read from its state: the rank that failed first, the reason, the advice, the others."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from notebook_accel.errors import NodeLostError, RankEnd, RankFailedError, RunError, signal_name
-from notebook_accel.launching.state import explanations
-from notebook_accel.launching.state.rank import RankState
+from notebook_accel import code_places
+from notebook_accel.errors import NodeLostError, RankEnd, RankFailedError, RunError, SupervisorLostError, signal_name
+from notebook_accel.formatting import first_line, format_size, plain_lines
+from notebook_accel.launching.state.rank import CRASH, RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.payload import serialization
-from notebook_accel.plain_text import first_line, plain_lines
-from notebook_accel.protocol.agent_messages import Failure
-from notebook_accel.protocol.events import Ended, Failed
+from notebook_accel.protocol.agent_messages import Failure, Reason
+from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
-__all__ = ["Failures", "cause_of", "in_a_line", "raised_in_words"]
+__all__ = [
+    "Failures",
+    "cause_of",
+    "crash_frames",
+    "describe_shortage",
+    "explain_death",
+    "explain_exception",
+    "in_a_line",
+    "lost_process_error",
+    "raised_in_words",
+]
 
 _MOST_TRACEBACK_LINES = 300
 _FIRST_TRACEBACK_LINES = 50
@@ -39,14 +52,14 @@ class Failures:
     """Makes errors from the state of a run.
 
     Attributes:
-        start_method: How the ranks come into being.
-        left_out: Names that couldn't be sent, with the reason.
-        shipped: What was sent to the ranks by value, for the exceptions that come back.
+        start_method: The ranks' start method.
+        unsent: Names that couldn't be sent, with the reason.
+        by_value: Functions and classes that were sent by value, for exceptions that refer to them.
     """
 
     start_method: str
-    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    shipped: Sequence[Any] = ()
+    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_value: Sequence[Any] = ()
 
     def first(self, state: RunState) -> RankFailedError | None:
         """Return the error of the rank that failed first, ``None`` if no rank has failed."""
@@ -85,7 +98,7 @@ class Failures:
     def _raised(self, state: RunState, rank: RankState, failed: Failed) -> RankFailedError:
         where = f" at {failed.line}" if failed.line else ""
         memory = {other.rank: other.memory for other in state.ranks if other.memory is not None}
-        why, fix = explanations.of_exception(failed, rank.ended, memory, self.left_out)
+        why, fix = explain_exception(failed, rank.ended, memory, self.unsent)
         error = RankFailedError(
             f"rank {rank.number} of {state.total_ranks} failed{where}: {raised_in_words(failed)}",
             rank=rank.number,
@@ -95,20 +108,20 @@ class Failures:
             remote_traceback=_shown(failed.traceback),
             exit_code=1,
         )
-        error.__cause__ = cause_of(failed, self.shipped)
+        error.__cause__ = cause_of(failed, self.by_value)
         return error
 
     def _died(self, state: RunState, rank: RankState) -> RankFailedError:
         end = rank.ended
         assert end is not None, "a rank that failed has raised or ended"
-        of_what, why, fix = explanations.of_death(end, start_method=self.start_method, ranks=state.total_ranks)
+        of_what, why, fix = explain_death(end, start_method=self.start_method, ranks=state.total_ranks)
         return RankFailedError(
             f"rank {rank.number} of {state.total_ranks} {_how_it_died(end)}{of_what}.",
             rank=rank.number,
             world_size=state.total_ranks,
             why=why,
             fix=fix,
-            remote_traceback=explanations.of_crash(rank.crash),
+            remote_traceback=crash_frames(rank.crash),
             exit_code=end.exit_code,
             signal=end.signal,
         )
@@ -133,11 +146,11 @@ def _how_it_died(end: Ended) -> str:
 def _shown(traceback: str) -> str:
     """Return a rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
     lines = list(plain_lines(traceback.rstrip("\n")))
-    left_out = len(lines) - _MOST_TRACEBACK_LINES
-    if left_out <= 0:
+    unsent = len(lines) - _MOST_TRACEBACK_LINES
+    if unsent <= 0:
         return "\n".join(lines)
     first = lines[:_FIRST_TRACEBACK_LINES]
-    return "\n".join([*first, f"  [{left_out:,} lines left out]", *lines[left_out + len(first) :]])
+    return "\n".join([*first, f"  [{unsent:,} lines left out]", *lines[unsent + len(first) :]])
 
 
 def raised_in_words(failed: Failed) -> str:
@@ -145,12 +158,129 @@ def raised_in_words(failed: Failed) -> str:
     return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
-def cause_of(failed: Failed, shipped: serialization.Origins) -> BaseException:
+def cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
     """Return the rank's exception; one of its name and text where it can't be pickled or made again."""
     if failed.exception:
         with contextlib.suppress(Exception):
-            cause = serialization.loads(failed.exception, origins=shipped)
+            cause = serialization.loads(failed.exception, origins=by_value)
             if isinstance(cause, BaseException):
                 return cause
     stand_in: type[Exception] = type(failed.kind, (Exception,), {})
     return stand_in(failed.message)
+
+
+_KILLED = "Nothing of notebook-accel sent it."
+_CRASHED = "Native code has crashed, below the first of the lines of Python that are shown here, the innermost first."
+_OURS = f'  File "{code_places.OURS}'
+_LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all that it loads"
+_LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
+_NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
+_MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
+_BUILT_IN_THE_FUNCTION = "Or memory was short: under fork, each rank may have built a model for itself"
+_EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function builds it."
+_BUILD_OUTSIDE = (
+    "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
+)
+_NO_DEBUGGER = "A rank has no keyboard, so a debugger that asks in it ends at once."
+_DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
+# What torch's DataLoader says of a worker that was killed.
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
+
+
+def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
+    """Return an addition to the description of a rank's death, its likely reason, and advice.
+
+    Args:
+        end: The end of its process.
+        start_method: The ranks' start method.
+        ranks: Number of ranks.
+    """
+    if end.signal == signal.SIGKILL:
+        if end.shortage is None:
+            return "", _KILLED, ""
+        used = f"The rank had used up to {format_size(end.peak_bytes)}. " if end.peak_bytes else ""
+        fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
+        return ": out of host memory", used + describe_shortage(end.shortage), fix
+    if end.signal == signal.SIGBUS:
+        return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
+    if end.signal == signal.SIGSEGV and start_method == "fork":
+        if end.shortage is None:
+            many = "is one of them" if ranks == 1 else f"are {ranks} of them"
+            used = (
+                f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}" if end.peak_bytes else ""
+            )
+            return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
+        used = f"This rank had used up to {format_size(end.peak_bytes)}; " if end.peak_bytes else ""
+        why = used + _EACH_ITS_OWN.format(ranks=ranks)
+        return ": out of host memory", f"{describe_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
+    if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        return "", _CRASHED, ""
+    return "", "", ""
+
+
+def crash_frames(written: str) -> str:
+    """Return the user's lines that had called native code when it crashed, innermost first.
+
+    Args:
+        written: The rank's standard error from the crash on.
+    """
+    frames = []
+    for line in written.partition(CRASH)[2].splitlines():
+        if line.startswith(_OURS):
+            break  # who has called the user's code
+        if line.startswith('  File "'):
+            frames.append(line)
+    return "\n".join(frames)
+
+
+def explain_exception(
+    failed: Failed, end: Ended | None, memory: Mapping[int, Memory], unsent: Mapping[str, str] = {}
+) -> tuple[str, str]:
+    """Return the likely reason of a rank's exception, and advice.
+
+    Args:
+        failed: The rank's exception.
+        end: The end of its process, ``None`` while it lives.
+        memory: Each rank's last report of its memory.
+        unsent: Names that couldn't be sent, with the reason.
+    """
+    if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
+        used = [
+            f"rank {rank}: {format_size(said.used_bytes)} of {format_size(said.total_bytes)}"
+            + (" of the host's" if said.kind == "host" else "")
+            for rank, said in sorted(memory.items())
+        ]
+        return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
+    if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
+        return f"Out of host memory. {describe_shortage(end.shortage)}", _LESS_MEMORY
+    if failed.kind == "BdbQuit":
+        return _NO_DEBUGGER, _DEBUG_ELSEWHERE
+    return "", _of_missing_name(failed, unsent)
+
+
+def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
+    """Return advice for a variable that the notebook has and the rank lacks."""
+    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    if found is None or found[1] not in vars(sys.modules["__main__"]):
+        return ""
+    if found[1] in unsent:
+        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
+    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
+
+
+def describe_shortage(shortage: MemoryShortage) -> str:
+    """Return a description of a memory shortage in a sentence or two."""
+    whose = "the machine" if shortage.is_machine else "the container"
+    left = f"Of the {format_size(shortage.limit_bytes)} that {whose} has, {format_size(shortage.free_bytes)} were left."
+    killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
+    return f"{left} {killer}"
+
+
+def lost_process_error(reason: Reason, shortage: MemoryShortage | None) -> SupervisorLostError:
+    """Return the error of a run that has lost its template or its elastic process."""
+    if reason == "elastic lost":
+        what = "The process that decides about this run's restarts has died, and the ranks were stopped."
+    else:
+        what = "The process that the ranks were forked from has died, and the ranks with it."
+    why = f"Out of host memory. {describe_shortage(shortage)}" if shortage else "Something killed it."
+    return SupervisorLostError(what, why=why, fix="run the cell again: a new one is started")

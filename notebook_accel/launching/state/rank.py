@@ -1,18 +1,18 @@
 """The state of one rank, reduced from its events.
 
-A rank is in one of these states, and every view uses these words:
+Every view uses these words. README's section on the panel has the same table with the colours.
 
 | word | meaning |
 |---|---|
-| starting | its process is on its way and hasn't begun the user's code |
+| starting | its process is being started and hasn't begun the user's code |
 | running | it runs the user's code |
-| waiting | it runs, and waits in a collective for a rank that is silent |
+| waiting | it runs, and waits in a collective for a silent rank |
 | silent | it runs, has done no step for long, and other ranks wait for it |
-| finished | the user's code has returned and the result is there |
-| failed | the user's code has raised, or the process has exited before its end |
-| killed | a signal from elsewhere has ended the process |
-| stopped | it was interrupted or told to end, or has lost a peer that failed |
-| lost | the run is over, and nobody could report how this rank has ended |
+| finished | the user's code has returned, and the result is there |
+| failed | the user's code has raised, or the process exited before its end |
+| killed | a signal from elsewhere ended the process |
+| stopped | it was interrupted, told to end, or lost a peer that failed |
+| lost | the run is over, and nobody could report how this rank ended |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import dataclasses
 from typing import Literal
 
 from notebook_accel.errors import signal_name
-from notebook_accel.plain_text import clipped, plain_lines, plain_text
+from notebook_accel.formatting import clipped, plain_lines, plain_text
 from notebook_accel.protocol import events
 
 __all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]
@@ -45,12 +45,12 @@ _COMPILING = "compiling: steps are counted, and timed from when it is done"
 
 @dataclasses.dataclass
 class LastSteps:
-    """When a rank did its last steps: its rate, and whether it has stopped getting on.
+    """The times of a rank's last steps: they give its rate, and tell whether it has stalled.
 
     Times are seconds of ``time.monotonic()``.
 
     Attributes:
-        stepped_s: When its count last changed, ``None`` before it has counted anything.
+        stepped_s: Time of the last step, ``None`` before the first.
     """
 
     stepped_s: float | None = None
@@ -107,7 +107,7 @@ class LastSteps:
         Args:
             now_s: The present.
             since_s: Count the time from then at the earliest.
-            shortest_s: How long that has to be at least.
+            shortest_s: Shortest duration that counts as a stall.
         """
         usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
         return now_s - max(since_s, self.stepped_s or 0.0) > max(shortest_s, _STALLED_STEPS * usual_s)
@@ -115,34 +115,34 @@ class LastSteps:
 
 @dataclasses.dataclass
 class RankState:
-    """What is known about one rank.
+    """The state of one rank.
 
     Attributes:
         rank: Its number on this node, from 0.
-        state: How its process is; ``waiting`` and ``silent`` are found in ``word`` only.
+        state: The state of its process; ``word`` adds ``waiting`` and ``silent``.
         pid: Its process, ``None`` before it has started.
         step: Steps done in the running epoch, ``None`` before anything was counted.
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if not known.
-        epochs: How many epochs there will be, ``None`` if not known.
+        epochs: Number of epochs in all, ``None`` if not known.
         steps: Steps done over all epochs and loaders, ``None`` before anything was counted.
-        label: What is counted.
+        label: The name of the counted things.
         device: The device it computes on, such as ``cuda:0``; empty if not known.
         is_compiling: Whether the device's compiler is at work on the running step.
         metrics: The latest value of each metric.
         memory: The memory it last reported, ``None`` before.
         last_line: The last line that it wrote that isn't empty.
         last_lines: The last few lines that it wrote, before a crash of native code if there was one.
-        crash: What Python's fault handler wrote when native code crashed; else empty.
-        reason: Why it failed or ended early, in one line; else empty.
-        silent: What was found out when it had done no step for long; ``None`` again after its next one.
-        last_event_s: When it last gave a sign of life, in seconds of ``time.monotonic()``.
-        starts: How often a process of it has started.
+        crash: The report of Python's fault handler when native code crashed; else empty.
+        reason: The reason of a failure or an early end, in one line; else empty.
+        silent: The finding about a long time without a step; ``None`` again after the next one.
+        last_event_s: Time of the last sign of life, in seconds of ``time.monotonic()``.
+        starts: Number of its processes so far.
         node: The node it is on, from 0.
         first: The number of this node's first rank among all.
         has_result: Whether the user's code has returned and the result is there.
-        failed: What the user's code has raised.
-        ended: How its process has ended.
+        failed: The exception of the user's code.
+        ended: The end of its process.
     """
 
     rank: int
@@ -176,19 +176,19 @@ class RankState:
 
     @property
     def number(self) -> int:
-        """Its number among all ranks of the run."""
+        """The rank's number among all ranks of the run."""
         return self.first + self.rank
 
     @property
     def word(self) -> StateWord:
-        """One word for how it is; see the table of states."""
+        """The rank's state in one word; see the table of states."""
         if self.silent is None:
             return self.state
         return "waiting" if self.silent.waits_in else "silent"
 
     @property
     def note(self) -> str:
-        """What there is to say about it in one line: why it ended, or that it compiles; else empty."""
+        """A remark in one line: why the rank ended, or that it compiles; else empty."""
         return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
 
     @property
@@ -203,17 +203,17 @@ class RankState:
 
     @property
     def memory_used_bytes(self) -> int | None:
-        """Memory in use, of its device where it has one; ``None`` before it was measured."""
+        """Memory in use, on the rank's device if it has one; ``None`` before it was measured."""
         return None if self.memory is None else self.memory.used_bytes
 
     @property
     def memory_total_bytes(self) -> int:
-        """The memory that the device, or the host, has; 0 before it was measured."""
+        """Total memory of the device, or of the host; 0 before it was measured."""
         return 0 if self.memory is None else self.memory.total_bytes
 
     @property
     def utilisation(self) -> float | None:
-        """Per cent of the last second in which its device computed, ``None`` if that isn't known."""
+        """Per cent of the last second in which the device computed, ``None`` if not known."""
         return None if self.memory is None else self.memory.utilisation
 
     def steps_per_s(self, now_s: float) -> float | None:
@@ -254,7 +254,7 @@ class RankState:
 
         Args:
             before: A copy of it, made then.
-            began_s: When that was.
+            began_s: The time of the copy.
         """
         metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
         stepped_s = self.last_steps.stepped_s

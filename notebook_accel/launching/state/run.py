@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
-from notebook_accel.plain_text import clipped, plain_text
 from notebook_accel.protocol import events
 
 __all__ = ["RunState"]
@@ -32,7 +32,7 @@ _BEHIND_SHARE = 0.02
 
 
 class RunState:
-    """What is known about a run.
+    """The state of a run.
 
     Args:
         world_size: Number of ranks on this node.
@@ -43,11 +43,11 @@ class RunState:
         total_ranks: Number of ranks on all nodes.
         has_started: Whether a rank has ever begun the user's code.
         history: The curves of each metric over steps, or over reports as long as no rank counts steps.
-        nodes: How the other nodes stand, a line for each, or whom this one waits for.
+        nodes: The state of the other nodes, a line for each, or the nodes that this one waits for.
         restartings: The last times that all ranks were started again.
         working: The ranks that have something to do; all, unless the run is a session's.
-        working_since_s: When they got it.
-        first_step_s: When a rank first counted something, ``None`` before; ranks that start again begin anew.
+        working_since_s: The time since when they have.
+        first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -141,18 +141,18 @@ class RunState:
 
     @property
     def metric_names(self) -> list[str]:
-        """The reported metrics; losses first, else in the order in which they came."""
+        """Names of the reported metrics; losses first, else in the order of arrival."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
         return sorted(names, key=lambda name: "loss" not in name.lower())
 
     @property
     def restarts_why(self) -> list[str]:
-        """Of the last times that all ranks were started again, which time it was and why, in a line each."""
+        """A line for each of the last restarts: its number and its reason."""
         return [clipped(event.in_words) for event in [*self.restartings][-_SHOWN_RESTARTS:]]
 
     @property
     def restarts(self) -> int:
-        """How often all ranks were started anew, and then that of them which was started most often."""
+        """Number of restarts of all ranks, plus those of the rank that was restarted most."""
         return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
 
     @property
@@ -168,13 +168,13 @@ class RunState:
 
     @property
     def memory_shortage(self) -> events.MemoryShortage | None:
-        """The shortage of host memory, if there was one when a rank ended."""
+        """The shortage of host memory at a rank's end, ``None`` if there was none."""
         ends = (rank.ended for rank in self.ranks if rank.ended is not None)
         return next((end.shortage for end in ends if end.shortage is not None), None)
 
     @property
     def first_failed(self) -> RankState | None:
-        """The rank that failed first, ``None`` if none has. One that only lost its peer comes after every other."""
+        """The rank that failed first, ``None`` if none has. Ranks that only lost a peer come last."""
         reasons = [(rank.failed.lost_peer, rank.failed.time_s, rank.rank) for rank in self.ranks if rank.failed]
         reasons += [
             (False, rank.ended.time_s, rank.rank)

@@ -1,4 +1,4 @@
-"""Which ranks keep the others waiting.
+"""Detection of ranks that keep the others waiting.
 
 A rank that does no step for a while is not wrong: it may evaluate, save or compile. Users want to know when the others
 stand still because of it, and where it is. So no rank is marked as long as all of them are at the same place.
@@ -24,7 +24,7 @@ class Silence:
     Times are seconds of ``time.monotonic()``, which the caller gives.
 
     Args:
-        shortest_s: How long a rank has to be silent at least.
+        shortest_s: Shortest time without a step that counts as silence.
     """
 
     def __init__(self, shortest_s: float = _SHORTEST_S) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a run stand: from what Python's fault handler wrote to something that one wants to read.
+"""The ranks' stacks: from the text of Python's fault handler to text for people.
 
 The user's own lines come first, under the names that the notebook has for its cells; what libraries do below them
 comes after.
@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 from notebook_accel import code_places
-from notebook_accel.latch import Latch
 from notebook_accel.launching.spec import Source
 from notebook_accel.protocol.agent_messages import Condition, RankDump
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
 
@@ -60,14 +60,14 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class RankStack:
-    """Where one rank stands.
+    """The stack of one rank.
 
     Attributes:
         rank: The rank.
         pid: Its process, ``None`` if it has none.
         condition: ``said`` if it has a stack; else why it has none.
         frames: The calls of its main thread, the innermost first.
-        threads: The same for its other threads, without ours.
+        threads: The calls of its other threads, without ours.
     """
 
     rank: int
@@ -78,12 +78,12 @@ class RankStack:
 
     @property
     def user_line(self) -> str:
-        """The innermost line of the user's, such as ``In[7], line 12 in train``; empty if there is none."""
+        """The innermost line of the user's code, such as ``In[7], line 12 in train``; empty if there is none."""
         return next((str(frame) for frame in self.frames if frame.is_user), "")
 
     @property
     def waits_in(self) -> str:
-        """The collective that it is in, such as ``all_reduce``; empty if none can be seen.
+        """The collective that the rank is in, such as ``all_reduce``; empty if none can be seen.
 
         A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients.
         """
@@ -118,7 +118,7 @@ class RankStack:
 
 
 class Stacks(Sequence[RankStack]):
-    """Where all ranks stand; ``stacks[0]`` is rank 0. Shown as text."""
+    """The stacks of all ranks; ``stacks[0]`` is rank 0. Shown as text."""
 
     def __init__(self, stacks: Sequence[RankStack]) -> None:
         self._stacks = tuple(stacks)
@@ -184,10 +184,10 @@ class StackRequest:
 
 
 def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
-    """What a rank's fault handler has written.
+    """Return the stack that a rank's fault handler has written.
 
     Args:
-        dump: It.
+        dump: The fault handler's text, with the rank's pid and condition.
         sources: Sources of the notebook's functions, by the file name in their code.
     """
     threads: list[list[Frame]] = []
@@ -220,7 +220,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
-    """Without the frames through which the user's code was called, from the template's start on."""
+    """Return the frames without those that called the user's code, from the template's start on."""
     kept = list(frames)
     while kept and not kept[-1].is_user:
         kept.pop()

@@ -1,1 +1,1 @@
-"""What shows a run: the seam, and the plain lines that need no notebook."""
+"""The views of a run: the seam, and plain lines, which need no notebook."""

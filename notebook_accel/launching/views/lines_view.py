@@ -1,4 +1,4 @@
-"""The view where nobody looks at widgets: plain lines in a terminal, a script's output, or a notebook that is executed.
+"""The view without widgets: plain lines in a terminal, a script's output, or an executed notebook.
 
 Where the output is no terminal, no line is ever written over, and none has a control character.
 """
@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TextIO
 
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock, plain_lines, plain_text
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.kernel_display import KernelDisplay
-from notebook_accel.plain_text import AlikeLines, RankLine, plain_lines, plain_text
-from notebook_accel.plain_text import line_prefix as prefix
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
+from notebook_accel.launching.views.rank_lines import line_prefix as prefix
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
@@ -38,13 +37,13 @@ _NOTICES = (events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
 def line_prefix(job: Job, ranks: Iterable[int]) -> str:
-    """What stands before a line of these ranks' output: the option's template filled in, or their numbers."""
+    """Return the prefix of a line that these ranks print: the option's template filled in, or their numbers."""
     # Several nodes may number their ranks anew.
     return prefix(ranks, job.total_ranks, first=job.first_rank, template=job.config.log_line_prefix_template or "")
 
 
 class _Lines:
-    """One rank's lines on their way out: the first ones as they come, and of the others the last ones at the end."""
+    """One rank's lines on their way out: the first as they come, the last of the others at the end."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._log_file = str(job.log_files[rank]) if job.log_files else ""
@@ -53,7 +52,7 @@ class _Lines:
         self._left_out = 0
 
     def add(self, text: str, left_out: int = 0) -> list[str]:
-        """Takes lines; returns those that are to be shown now."""
+        """Take lines, and return those that are to be shown now."""
         if left_out:
             self._left_out += left_out + len(self._held)
             self._held.clear()
@@ -66,17 +65,17 @@ class _Lines:
         return shown
 
     def close(self) -> list[str]:
-        """What is to be shown at the end."""
+        """Return the lines to show at the end."""
         where = f"; the whole output is in {self._log_file}" if self._log_file else ""
         return [*([f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []), *self._held]
 
 
 class LinesView:
-    """Prints what ranks print, line by line with the rank in front, and now and then where each rank stands.
+    """Prints the ranks' lines with a prefix, and from time to time each rank's progress.
 
     Args:
         job: The run.
-        out: Where to. In a terminal, where the ranks stand is one line below the output.
+        out: The output. In a terminal, the ranks' progress is one line below the output.
         period_s: Seconds between two lines of progress. Default: 5, and more in a run that takes hours.
     """
 
@@ -94,7 +93,7 @@ class LinesView:
         self._displays = KernelDisplay()
 
     def refresh(self) -> None:
-        """Prints the new lines, and the progress when it is due."""
+        """Print the new lines, and the progress when it is due."""
         now_s = time.monotonic()
         for rank, event in self._job.events():
             self._take(rank, event, now_s)
@@ -106,7 +105,7 @@ class LinesView:
             self._print_progress(now_s)
 
     def close(self) -> None:
-        """Prints what is left and where each rank ended."""
+        """Print what is left and where each rank ended."""
         self._due_s = float("inf")
         self.refresh()
         self._alike.settle()
@@ -151,7 +150,7 @@ class LinesView:
                 self._print(f"[{line}]" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
-        """Once for each step that a rank doesn't get beyond; the ranks that wait for it need no line."""
+        """Print a silent rank, once for each step at which it stays. Ranks that wait for it get no line."""
         steps = self._job.state.ranks[rank].steps
         if rank not in self._silent_steps or self._silent_steps[rank] != steps:
             self._silent_steps[rank] = steps
@@ -165,7 +164,7 @@ class LinesView:
         if described and described != self._shown:
             self._shown = described
             self._alike.settle()
-            time_shown = durations.in_minutes(now_s - self._job.started_s)
+            time_shown = format_clock(now_s - self._job.started_s)
             self._print(f"[{time_shown}] {line}" for line in described)
 
     def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
@@ -173,12 +172,12 @@ class LinesView:
             ranks = self._job.state.ranks
             described = rank_lines.lines(ranks, now_s)
             if folded and described:
-                described = [f"[{durations.in_minutes(now_s - self._job.started_s)}] {rank_lines.folded(ranks, now_s)}"]
+                described = [f"[{format_clock(now_s - self._job.started_s)}] {rank_lines.folded(ranks, now_s)}"]
         return described
 
 
 class _StatusLine:
-    """The last line of a terminal, which is written over.
+    """The last line of a terminal, which is overwritten.
 
     Args:
         out: The terminal.
@@ -191,13 +190,13 @@ class _StatusLine:
         self._due_s = 0.0
 
     def erase(self) -> None:
-        """Takes it away, so that output can be written where it was."""
+        """Erase the line, so that output can be written in its place."""
         if self._is_drawn:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
     def draw(self, describe: Callable[[], list[str]]) -> None:
-        """Writes it: as it is now if that is due, and as it was if it was erased."""
+        """Draw the line: with new text when it is due, with the old text after it was erased."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:

@@ -1,16 +1,24 @@
-"""The states of ranks as lines of text: a line for each rank, or one for all of many."""
+"""Ranks as lines of text: their states, the lines that several print alike, and rank 0's displays."""
 
 from __future__ import annotations
 
+import bisect
+import builtins
 import collections
+import contextvars
 import dataclasses
+import itertools
+import operator
+import string
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from notebook_accel import durations
+from notebook_accel.formatting import format_clock, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState
-from notebook_accel.sizes import in_words
+from notebook_accel.protocol import events
 
-__all__ = ["folded", "lines"]
+__all__ = ["AlikeLines", "KernelDisplay", "RankLine", "folded", "line_prefix", "lines"]
 
 _MOST_LINES = 4  # of ranks, before they are folded into one
 _MOST_METRICS = 6
@@ -51,9 +59,9 @@ class _Column:
 
     Attributes:
         value: A rank's, ``None`` if it has none.
-        written: How a value is written.
-        before: What stands before it.
-        after: What stands after it.
+        written: Formats a value.
+        before: Text before the value.
+        after: Text after the value.
     """
 
     value: Callable[[RankState], float | None]
@@ -80,11 +88,11 @@ def _columns(ranks: Sequence[RankState], now_s: float) -> list[_Column]:
         _Column(lambda rank: _rate(rank, now_s), "{:.1f}".format, "", " steps/s"),
     ]
     if not any(rank.silent for rank in ranks):  # nobody knows how long others will still wait for a silent one
-        columns.append(_Column(lambda rank: rank.left_s(now_s), durations.in_minutes, "", " left"))
+        columns.append(_Column(lambda rank: rank.left_s(now_s), format_clock, "", " left"))
     names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
     shown = sorted(names, key=lambda name: "loss" not in name.lower())[:_MOST_METRICS]
     columns += [_Column(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
-    columns.append(_Column(lambda rank: rank.memory_used_bytes, lambda size: in_words(int(size)), "memory "))
+    columns.append(_Column(lambda rank: rank.memory_used_bytes, lambda size: format_size(int(size)), "memory "))
     return columns
 
 
@@ -112,3 +120,211 @@ def _of(totals: Iterable[int | None]) -> str:
 
 def _place(rank: RankState) -> tuple[int, int]:
     return rank.epoch or 0, rank.step or 0
+
+
+_MOST_UNSETTLED = 500  # lines that others may still join
+_MOST_PASSED = 64  # lines that one may be moved past, so that a flood costs nothing
+# The agent reads one log after the other, about ten times a second: between lines of different ranks that came this
+# close together, the order of arrival is only the order of reading.
+_TOGETHER_S = 0.1
+_MOST_SPANS = 5  # in the margin
+_ROLE = "default_role"  # what torch calls it
+
+
+def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
+    """Return the prefix of a line that these ranks print.
+
+    Args:
+        ranks: Their numbers on this node.
+        total: Number of ranks on all nodes. The margin is as wide as if all of them had printed the line.
+        first: The number of this node's first rank among all.
+        template: The option ``log_line_prefix_template``; empty for ``0-7 │``.
+    """
+    local = _label(ranks)
+    label = _label(first + rank for rank in ranks) if first else local
+    if not template:
+        return f"{label:>{len(_label(range(total)))}} │ "
+    return string.Template(template).substitute(role_name=_ROLE, rank=label, local_rank=local)
+
+
+def _label(ranks: Iterable[int]) -> str:
+    spans = rank_spans(ranks)
+    left_out = len(spans) - _MOST_SPANS
+    return ",".join([*spans[:_MOST_SPANS], *([f"+{left_out}"] if left_out > 0 else [])])
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RankLine:
+    """One shown line, and the ranks that printed it.
+
+    Attributes:
+        ranks: Their numbers on this node.
+        text: The line.
+        came_s: Time at which the first of them printed it, in seconds.
+        due_s: From when on no other rank can join it, in seconds.
+        number: Its place among the lines that are not settled.
+    """
+
+    ranks: set[int]
+    text: str
+    came_s: float
+    due_s: float
+    number: int
+
+
+class AlikeLines:
+    """Orders the ranks' lines for showing. A line that several ranks print alike is shown once.
+
+    A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and every rank's lines
+    stay in the order in which the rank printed them. Other lines of different ranks stay in order of arrival, unless
+    they came so close together that this order means nothing.
+
+    Args:
+        world_size: Number of ranks here.
+        moment_s: Seconds in which other ranks may still join a line.
+        settle: Takes each line in order, when no rank can join it any more.
+    """
+
+    def __init__(self, world_size: int, moment_s: float, settle: Callable[[RankLine], object]) -> None:
+        self._world_size = world_size
+        self._moment_s = moment_s
+        self._settle = settle
+        self._unsettled: collections.OrderedDict[int, RankLine] = collections.OrderedDict()
+        self._by_text: dict[str, list[RankLine]] = {}  # in order, as the numbers are
+        self._last: dict[int, int] = {}  # the number of each rank's last line
+        self._next = 0
+
+    @property
+    def unsettled(self) -> list[RankLine]:
+        """The lines that other ranks may still join, in order."""
+        return list(self._unsettled.values())
+
+    def add(self, rank: int, texts: Sequence[str], now_s: float) -> list[RankLine]:
+        """Add the lines that a rank has printed.
+
+        Args:
+            rank: The rank.
+            texts: Its lines.
+            now_s: Time of their arrival, in seconds.
+
+        Returns:
+            The line that each of them is now part of. It has one rank only if it is a new one.
+        """
+        self.settle(now_s)
+        if len(texts) > _MOST_UNSETTLED:  # a flood, which nobody reads line by line
+            self.settle()
+            lines = [RankLine({rank}, text, now_s, now_s, 0) for text in texts]
+            for line in lines:
+                self._settle(line)
+            return lines
+        lines = []
+        for index, text in enumerate(texts):
+            joined = self._joinable(rank, texts, index, now_s) if text in self._by_text else None
+            if joined is None:
+                joined = RankLine(set(), text, now_s, now_s + self._moment_s, 0)
+                self._append(joined)
+            joined.ranks.add(rank)
+            self._last[rank] = joined.number
+            lines.append(joined)
+            if len(self._unsettled) > _MOST_UNSETTLED:
+                self._settle_first()
+        self.settle(now_s)
+        return lines
+
+    def settle(self, now_s: float = float("inf")) -> None:
+        """Settle the lines that no rank can join any more; without a time, all lines."""
+        while self._unsettled:
+            first = next(iter(self._unsettled.values()))
+            if first.due_s > now_s and len(first.ranks) < self._world_size:
+                break
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        _, line = self._unsettled.popitem(last=False)
+        self._forget_text(line)
+        self._settle(line)
+
+    def _append(self, line: RankLine) -> None:
+        line.number, self._next = self._next, self._next + 1
+        self._unsettled[line.number] = line
+        self._by_text.setdefault(line.text, []).append(line)
+
+    def _forget_text(self, line: RankLine) -> None:
+        equal = self._by_text[line.text]
+        equal.remove(line)
+        if not equal:
+            del self._by_text[line.text]
+
+    def _joinable(self, rank: int, texts: Sequence[str], index: int, now_s: float) -> RankLine | None:
+        """Return the line that this rank can join with the text at ``index``, moved below the rank's earlier lines."""
+        equal = self._by_text[texts[index]]
+        below = bisect.bisect_right(equal, self._last.get(rank, -1), key=operator.attrgetter("number"))
+        if below < len(equal):
+            return equal[below]
+        oldest = self._next - _MOST_PASSED
+        above = itertools.takewhile(lambda line: rank not in line.ranks and line.number >= oldest, reversed(equal))
+        line = next(iter(collections.deque(above, maxlen=1)), None)  # the first of them
+        if line is not None and self._move_to_end(line, rank, texts[index + 1 : index + _MOST_PASSED], now_s):
+            return line
+        return None
+
+    def _move_to_end(self, line: RankLine, rank: int, coming: Sequence[str], now_s: float) -> bool:
+        """Move a line to the end, with all that its ranks have printed after it, and return whether that was possible.
+
+        What is moved is joined by this rank next, was joined by others, or has come together with what it passes.
+        """
+        from_line = itertools.takewhile(lambda other: other.number >= line.number, reversed(self._unsettled.values()))
+        moved, passed, ranks = [line], [], set(line.ranks)
+        matched = 0
+        for other in list(from_line)[-2::-1]:
+            if ranks.isdisjoint(other.ranks):
+                passed.append(other)
+                continue
+            moved.append(other)
+            ranks |= other.ranks
+            if matched < len(coming) and other.text == coming[matched]:
+                matched += 1
+            elif len(other.ranks) == 1 and now_s - other.came_s > _TOGETHER_S:
+                return False
+        if rank in ranks:
+            return False
+        for other in passed:
+            other.due_s = min(other.due_s, line.due_s)  # so that what is moved need not wait for them
+        for other in moved:
+            del self._unsettled[other.number]
+            self._forget_text(other)
+            self._append(other)
+            self._last.update(dict.fromkeys(other.ranks, other.number))
+        return True
+
+
+class KernelDisplay:
+    """Shows rank 0's displays under the cell in which this was made, or the cell of the last ``begin_cell``."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+        self.begin_cell()
+
+    def begin_cell(self) -> None:
+        """Show all further displays under the running cell, from whichever thread."""
+        self._context = contextvars.copy_context()
+
+    def show(self, event: events.Display) -> bool:
+        """Show a display that is more than text, in a kernel. Return whether it was shown."""
+        display = _display_of_kernel()
+        has_place = event.display_id in self._shown
+        if display is None or not (has_place or event.data.keys() - {"text/plain"}):
+            return False
+        if event.display_id:
+            self._shown.add(event.display_id)
+        options: dict[str, Any] = {"metadata": event.metadata, "display_id": event.display_id or None}
+        if event.is_update and has_place:
+            options["update"] = True
+        self._context.copy().run(display, event.data, raw=True, **options)
+        return True
+
+
+def _display_of_kernel() -> Callable[..., Any] | None:
+    """Return IPython's ``display``, which every cell can reach; ``None`` outside of kernels."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(builtins, "display", None) if hasattr(shell, "kernel") else None

@@ -1,4 +1,4 @@
-"""What shows a run while it goes on: a seam with one verb, ``open``, and its small twin that shows nothing.
+"""The seam of the views of a running job: one verb, ``open``, and a small twin that shows nothing.
 
 Views come from the entry point group ``notebook_accel.views``: a callable that takes the job and returns a view, or
 ``None`` where it can't show anything. So a notebook has its panel without this package knowing of notebooks.
@@ -25,27 +25,27 @@ class View(Protocol):
     """Shows one job."""
 
     def refresh(self) -> None:
-        """Shows what is new. Called at most five times a second, by the thread that follows the job."""
+        """Show what is new. Called at most five times a second, by the thread that follows the job."""
 
     def close(self) -> None:
-        """The job has ended: shows how."""
+        """Show how the job has ended."""
 
 
 def open_view(job: Job) -> View:
-    """The view that fits the job's options and the place: the first that can show it, else plain lines."""
+    """Return the first view that can show the job, else plain lines."""
     if job.config.view == "none":
         return NoView(job)
     return open_panel(job) or LinesView(job, sys.stdout)
 
 
 def open_panel(job: Job) -> View | None:
-    """The first view that can show it, other than plain lines; ``None`` if there is none."""
+    """Return the first view, other than plain lines, that can show the job; ``None`` if there is none."""
     views = (opener(job) for opener in _openers()) if job.config.view not in ("lines", "none") else ()
     return next((view for view in views if view is not None), None)
 
 
 def warm() -> None:
-    """Imports the modules of the views, so that the first launch need not wait for them."""
+    """Import the modules of the views, so that the first launch need not wait for them."""
     _openers()
 
 
@@ -55,14 +55,14 @@ def _openers() -> tuple[Callable[[Job], View | None], ...]:
 
 
 class NoView:
-    """Shows nothing."""
+    """A view that shows nothing."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def refresh(self) -> None:
-        """Takes the events, so that they don't pile up."""
+        """Take the events, so that they don't pile up."""
         self._job.events()
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Literal
 
 from notebook_accel.errors import RunStoppedError, RunTimeoutError
-from notebook_accel.latch import Latch
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.pending_request import PendingRequest
 from notebook_accel.sessions.kernel.rank_connections import RankRequest
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["BackgroundCell"]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state import explanations
-from notebook_accel.launching.state.failures import cause_of, raised_in_words
+from notebook_accel.launching.state.failures import cause_of, explain_exception, raised_in_words
 from notebook_accel.protocol.events import Failed
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
@@ -29,18 +28,18 @@ def first_failure(
 
     Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
     """
-    failures = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
-    if not failures:
+    failed_ranks = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
+    if not failed_ranks:
         return None
-    rank = min(failures, key=lambda rank: _order(rank in interrupted, failures[rank]))
-    failed = failures[rank]
+    rank = min(failed_ranks, key=lambda rank: _order(rank in interrupted, failed_ranks[rank]))
+    failed = failed_ranks[rank]
     others = [
         RankEnd(other, stopped=other in interrupted, error=raised_in_words(said))
-        for other, said in sorted(failures.items())
+        for other, said in sorted(failed_ranks.items())
         if other != rank
     ]
     where = f" at {failed.line}" if failed.line else ""
-    why, fix = explanations.of_exception(failed, None, {})
+    why, fix = explain_exception(failed, None, {})
     error = RankFailedError(
         f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
         rank=rank,

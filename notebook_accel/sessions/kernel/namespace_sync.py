@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching.kernel import packing, sources
+from notebook_accel.launching.kernel import run_payload
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions.kernel.interrupts import held
@@ -38,14 +38,14 @@ class Inputs:
     Attributes:
         names: Notebook variables that the code uses.
         by_force: Names that replace whatever the ranks have under them.
-        may_stay: Names that are left out if they can't be sent.
+        optional_names: Names that are left out if they can't be sent.
         submodules: Modules to import.
         call: A function with its arguments.
     """
 
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     by_force: Sequence[str] = ()
-    may_stay: Sequence[str] = ()
+    optional_names: Sequence[str] = ()
     submodules: tuple[str, ...] = ()
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -186,10 +186,12 @@ class NamespaceSync:
         }
         pickled, names = _pickled(names, inputs, origins)
         sizes = pickled.sizes_bytes
-        fingerprints = {name: Fingerprint(value, sizes.get(packing.label_of(name), 0)) for name, value in names.items()}
+        fingerprints = {
+            name: Fingerprint(value, sizes.get(run_payload.variable_label(name), 0)) for name, value in names.items()
+        }
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
-            serialization.seal(descriptor, pickled)
+            serialization.dump(descriptor, pickled)
             memory_files.make_unwritable(descriptor)
         except BaseException:
             os.close(descriptor)
@@ -197,11 +199,12 @@ class NamespaceSync:
         is_kept = inputs.call is None  # of a call only the classes are kept: their instances may outlive it
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
-            shipped=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.shipped],
+            by_value=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value],
             by_force=[name for name in inputs.by_force if name in names],
             forgotten=sorted(number for number in known if self._object(number) is None),
             sources={
-                name: (source.label, source.text) for name, source in sources.of_functions(pickled.shipped).items()
+                name: (source.label, source.text)
+                for name, source in run_payload.notebook_sources(pickled.by_value).items()
             },
         )
         return Parcel(ranks, delivery, descriptor, fingerprints, tuple(sorted(had.difference(inputs.by_force))))
@@ -236,18 +239,18 @@ def _pickled(
     try:
         done = _pickle(names, inputs, origins)
     except PayloadError:
-        staying = [name for name in inputs.may_stay if name in names and _cannot_be_sent(names[name], origins)]
+        staying = [name for name in inputs.optional_names if name in names and _cannot_be_sent(names[name], origins)]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
         done = _pickle(names, inputs, origins)
-    packing.say_what_is_large(done.sizes_bytes)
-    packing.say_what_loses_its_graph({packing.label_of(name): value for name, value in names.items()})
+    run_payload.report_large(done.sizes_bytes)
+    run_payload.report_lost_graphs({run_payload.variable_label(name): value for name, value in names.items()})
     return done, names
 
 
 def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -> serialization.Pickled:
-    roots = {packing.label_of(name): value for name, value in names.items()}
+    roots = {run_payload.variable_label(name): value for name, value in names.items()}
     if inputs.call is not None:
         function, args, kwargs = inputs.call
         roots |= {f'function "{getattr(function, "__name__", type(function).__name__)}"': function}

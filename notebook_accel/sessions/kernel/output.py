@@ -16,12 +16,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel import durations
+from notebook_accel.formatting import clipped, format_clock, plain_text, rank_spans
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.kernel_display import KernelDisplay
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
-from notebook_accel.plain_text import AlikeLines, RankLine, clipped, plain_text, rank_spans
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
 
@@ -241,7 +240,7 @@ class _CellProgress:
         elif is_end or time.monotonic() >= self._began_s + self._period_s:
             self._shown = described
             self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)
-            taken = durations.in_minutes(time.monotonic() - self._began_s)
+            taken = format_clock(time.monotonic() - self._began_s)
             sys.stdout.writelines(f"[{taken}] {line}\n" for line in described)
 
 

@@ -13,11 +13,9 @@ from typing import Any
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
-from notebook_accel.latch import Latch
-from notebook_accel.launching import result_files
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.result_files import Opening
+from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.background import BackgroundCell
@@ -29,6 +27,7 @@ from notebook_accel.sessions.kernel.pending_request import Console, PendingReque
 from notebook_accel.sessions.kernel.rank_connections import RankAnswer, RankConnections, RankRequest
 from notebook_accel.sessions.listener import Listener
 from notebook_accel.sessions.ranks import loop
+from notebook_accel.uninterruptible import Latch
 
 __all__ = ["RankPool", "RequestQueue"]
 
@@ -357,11 +356,13 @@ class RankPool:
             ResultError: A value can't be unpickled; the others are in the error.
         """
         openings = {
-            rank: Opening(answer.value, rank) for rank, answer in sorted(request.answers.items()) if answer.value >= 0
+            rank: ResultFile(answer.value, rank)
+            for rank, answer in sorted(request.answers.items())
+            if answer.value >= 0
         }
         for opening in openings.values():
-            opening.proceed(self.namespace_sync.origins)
-        error = result_files.result_error(openings)
+            opening.unpickle(self.namespace_sync.origins)
+        error = result_error(openings)
         if error is not None:
             raise error
         return [openings[rank].outcome if rank in openings else None for rank in sorted(request.answers)]

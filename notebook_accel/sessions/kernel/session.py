@@ -258,7 +258,7 @@ def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> In
     """Collect the notebook variables that a cell needs."""
     captured = cell.captured(namespace, push)
     names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
-    return Inputs(names, push, cell.may_stay(names, push), cell.submodules(names))
+    return Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 
 def _start_pool(config: LaunchConfig) -> RankPool:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from notebook_accel import reporting
-from notebook_accel.launching import result_files
 from notebook_accel.launching.ranks import displays, failure, interruption, mime_bundles, nccl, streams, worker
+from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
@@ -147,7 +147,7 @@ class _Rank:
         try:
             descriptor = memory_files.memory_file("notebook-accel-value")
             opened.callback(os.close, descriptor)
-            result_files.write(
+            write_result_file(
                 descriptor,
                 values,
                 rank=self._rank,

@@ -58,7 +58,7 @@ class NamespaceTracker:
         """Open a delivery and bind its names. Return the call that it contains, if any."""
         before = dict(self._namespace)
         try:
-            opened = serialization.open_sealed(descriptor, namespace=self._namespace, origins=self.objects)
+            opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
         except BaseException:  # names that did arrive would count as the rank's own, and never be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
@@ -67,14 +67,14 @@ class NamespaceTracker:
         names, shared, submodules, call = opened.value
         # A function brings along the globals that it uses. They must not replace variables that the rank has.
         self._namespace.update(before)
-        arrived = {name: obj for name, obj in opened.shipped if name is not None and name not in before}
+        arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
         arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
         self._namespace.update(arrived)
         for name in self._namespace.keys() - before.keys() | arrived.keys():
             self._taken[name] = self._namespace[name]
         for number in delivery.forgotten:
             self.objects.pop(number, None)
-        numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.shipped)], strict=True)
+        numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.by_value)], strict=True)
         self.objects.update((number, obj) for number, obj in numbered if number >= 0)
         for name in submodules:
             with contextlib.suppress(ImportError):  # code that needs it will raise, where it needs it

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from notebook_accel.launching.state import explanations
+from notebook_accel.launching.state import failures
 from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
 SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, was_seen=False)
@@ -42,15 +42,15 @@ SHORTAGE = MemoryShortage(free_bytes=2**28, limit_bytes=2**34, is_machine=True, 
     ],
 )
 def test_death_by_a_signal(end: Ended, start_method: str, expected: str) -> None:
-    assert expected in " ".join(explanations.of_death(end, start_method=start_method, ranks=8))
+    assert expected in " ".join(failures.explain_death(end, start_method=start_method, ranks=8))
 
 
 def test_exit_status_says_enough() -> None:
-    assert explanations.of_death(Ended(exit_code=3), start_method="fork", ranks=8) == ("", "", "")
+    assert failures.explain_death(Ended(exit_code=3), start_method="fork", ranks=8) == ("", "", "")
 
 
 def test_shortage_has_its_figures() -> None:
-    assert explanations.of_shortage(SHORTAGE).startswith("Of the 16 GiB that the machine has, 256 MiB were left.")
+    assert failures.describe_shortage(SHORTAGE).startswith("Of the 16 GiB that the machine has, 256 MiB were left.")
 
 
 @pytest.mark.parametrize(
@@ -58,19 +58,19 @@ def test_shortage_has_its_figures() -> None:
 )
 def test_loader_worker_that_was_killed_is_explained_where_memory_was_short(end: Ended, expected: str) -> None:
     failed = Failed(kind="RuntimeError", message="DataLoader worker (pid(s) 7) exited unexpectedly", traceback="")
-    why, _ = explanations.of_exception(failed, end, {})
+    why, _ = failures.explain_exception(failed, end, {})
     assert why.startswith(expected) and bool(why) == bool(expected)
 
 
 def test_debugger_that_nobody_can_answer_is_explained() -> None:
     failed = Failed(kind="BdbQuit", message="", traceback="")
-    assert "--start_method inline" in explanations.of_exception(failed, None, {})[1]
+    assert "--start_method inline" in failures.explain_exception(failed, None, {})[1]
 
 
 def test_device_memory_of_every_rank_that_has_said_it() -> None:
     failed = Failed(kind="OutOfMemoryError", message="CUDA out of memory.", traceback="")
     memory = {rank: Memory(used_bytes=(4 - rank) << 30, total_bytes=4 << 30, kind="device") for rank in (1, 0)}
-    why, _ = explanations.of_exception(failed, None, memory)
+    why, _ = failures.explain_exception(failed, None, memory)
     assert why == "Memory in use then, rank 0: 4.0 GiB of 4.0 GiB, rank 1: 3.0 GiB of 4.0 GiB."
 
 
@@ -81,12 +81,12 @@ Fatal Python error: Segmentation fault
 Current thread 0x0001 (most recent call first):
   File "/usr/lib/python3/ctypes/__init__.py", line 1 in string_at
   File "In[3]", line 4 in train
-  File "{explanations.__file__.replace("explanations", "worker")}", line 1 in run
+  File "{failures.__file__.replace("failures", "worker")}", line 1 in run
   File "<string>", line 1 in <module>
 
 Extension modules: numpy (total: 1)"""
-    assert explanations.of_crash(written).splitlines() == [
+    assert failures.crash_frames(written).splitlines() == [
         '  File "/usr/lib/python3/ctypes/__init__.py", line 1 in string_at',
         '  File "In[3]", line 4 in train',
     ]
-    assert explanations.of_crash("") == ""
+    assert failures.crash_frames("") == ""

@@ -1,4 +1,4 @@
-"""What is checked before a launch, without importing torch or waking a device.
+"""Checks before a launch, without importing torch or initialising a device.
 
 Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list. All
 of it runs at every launch, so it has to be quick: nothing is counted, opened or looked up that need not be.
@@ -12,18 +12,18 @@ import pathlib
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from notebook_accel import host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
+from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
-from notebook_accel.launching.kernel.checks import forkable
-from notebook_accel.launching.kernel.checks.devices import Devices
-from notebook_accel.sizes import in_words
+from notebook_accel.launching.kernel.devices import Devices
 
-__all__ = ["check", "warn"]
+__all__ = ["check", "check_fork", "warn"]
 
 _RANK_BYTES = 64 << 20  # less than any rank takes that does something
 _SHARED_MEMORY = "/dev/shm"
@@ -40,12 +40,12 @@ _warned: set[str] = set()
 def check(
     config: LaunchConfig, devices: Devices | None = None, captured: Mapping[str, Any] = {}
 ) -> tuple[Finding, ...]:
-    """All that speaks against a launch from this process.
+    """Return all findings against a launch from this process.
 
     Args:
         config: The options.
-        devices: What the ranks would run on. Default: what there is.
-        captured: What the ranks are to have, by the words that a message uses for it.
+        devices: The ranks' devices. Default: those of this machine.
+        captured: The ranks' objects, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
@@ -58,7 +58,7 @@ def check(
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
-            findings += forkable.check(on_gpus=devices.kind == "GPU")
+            findings += check_fork(on_gpus=devices.kind == "GPU")
         elif devices.kind == "GPU":
             findings.append(device_state.cuda_in_use(is_allowed=config.allow_initialized_cuda))
         elif devices.kind == "TPU":
@@ -68,7 +68,7 @@ def check(
 
 
 def warn(findings: tuple[Finding, ...]) -> None:
-    """Prints those that don't refuse, each once in the life of this process."""
+    """Print the findings that don't refuse, each once in the life of this process."""
     for finding in findings:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)
@@ -190,7 +190,7 @@ def _port(config: LaunchConfig) -> Finding | None:
 
 
 def _holder_of(port: int) -> str:
-    """Which process listens on a port, as far as this user may see it."""
+    """Return which process listens on a port, as far as this user may see it."""
     if sys.platform != "linux":
         return ""
     fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -213,14 +213,14 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
         return None
     return Finding(
         f"There is too little memory for {ranks} {'process' if ranks == 1 else 'processes'}: "
-        f"{in_words(available_bytes)} can still be had.",
+        f"{format_size(available_bytes)} can still be had.",
         "The system would end a process, and nobody knows which: perhaps the kernel.",
         "del what is no longer needed, end other processes, or ask for fewer ranks",
     )
 
 
 def _no_shared_memory() -> Finding | None:
-    """Nothing of ours needs it: DataLoader workers and NCCL do."""
+    """Check /dev/shm, which DataLoader workers and NCCL use."""
     if sys.platform != "linux":
         return None
     try:
@@ -231,7 +231,7 @@ def _no_shared_memory() -> Finding | None:
     is_writable = os.access(_SHARED_MEMORY, os.W_OK)
     if free_bytes > _SHARED_BYTES and is_writable:
         return None
-    how = f"has {in_words(free_bytes)} left" if is_writable else "can't be written to"
+    how = f"has {format_size(free_bytes)} left" if is_writable else "can't be written to"
     return Finding(
         f"{_SHARED_MEMORY} {how}.",
         "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
@@ -241,7 +241,7 @@ def _no_shared_memory() -> Finding | None:
 
 
 def _long_temporary_folder() -> Finding | None:
-    """Nothing of ours has a socket there by its whole path: multiprocessing has, for tensors that workers pass on."""
+    """Check the temporary folder's path, in which multiprocessing puts the sockets that pass tensors on."""
     folder = ""
     with contextlib.suppress(OSError):  # there is none, and ranks can do without
         folder = tempfile.gettempdir()
@@ -252,5 +252,102 @@ def _long_temporary_folder() -> Finding | None:
         "DataLoader workers pass batches through a socket there, and hang if its path is longer than Linux allows. "
         f"With {_LONGEST_TEMPORARY} bytes it fits.",
         "os.environ['TMPDIR'] = '/tmp' before anything uses it; or DataLoader(num_workers=0)",
+        refuses=False,
+    )
+
+
+# Whose threads a fork does no harm: they hold no lock that a rank takes.
+_HARMLESS = {"IPython", "ipykernel", "ipywidgets", "kernel_ext", "notebook_accel", "tornado", "tqdm", "zmq"}
+# Libraries that begin to use a device, or threads of their own, when they are imported or first used.
+_BREAK_FORKING = {
+    "bitsandbytes": "it uses CUDA from when it is imported",
+    "cupy": "it uses CUDA without torch's knowledge",
+    "jax": "its threads hold locks",
+    "tensorflow": "its threads hold locks",
+}
+
+
+def check_fork(*, on_gpus: bool = False) -> list[Finding]:
+    """Return all findings against forking this process.
+
+    Args:
+        on_gpus: Whether the forks are to compute on GPUs.
+    """
+    devices = [_cuda() or (_cuda_driver() if on_gpus else None), device_state.xla_in_use()]
+    findings = [*devices, _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
+    return [finding for finding in findings if finding is not None]
+
+
+def _cuda() -> Finding | None:
+    if not device_state.is_cuda_initialized():
+        return None
+    return Finding(
+        "CUDA is initialised in this kernel, and start_method='fork' was asked for.",
+        "CUDA doesn't work in a fork of a process that has initialised it; allow_initialized_cuda can't change that.",
+        "--start_method spawn; or restart the kernel and use the GPU only inside the cell or function",
+    )
+
+
+def _cuda_driver() -> Finding | None:
+    if not device_state.forks_lose_cuda():
+        return None
+    return Finding(
+        "This kernel has woken CUDA's driver, as torch.cuda.is_available() does; start_method='fork' was asked for.",
+        "CUDA doesn't work in a fork of such a process, although torch.cuda.is_initialized() is still False in it.",
+        "--start_method spawn; or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before the kernel starts, with which "
+        "torch.cuda.is_available() leaves the driver asleep",
+    )
+
+
+def _threads() -> Finding | None:
+    names = [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]
+    if not names:
+        return None
+    return Finding(
+        f"Threads run in this kernel: {', '.join(names)}.",
+        "Ranks that are forked from it have none of them. A lock that one holds at that moment stays locked in the "
+        "ranks, and a rank that takes it waits for ever.",
+        "end them before the launch, or --start_method spawn",
+        refuses=False,
+    )
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    # A thread that was given a function has it as long as it runs, and else is of a class of its own.
+    runs = getattr(thread, "_target", None) or type(thread)
+    package = (getattr(runs, "__module__", None) or "").partition(".")[0]
+    return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
+
+
+def _group_of_the_kernel() -> Finding | None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Finding(
+        "The kernel itself is in a process group of torch.distributed.",
+        "Ranks that are forked from it would take it for theirs.",
+        "torch.distributed.destroy_process_group(), or --start_method spawn",
+    )
+
+
+def _accelerator_of_the_kernel() -> Finding | None:
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if not getattr(state, "_shared_state", None):
+        return None
+    return Finding(
+        "There is an Accelerator of the accelerate library in this kernel.",
+        "Ranks that are forked from it would share its state, in which they are one process alone.",
+        "AcceleratorState._reset_state(True) (from accelerate.state), or --start_method spawn",
+    )
+
+
+def _libraries() -> Finding | None:
+    found = {name: why for name, why in _BREAK_FORKING.items() if name in sys.modules}
+    if not found:
+        return None
+    return Finding(
+        f"This kernel has imported {', '.join(found)}.",
+        "; ".join(f"{name}: {why}" for name, why in found.items()) + ". A fork may crash or wait for ever.",
+        "import it only inside the cell or function, or --start_method spawn",
         refuses=False,
     )

@@ -1,4 +1,4 @@
-"""Text of a rank, made harmless, and one line for what several ranks print alike."""
+"""One line for what several ranks print alike."""
 
 from __future__ import annotations
 
@@ -8,25 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accel.plain_text import AlikeLines, RankLine, line_prefix, plain_text, rank_spans
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("\x1b[1;31mred\x1b[0m plain", "red plain"),
-        ("\x1b]0;title\x07text", "text"),
-        ("10%\r50%\r100%", "100%"),
-        ("windows line\r", "windows line"),
-        ("a\tb", "a\tb"),
-        ("bell\x07", "bell\N{REPLACEMENT CHARACTER}"),
-    ],
-)
-def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None:
-    assert plain_text(line) == text
-
-
-# Lines that several ranks print alike ---------------------------------------------------------------------------------
+from notebook_accel.formatting import rank_spans
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 
 
 class Shown:

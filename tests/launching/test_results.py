@@ -17,8 +17,7 @@ import torch
 
 from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError, ResultError
-from notebook_accel.launching import result_files
-from notebook_accel.launching.result_files import Opening, ResultFiles
+from notebook_accel.launching.results import ResultFile, ResultFiles, result_error, write_result_file
 from notebook_accel.payload import memory_files
 
 
@@ -29,10 +28,10 @@ def file() -> Iterator[int]:
     os.close(descriptor)
 
 
-def sent(descriptor: int, values: Mapping[str, Any], **how: Any) -> Opening:
-    result_files.write(descriptor, values, rank=0, advice="send less", **how)
-    opening = Opening(descriptor, 0)
-    opening.proceed(())
+def sent(descriptor: int, values: Mapping[str, Any], **how: Any) -> ResultFile:
+    write_result_file(descriptor, values, rank=0, advice="send less", **how)
+    opening = ResultFile(descriptor, 0)
+    opening.unpickle(())
     return opening
 
 
@@ -190,8 +189,8 @@ def test_file_that_was_cut_off_is_a_problem_and_no_crash(file: int) -> None:
     for content in (b"", b"short", os.urandom(200)):
         os.ftruncate(file, 0)
         os.pwrite(file, content, 0)
-        opening = Opening(file, 3)
-        opening.proceed(())
+        opening = ResultFile(file, 3)
+        opening.unpickle(())
         assert opening.values == {} and "the result of rank 3 can't be made again here" in str(opening.problems[""])
 
 
@@ -211,8 +210,8 @@ def test_asked_again_what_has_become_possible_is_bound_and_the_rest_is_left(
     descriptors = [memory_files.memory_file("test") for _ in range(2)]
     files = ResultFiles(descriptors, (), bound.update)
     values = {"": "zero", "model": model, "optimizer": optimizer, "held": of_the_ranks.Held(model)}
-    result_files.write(descriptors[0], values, rank=0, advice="")
-    result_files.write(descriptors[1], {"": of_the_ranks.Held(1)}, rank=1, advice="")
+    write_result_file(descriptors[0], values, rank=0, advice="")
+    write_result_file(descriptors[1], {"": of_the_ranks.Held(1)}, rank=1, advice="")
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, "of_the_ranks")
     for _ in range(2):
@@ -235,12 +234,12 @@ def test_asked_again_what_has_become_possible_is_bound_and_the_rest_is_left(
 def test_results_of_other_nodes_stand_at_their_ranks(file: int) -> None:
     descriptors = [memory_files.memory_file("test") for _ in range(4)]  # of ranks 2 and 3, which are here, and 0 and 1
     for rank, descriptor in zip([2, 3, 0, 1], descriptors, strict=True):
-        result_files.write(descriptor, {"": rank}, rank=rank, advice="")
+        write_result_file(descriptor, {"": rank}, rank=rank, advice="")
     assert ResultFiles(descriptors, (), lambda _: None).read(2, 2) == [0, 1, 2, 3]
 
 
 def test_error_of_one_value_is_that_values_own(file: int) -> None:
     opening = sent(file, {"": Bad(), "x": 3})
-    error = result_files.result_error({0: opening}, pulled=("x",))
+    error = result_error({0: opening}, pulled=("x",))
     assert isinstance(error, PayloadError) and isinstance(error.__cause__, TypeError)
     assert "the result of rank 0 can't be made again here: TypeError" in str(error) and "all the same: x" in str(error)

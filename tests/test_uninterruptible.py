@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.latch import Latch
+from notebook_accel.uninterruptible import Latch
 
 _DEADLINE_S = 10.0
 
@@ -58,7 +58,7 @@ class _Interrupts:
         self.has_come = False
 
     def trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != sys.modules["notebook_accel.latch"].__file__:
+        if frame.f_code.co_filename != sys.modules["notebook_accel.uninterruptible"].__file__:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -1,0 +1,132 @@
+"""Text for people: sizes, durations and counts, ranks' output made harmless, and the colours of an error."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+__all__ = [
+    "clipped",
+    "coloured",
+    "first_line",
+    "format_clock",
+    "format_count",
+    "format_duration",
+    "format_size",
+    "plain_lines",
+    "plain_text",
+    "rank_spans",
+    "wants_colours",
+]
+
+_SHORT_S = 10.0
+
+
+def format_clock(seconds: float) -> str:
+    """Return ``02:05``, or ``1:02:05`` with hours, for a duration that still grows or need not be exact."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return the time that something took: ``0.04 s``, ``3.2 s``, ``02:05``."""
+    if seconds >= _SHORT_S:
+        return format_clock(seconds)
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
+
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_size(size_bytes: int) -> str:
+    """Return ``1.5 GiB``, ``24 GiB``, ``240 MiB``, ``3 KiB``."""
+    for unit, factor in _UNITS:
+        if size_bytes >= factor:
+            decimals = 1 if size_bytes < 10 * factor else 0
+            return f"{size_bytes / factor:.{decimals}f} {unit}"
+    return f"{size_bytes / 1024:.0f} KiB"
+
+
+_RED, _GREEN, _CYAN, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
+_FRAME = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:(,? in )(.+))?$')
+_CARETS = re.compile(r"^[ |]*[~^]+$")
+_EXCEPTION = re.compile(r"^([ |]*)([A-Za-z_][\w.]*)(:.*)?$")
+_INDENTED = re.compile(r"^ {2}")  # source lines, and the last output
+_HEADING = re.compile(r"^(Fix|Next|Its whole output|The others|(?:Traceback|Last output) of rank \d+):")
+
+
+def wants_colours() -> bool:
+    """Return whether this is an IPython that shows colours."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and str(shell.colors).lower() != "nocolor" and "NO_COLOR" not in os.environ
+
+
+def coloured(text: str) -> str:
+    """Return an error's text with colours for exceptions' names, places and headings."""
+    return "\n".join(map(_coloured_line, text.split("\n")))
+
+
+def _coloured_line(line: str) -> str:
+    frame = _FRAME.match(line)
+    if frame is not None:
+        before, file, number, of, function = frame.groups()
+        where = f"{of}{_CYAN}{function}{_PLAIN}" if function else ""
+        return f'{before}File {_GREEN}"{file}"{_PLAIN}, line {_GREEN}{number}{_PLAIN}{where}'
+    if _CARETS.match(line):
+        return f"{_RED}{line}{_PLAIN}"
+    heading = _HEADING.match(line)
+    if heading is not None:
+        return f"{_BOLD}{heading[0]}{_PLAIN}{line[heading.end() :]}"
+    exception = None if _INDENTED.match(line) and "|" not in line else _EXCEPTION.match(line)
+    if exception is not None:
+        return f"{exception[1]}{_RED}{exception[2]}{_PLAIN}{exception[3] or ''}"
+    return line
+
+
+_MOST_CHARACTERS = 2000
+
+# ECMA-48 control sequences (colours, cursor movements) and operating system commands (titles, links).
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def plain_lines(text: str) -> Iterator[str]:
+    """Return the lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
+    return (clipped(plain_text(line)) for line in text.split("\n"))
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text, as ``plain_text`` leaves it."""
+    return next(plain_lines(text.strip()))
+
+
+def plain_text(line: str) -> str:
+    """Return a line as a terminal would leave it, without colours and without overwritten text."""
+    line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
+    return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
+
+
+def clipped(line: str) -> str:
+    """Return a readable beginning of a long line, with the number of missing characters."""
+    if len(line) <= _MOST_CHARACTERS:
+        return line
+    return f"{line[:_MOST_CHARACTERS]} … and {len(line) - _MOST_CHARACTERS:,} more characters"
+
+
+def rank_spans(ranks: Iterable[int]) -> list[str]:
+    """Return the ranks as spans, such as ``["0-2", "5"]``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ["-".join(map(str, span)) for span in spans]

@@ -1,1 +1,0 @@
-"""What a launch finds out before it starts: devices, and what speaks against it here."""

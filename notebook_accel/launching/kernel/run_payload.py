@@ -1,0 +1,176 @@
+"""A launch's payload: the target pickled, the sources of its functions, and the memory files of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+import os
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from notebook_accel.errors import PayloadError
+from notebook_accel.formatting import format_size
+from notebook_accel.launching import logs
+from notebook_accel.launching.kernel.engine import LaunchRequest
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
+from notebook_accel.launching.spec import Source
+from notebook_accel.payload import memory_files, serialization
+
+__all__ = [
+    "PreparedRun",
+    "notebook_sources",
+    "pickle_target",
+    "prepared_run",
+    "report_large",
+    "report_lost_graphs",
+    "variable_label",
+]
+
+_LISTED_BYTES = 100_000_000
+
+
+def pickle_target(
+    target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
+) -> tuple[serialization.Pickled, dict[str, str]]:
+    """Pickle the target. Print which objects are large and which lose their gradients' graph.
+
+    Args:
+        target: The function or cell to run.
+        roots: The target's objects, by the words that a message uses for them.
+        optional_names: Names of the target that are left out if they can't be pickled.
+
+    Returns:
+        The pickle, and which names stay behind, each with the reason.
+
+    Raises:
+        PayloadError: Something can't be sent.
+    """
+    unsent: dict[str, str] = {}
+    try:
+        done = _pickle(target, roots)
+    except PayloadError:
+        unsent = {name: why for name in optional_names if (why := _why_not(name, target.names[name]))}
+        if not unsent:
+            raise
+        names = {name: value for name, value in target.names.items() if name not in unsent}
+        roots = {label: value for label, value in roots.items() if label not in map(variable_label, unsent)}
+        done = _pickle(dataclasses.replace(target, names=names), roots)
+    report_large(done.sizes_bytes)
+    report_lost_graphs(roots)
+    return done, unsent
+
+
+def _pickle(value: Any, roots: Mapping[str, Any]) -> serialization.Pickled:
+    return serialization.pickle_by_value(value, roots=roots, namespace=sys.modules["__main__"].__dict__)
+
+
+def _why_not(name: str, value: Any) -> str:
+    try:
+        _pickle(value, {variable_label(name): value})
+    except PayloadError as error:
+        return error.what
+    return ""
+
+
+def variable_label(name: str) -> str:
+    """Return the words by which a message names a variable of the notebook."""
+    return f'global "{name}"'
+
+
+def report_large(sizes_bytes: Mapping[str, int]) -> None:
+    """Print the large objects of a pickle: the user may not want to send them."""
+    large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
+    if large:
+        ordered = sorted(large, key=lambda label: -large[label])
+        print(
+            "Sending to the ranks: "
+            + ", ".join(f"{_variable_name(label)} {format_size(large[label])}" for label in ordered)
+        )
+
+
+def report_lost_graphs(roots: Mapping[str, Any]) -> None:
+    """Print the tensors that are sent without the graph of their gradients."""
+    labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
+    if labels:
+        print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
+
+
+def _variable_name(label: str) -> str:
+    return label.removeprefix("global ").strip('"')
+
+
+def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
+    """Return the sources that are in no file, by the file name in their functions' code."""
+    filenames = {obj.__code__.co_filename for obj in by_value if isinstance(obj, types.FunctionType)}
+    found: dict[str, Source] = {}
+    for filename in filenames:
+        lines = [] if os.path.exists(filename) else linecache.getlines(filename)
+        if lines:
+            found[filename] = Source(_source_label(filename), "".join(lines))
+    return found
+
+
+def _source_label(filename: str) -> str:
+    """Return a cell's label such as ``In[7]``, which IPython's compiler knows, or else the file name."""
+    shell = getattr(sys.modules.get("__main__"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    named = name_of(filename) if name_of is not None else None
+    return str(named[1]) if named else filename
+
+
+class PreparedRun(NamedTuple):
+    """A run that is ready to be started.
+
+    Attributes:
+        job: Its handle, which owns the result files.
+        payload: Descriptor of the payload, whose head is the ``JobSpec``.
+        result_files: One empty memory file a rank; then, if they are wanted too, one for each rank of other nodes.
+    """
+
+    job: Job
+    payload: int
+    result_files: list[int]
+
+
+@contextlib.contextmanager
+def prepared_run(
+    request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str] = {}
+) -> Iterator[PreparedRun]:
+    """Write the payload and open the run's files. At the end close the payload; kill the job if the start fails.
+
+    Args:
+        request: The launch.
+        pickled: Its target.
+        unsent: Names that stay behind, each with the reason.
+    """
+    spec = msgspec.structs.replace(
+        request.spec,
+        sources=notebook_sources(pickled.by_value) | dict(request.spec.sources),
+        unsent=dict(unsent),
+    )
+    payload = memory_files.memory_file("notebook-accel-payload")
+    try:
+        serialization.dump(payload, pickled, spec.encode())
+        memory_files.make_unwritable(payload)
+        nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
+        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
+        job = Job.from_request(
+            request,
+            spec,
+            by_value=pickled.by_value,
+            result_files=files,
+            log_folder=logs.make_folder(request.config.log_dir, spec.name),
+        )
+        try:
+            yield PreparedRun(job, payload, files)
+        except BaseException:
+            job.kill()
+            raise
+    finally:
+        os.close(payload)

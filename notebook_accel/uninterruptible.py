@@ -1,0 +1,136 @@
+"""Actions and waits that an interrupt of the kernel can't break."""
+
+from __future__ import annotations
+
+import _thread
+import collections
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Latch", "call"]
+
+
+class Latch:
+    """A ``threading.Event`` that is set once, for waits of the kernel's main thread.
+
+    An event of the standard library takes its lock in Python code. A KeyboardInterrupt that comes when it is taken and
+    not yet in the care of a ``with`` leaves it taken for good: whoever sets the event then, such as the thread that
+    ends a run, waits for ever. Here each waiter has a lock of its own, and nobody waits for a waiter's.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: collections.deque[threading.Lock] = collections.deque()
+
+    @property
+    def is_set(self) -> bool:
+        """True once the latch was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set the latch. Setting it again, or from several threads at once, does no harm."""
+        self._is_set = True  # first: who comes now sees it, and who came before is in the queue
+        with contextlib.suppress(IndexError):
+            while True:
+                self._waiters.popleft().release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the latch and return whether it is set.
+
+        Args:
+            timeout_s: Longest wait in seconds; ``None`` for no limit.
+        """
+        if self._is_set:
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        if not self._is_set:
+            waiter.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        if not self._is_set:
+            with contextlib.suppress(ValueError, IndexError):  # it has just happened
+                self._waiters.remove(waiter)
+        return self._is_set
+
+
+_T = TypeVar("_T")
+_PATIENCE_S = 10.0
+
+
+def call(
+    act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None, caller_lock: threading.Lock | None = None
+) -> _T:
+    """Do something in a thread, where no KeyboardInterrupt can come, and wait for its end.
+
+    Args:
+        act: The action.
+        undo: Takes back the action's result if an interrupt has come meanwhile, since nobody gets it then.
+        caller_lock: A lock that the caller holds, by ``with``, while it uses the result. Once it is free, the result
+            is taken back too. An interrupt can come between any two steps of the caller, even while the caller handles
+            an earlier one; but no exception leaves the block without releasing the lock.
+
+    Raises:
+        KeyboardInterrupt: An interrupt has come. The action is undone, now or as soon as it is done.
+        Exception: The error that ``act`` has raised.
+    """
+    doing = _Doing(act, undo, caller_lock)
+    try:
+        # Not a Thread of threading's, whose start() and join() an interrupt can break.
+        _thread.start_new_thread(doing.run, ())
+        doing.is_over.wait()
+    except BaseException:
+        doing.abandon()
+        doing.is_over.wait(_PATIENCE_S)
+        raise
+    return doing.result()
+
+
+class _Doing(Generic[_T]):
+    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], caller_lock: threading.Lock | None) -> None:
+        self.is_over = Latch()
+        self._act = act
+        self._undo = undo
+        self._caller_lock = caller_lock
+        self._context = contextvars.copy_context()  # whose cell it is that prints
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._results: list[_T] = []
+        self._raised: BaseException | None = None
+
+    def run(self) -> None:
+        """Perform the action. Runs in the thread."""
+        try:
+            result = self._context.run(self._act)
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            self._raised = error
+            self.is_over.set()
+            return
+        with self._lock:
+            is_wanted = not self._is_abandoned
+            if is_wanted:
+                self._results.append(result)
+        if is_wanted:
+            self.is_over.set()
+            if self._caller_lock is None:
+                return
+            with self._caller_lock:
+                pass
+        self._undo(result)
+        self.is_over.set()
+
+    def abandon(self) -> None:
+        """Undo the result, now or once it is there: nobody waits for it any more."""
+        with self._lock:
+            self._is_abandoned = True
+        for result in self._results:
+            self._undo(result)
+
+    def result(self) -> _T:
+        """Return the action's result or raise its error."""
+        if self._raised is not None:
+            raise self._raised
+        [result] = self._results
+        return result

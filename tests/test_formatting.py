@@ -1,0 +1,80 @@
+"""Text for people: sizes, durations, harmless lines, and colours."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from notebook_accel.formatting import coloured, format_clock, format_duration, format_size, plain_text
+from tests import kernels
+
+
+@pytest.mark.parametrize(("size_bytes", "words"), [
+    (0, "0 KiB"), (3 << 10, "3 KiB"), (1 << 20, "1.0 MiB"), (240 << 20, "240 MiB"), (3 << 29, "1.5 GiB"),
+    (80 << 30, "80 GiB"),
+])  # fmt: skip
+def test_sizes_in_words(size_bytes: int, words: str) -> None:
+    assert format_size(size_bytes) == words
+
+
+@pytest.mark.parametrize(("seconds", "words"), [
+    (0.041, "0.04 s"), (3.21, "3.2 s"), (9.99, "10.0 s"), (10.0, "00:10"), (125.9, "02:05"), (3725.0, "1:02:05"),
+])  # fmt: skip
+def test_how_long_something_took(seconds: float, words: str) -> None:
+    assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.9, "00:00"), (59.9, "00:59"), (3600.0, "1:00:00")])
+def test_minutes_and_hours(seconds: float, words: str) -> None:
+    assert format_clock(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("\x1b[1;31mred\x1b[0m plain", "red plain"),
+        ("\x1b]0;title\x07text", "text"),
+        ("10%\r50%\r100%", "100%"),
+        ("windows line\r", "windows line"),
+        ("a\tb", "a\tb"),
+        ("bell\x07", "bell\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_plain_text_is_what_a_terminal_would_leave(line: str, text: str) -> None:
+    assert plain_text(line) == text
+
+
+_TEXT = """RankFailedError: rank 1 of 2 failed at In[3], line 5: ValueError: no images
+Traceback of rank 1:
+Traceback (most recent call last):
+  File "In[3]", line 5, in load
+    raise ValueError("no images")
+    ^^^^^
+  | TypeError: in a group
+json.decoder.JSONDecodeError
+Last output of rank 1:
+  reading: all
+Fix: look again"""
+
+
+def marked(text: str) -> list[str]:
+    """What has a colour, with the colour's number."""
+    return ["".join(found) for found in re.findall(r"\x1b\[([1-9]\d*)m(.*?)\x1b\[0m", text)]
+
+
+def test_names_places_and_headings_are_marked_and_the_text_stays() -> None:
+    shown = coloured(_TEXT)
+    assert re.sub(r"\x1b\[\d+m", "", shown) == _TEXT
+    names = ["31RankFailedError", "31TypeError", "31json.decoder.JSONDecodeError"]
+    places = ['32"In[3]"', "325", "36load", "31    ^^^^^"]
+    headings = ["1Traceback of rank 1:", "1Last output of rank 1:", "1Fix:"]
+    assert sorted(marked(shown)) == sorted([*names, *places, *headings])
+
+
+def test_a_notebook_shows_them_unless_it_was_told_not_to(kernel: kernels.Kernel) -> None:
+    code = "from notebook_accel.errors import ConfigError\nraise ConfigError('no', fix='yes')"
+    assert marked(kernel.run(code).coloured) == ["31ConfigError", "1Fix:"]
+    assert kernel.run("%colors NoColor").status == "ok"
+    plain = kernel.run(code)
+    assert (plain.coloured, marked(plain.coloured)) == ("ConfigError: no\nFix: yes", [])
