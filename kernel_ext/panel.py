@@ -197,7 +197,7 @@ class PanelView:
 
 @dataclasses.dataclass
 class _Drawn:
-    """When each part was last drawn, and whether output or metrics have arrived since."""
+    """Times at which parts were last drawn, and flags for output and metrics that arrived since."""
 
     second: int = -1
     body_s: float = -_SLOW_PERIOD_S
