@@ -327,7 +327,7 @@ class Compilations:
 
         Args:
             tensors: The batch's.
-            previous: The shapes of the batch before it in the same pass, ``None`` for the first.
+            previous: The shapes of the batch before it in the same iteration, ``None`` for the first.
         """
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         is_new = shapes not in self._known
