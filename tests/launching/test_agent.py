@@ -23,7 +23,7 @@ _RANK_SAYS_IT_FIRST = """
 import os, subprocess
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
-from notebook_accel.launching import messages
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.launching.agent import agent, forking, runs
 
 launch = messages.Launch(
@@ -51,7 +51,7 @@ def test_rank_is_interrupted_in_its_code_also_if_its_template_has_not_said_yet_t
 _RUN_ENDS = """
 import os
 from notebook_accel.protocol.channel import Connection
-from notebook_accel.launching import messages
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.launching.agent import agent, runs
 
 launch = messages.Launch(

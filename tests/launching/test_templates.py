@@ -97,7 +97,7 @@ def test_modules_in_the_working_directory_are_not_ours(tmp_path: pathlib.Path) -
 
 def test_import_of_the_launcher_starts_nothing_in_a_script() -> None:
     code = (
-        "import json, os; import IPython; from notebook_accel.launching import launcher;"
+        "import json, os; import IPython; from notebook_accel.launching.kernel import launcher;"
         "print(json.dumps(open(f'/proc/self/task/{os.getpid()}/children').read()))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
@@ -196,7 +196,7 @@ def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
 _DYING = """
 import os, signal, subprocess, sys
 from notebook_accel.protocol.channel import Connection
-from notebook_accel.launching.ranks import template
+from notebook_accel.launching.template import template
 
 kill_group = template.kill_group
 
