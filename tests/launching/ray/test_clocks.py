@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.errors import RankFailedError, RunStoppedError
+from notebook_accel.launching.state.silence import Silence
 from notebook_accel.protocol import events
 from tests import processes
 from tests.launching.ray import clusters, work
@@ -47,14 +48,14 @@ def test_first_failure_is_named_whatever_the_clocks_show(
         job.results(DEADLINE_S)
     assert caught.value.what.endswith("ValueError: first")
     assert [end.error for end in caught.value.others] == ["ValueError: second"]
-    times = sorted(failed.time_s for failed in job._record.failures.values())
+    times = sorted(rank.failed.time_s for rank in job.ranks if rank.failed is not None)
     assert began_s < times[0] < times[1] < time.monotonic()
     assert times[1] - times[0] == pytest.approx(0.5, abs=0.4)
 
 
 def test_silence_is_told_from_work_whatever_the_clocks_show(options: dict[str, Any]) -> None:
     job = launch(work.stands_still, time.monotonic(), engine_options=options)
-    job._watch._silence._shortest_s = 2.0
+    job._silence = Silence(shortest_s=2.0)
 
     def said() -> list[events.Silent] | None:
         job.notice_silence(time.monotonic())
