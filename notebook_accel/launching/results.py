@@ -243,17 +243,20 @@ class ResultFile:
     Args:
         descriptor: The file, which stays the caller's.
         rank: The number of the rank that has written it, for messages.
+        has_variables: Whether the pulled variables in it are wanted, as the first rank's are. Each machine's first rank
+            writes them.
 
     Attributes:
         values: The objects read so far, by name.
         problems: The errors of the others, by name.
     """
 
-    def __init__(self, descriptor: int, rank: int) -> None:
+    def __init__(self, descriptor: int, rank: int, *, has_variables: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.problems: dict[str, PayloadError] = {}
         self._descriptor = descriptor
         self._rank = rank
+        self._has_variables = has_variables
         self._open: dict[_Keys, Any] = {}
 
     def unpickle(self, origins: serialization.Origins) -> None:
@@ -267,18 +270,21 @@ class ResultFile:
         self.problems = {
             key: PayloadError(refused.what, path=refused.path, why=refused.why, fix=refused.fix)
             for key, refused in index.refused.items()
+            if self._has_variables or not key
         }
         start, failed = 0, list[_Keys]()
         for part in index.parts:
             data, start = contents.pickle[start : start + part.pickle_bytes], start + part.pickle_bytes
-            if part.keys in self._open or any({*part.keys} < {*keys} for keys in failed):
+            is_wanted = self._has_variables or "" in part.keys
+            if not is_wanted or part.keys in self._open or any({*part.keys} < {*keys} for keys in failed):
                 continue
             try:
                 buffers = [contents.buffers[number] for number in part.buffers]
                 opened = serialization.loads_linked(data, buffers, self._resolve, origins=origins)
             except Exception as error:  # noqa: BLE001 - it runs whatever classes of the user's do to be made again
                 failed.append(part.keys)
-                self.problems = {key: self._problem(key, error) for key in part.keys} | self.problems
+                wanted = [key for key in part.keys if self._has_variables or not key]
+                self.problems = {key: self._problem(key, error) for key in wanted} | self.problems
                 continue
             self._open[part.keys] = opened
             if len(part.keys) == 1:
@@ -381,7 +387,7 @@ class ResultFiles:
         others = [rank for rank in range(len(self._descriptors)) if rank not in here]
         ranks = [*here, *others][: len(self._descriptors)]
         for rank, descriptor in zip(ranks, self._descriptors, strict=True):
-            self._unpickle(rank, descriptor)
+            self._unpickle(rank, descriptor, has_variables=rank == first_rank)
         self._set_variables_of(first_rank)
         again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
         error = result_error(self._opened, pulled=tuple(self._bound), again=again)
@@ -409,8 +415,8 @@ class ResultFiles:
             self.close()
         return tuple(self._bound), reasons
 
-    def _unpickle(self, rank: int, descriptor: int) -> ResultFile:
-        file = self._opened.setdefault(rank, ResultFile(descriptor, rank))
+    def _unpickle(self, rank: int, descriptor: int, *, has_variables: bool = True) -> ResultFile:
+        file = self._opened.setdefault(rank, ResultFile(descriptor, rank, has_variables=has_variables))
         file.unpickle(self._shipped)
         return file
 

@@ -238,6 +238,18 @@ def test_results_of_other_nodes_stand_at_their_ranks(file: int) -> None:
     assert ResultFiles(descriptors, (), lambda _: None).read(2, 2) == [0, 1, 2, 3]
 
 
+def test_variables_of_the_first_rank_of_another_machine_are_not_asked_for() -> None:
+    """On a cluster, the first rank of each machine writes them."""
+    shared = [1]
+    descriptors = [memory_files.memory_file("test") for _ in range(2)]
+    bound: dict[str, Any] = {}
+    write_result_file(descriptors[0], {"": 7, "x": 0}, rank=0, advice="")
+    values = {"": shared, "x": Bad(shared=shared), "lock": threading.Lock()}
+    write_result_file(descriptors[1], values, rank=1, advice="", missing={"late": "there is none"})
+    assert ResultFiles(descriptors, (), bound.update).read(0, 2) == [7, [1]]
+    assert bound == {"x": 0}
+
+
 def test_error_of_one_value_is_that_values_own(file: int) -> None:
     opening = sent(file, {"": Bad(), "x": 3})
     error = result_error({0: opening}, pulled=("x",))
