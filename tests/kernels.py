@@ -68,7 +68,8 @@ class Cell:
         self._cells = cells
         self.messages: list[dict[str, Any]] = []
         self._idle = False
-        self._id = client.execute(code, allow_stdin=allow_stdin)
+        # After a cell that fails, ipykernel 6 aborts what comes within a moment, also from who has waited for its end.
+        self._id = client.execute(code, allow_stdin=allow_stdin, stop_on_error=False)
         cells[self._id] = self
 
     def finish(self, timeout_s: float = 60.0) -> Outcome:
