@@ -362,7 +362,7 @@ class ResultFiles:
         self, descriptors: Sequence[int], by_value: Sequence[Any], set_variables: Callable[[dict[str, Any]], object]
     ) -> None:
         self._descriptors = descriptors
-        self._shipped = by_value
+        self._by_value = by_value
         self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
         self._opened: dict[int, ResultFile] = {}
@@ -417,7 +417,7 @@ class ResultFiles:
 
     def _unpickle(self, rank: int, descriptor: int, *, has_variables: bool = True) -> ResultFile:
         file = self._opened.setdefault(rank, ResultFile(descriptor, rank, has_variables=has_variables))
-        file.unpickle(self._shipped)
+        file.unpickle(self._by_value)
         return file
 
     def _set_variables_of(self, rank: int) -> None:

@@ -68,7 +68,7 @@ class LastSteps:
             is_another_loop: Whether another loop or bar counts now, whose rate is its own.
         """
         if self.stepped_s is None or event.steps != self._count:
-            if self.stepped_s is not None and event.steps > self._count and not event.compiling:
+            if self.stepped_s is not None and event.steps > self._count:
                 self._step_times_s.append((event.time_s - self.stepped_s) / (event.steps - self._count))
             self._count, self.stepped_s = event.steps, event.time_s
         if is_another_loop or event.compiling:  # compiling takes long, and says nothing of the steps that follow
