@@ -20,6 +20,8 @@ from jupyter_client.manager import KernelManager
 from notebook_accel.launching.kernel import local
 from tests import beside, kernels, processes
 
+pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
+
 # Examples of property tests have no time limit of their own: on a busy machine any of them may take long.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")

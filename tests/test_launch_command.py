@@ -14,7 +14,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from notebook_accel import cli, config, launch_command
-from tests.launching.conftest import template  # noqa: F401 - ranks start at once where it is ready
+from tests.launches import template  # noqa: F401 - ranks start at once where it is ready
 
 _SCRIPT = """
 import json, os, pathlib, signal, sys, time

@@ -16,7 +16,7 @@ import pytest
 
 from tests import kernels, processes
 from tests.chaos.troubles import TROUBLES, Round, Trouble, may_mount, standing
-from tests.launching.conftest import prepare
+from tests.launches import prepare
 
 DURATION_S = float(os.environ.get("NOTEBOOK_ACCEL_CHAOS_S", "120"))
 SEED = os.environ.get("NOTEBOOK_ACCEL_CHAOS_SEED", "0")

@@ -25,8 +25,8 @@ from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.chaos.test_launching import DURATION_S, SEED
-from tests.launching import training
-from tests.launching.test_elastic import below_template
+from tests.launching.elastic import training
+from tests.launching.elastic.test_restarts import below_template
 
 _SHARE_S = DURATION_S / 4
 _ENDS_S = 90.0  # far longer than any promise: what is looked for here is a hang

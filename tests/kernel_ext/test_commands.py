@@ -12,7 +12,7 @@ import pytest
 from kernel_ext import commands
 from notebook_accel.launching.kernel import registry
 from tests import kernels
-from tests.launching.test_job import make_job
+from tests.launching.kernel.test_job import make_job
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from tqdm.auto import tqdm
 
-from tests.launching.ranks import wait_for
+from tests.launching.functions import wait_for
 
 
 def wait_to_be_ended(folder: str) -> None:

@@ -31,7 +31,8 @@ from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.lines_view import LinesView
 from tests import kernels, processes
-from tests.launching import ranks, restarted, training
+from tests.launching import functions
+from tests.launching.elastic import restarted, training
 
 Launch = Callable[..., Job]
 
@@ -185,10 +186,10 @@ def test_plain_launch_has_no_elastic_process(launch: Launch, tmp_path: pathlib.P
 def test_what_cannot_be_started_again_is_refused(launch: Launch) -> None:
     for method in ("inline", "fork"):
         with pytest.raises(PreflightError, match=f"max_restarts=1 was asked for, and the start method is {method}"):
-            notebook_launcher(ranks.rank, num_processes=1, use_cpu=True, start_method=method, max_restarts=1)
+            notebook_launcher(functions.rank, num_processes=1, use_cpu=True, start_method=method, max_restarts=1)
     config = LaunchConfig(num_processes=1, use_cpu=True, max_restarts=1)
     with pytest.raises(ConfigError, match="not for ranks that stay"):
-        launcher.launch_function(ranks.rank, (), {}, config, on_death="keep")
+        launcher.launch_function(functions.rank, (), {}, config, on_death="keep")
 
 
 def test_port_in_use_is_no_reason_to_start_again(launch: Launch) -> None:

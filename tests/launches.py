@@ -1,4 +1,4 @@
-"""A kernel that has the extension loaded and its template ready, shared by the tests of a module."""
+"""Fixtures that launch: from a kernel that has the extension loaded, from this process, or on a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import OnDeath
 from tests import kernels, processes
-from tests.launching import ranks
+from tests.launching import functions
 from tests.launching.ray import clusters
 
 FIRST_LAUNCH_S = 120.0
@@ -114,7 +114,7 @@ def run(notebook: kernels.Kernel) -> Callable[[str], kernels.Outcome]:
 def template(engine: local.LocalEngine) -> None:
     """The template of this process's agent is ready."""
     config = LaunchConfig(num_processes=1, use_cpu=True, view="none")
-    assert launcher.launch_function(ranks.rank, (), {}, config).results(timeout_s=FIRST_LAUNCH_S) == [0]
+    assert launcher.launch_function(functions.rank, (), {}, config).results(timeout_s=FIRST_LAUNCH_S) == [0]
 
 
 @pytest.fixture

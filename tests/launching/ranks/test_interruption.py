@@ -12,7 +12,7 @@ from notebook_accel.launching.kernel import foreground
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from tests import processes
-from tests.launching import ranks
+from tests.launching import functions
 
 Launch = Callable[..., Job]
 
@@ -31,7 +31,7 @@ def both(folder: pathlib.Path, what: str) -> bool:
 def test_rank_that_waits_for_another_is_brought_out_of_it(
     launch: Launch, tmp_path: pathlib.Path, how: str, method: str
 ) -> None:
-    job = launch(ranks.interrupted_in, how, str(tmp_path), grace_s=20.0, start_method=method)
+    job = launch(functions.interrupted_in, how, str(tmp_path), grace_s=20.0, start_method=method)
     processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
     job.interrupt()
     assert job.wait(60)
@@ -43,7 +43,7 @@ def test_rank_that_waits_for_another_is_brought_out_of_it(
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_rank_that_computes_is_interrupted(launch: Launch, tmp_path: pathlib.Path, method: str) -> None:
-    job = launch(ranks.computes_until_it_is_interrupted, str(tmp_path), start_method=method)
+    job = launch(functions.computes_until_it_is_interrupted, str(tmp_path), start_method=method)
     processes.wait_until(lambda: both(tmp_path, "computes"), "both compute")
     job.interrupt(escalate=False)
     assert job.results(timeout_s=30) == ["KeyboardInterrupt", "KeyboardInterrupt"]
@@ -52,14 +52,14 @@ def test_rank_that_computes_is_interrupted(launch: Launch, tmp_path: pathlib.Pat
 def test_interrupt_that_does_not_escalate_leaves_ranks_alive_and_able_to_meet_again(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:
-    job = launch(ranks.goes_on_after_an_interrupt, str(tmp_path), grace_s=0.1)
+    job = launch(functions.goes_on_after_an_interrupt, str(tmp_path), grace_s=0.1)
     processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
     job.interrupt(escalate=False)
     assert job.results(timeout_s=60) == [3.0, 3.0]
 
 
 def test_users_own_handler_is_asked_and_its_collective_goes_on(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(ranks.handles_it_itself, str(tmp_path))
+    job = launch(functions.handles_it_itself, str(tmp_path))
     processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
     job.interrupt(escalate=False)
     assert job.results(timeout_s=60) == [7.0, 0.0]
@@ -68,7 +68,7 @@ def test_users_own_handler_is_asked_and_its_collective_goes_on(launch: Launch, t
 def test_interrupt_that_comes_while_ranks_are_being_made_is_not_lost(launch: Launch) -> None:
     ends = []
     for _ in range(15):
-        job = launch(ranks.says_whether_it_was_interrupted)
+        job = launch(functions.says_whether_it_was_interrupted)
         job.interrupt(escalate=False)
         assert job.wait(30)
         said = job.events()
@@ -85,9 +85,9 @@ def test_run_that_does_not_end_in_time_leaves_others_alone(
 ) -> None:
     """As one whose rank is in a call that the system can't end; here it is only not waited for."""
     monkeypatch.setattr(foreground, "_INTERRUPT_DEADLINE_S", 0.0)
-    other = launch(ranks.waits, str(tmp_path))
+    other = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
-    mine = launch(ranks.waits, grace_s=0)
+    mine = launch(functions.waits, grace_s=0)
     foreground._end_interrupted(mine)
     assert mine.wait(20)
     assert not other.done and other.stacks()[0].condition == "said"

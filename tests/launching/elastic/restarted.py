@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.launching.ranks import note, rank, wait_for
+from tests.launching.functions import note, rank, wait_for
 
 
 def attempt() -> int:

@@ -14,7 +14,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.ray import cluster, connecting, connection, host, options, starting
 from notebook_accel.protocol import events, ray_messages
-from tests.launching import ranks
+from tests.launching import functions
 
 
 def test_options_are_read_from_texts() -> None:
@@ -40,7 +40,7 @@ def test_option_that_cannot_be_is_named(pair: str, said: str) -> None:
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs Ray, which isn't installed here") as caught:
-        notebook_launcher(ranks.rank, num_processes=2, engine="ray")
+        notebook_launcher(functions.rank, num_processes=2, engine="ray")
     assert "notebook-accel[ray]" in caught.value.fix
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import kernels
-from tests.launching.conftest import FIRST_LAUNCH_S
+from tests.launches import FIRST_LAUNCH_S
 
 Run = Callable[[str], kernels.Outcome]
 

@@ -20,8 +20,8 @@ from notebook_accel.errors import ProcessStartError, RankFailedError
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from tests import processes
-from tests.launching import ranks
-from tests.launching.conftest import pids_of
+from tests.launches import pids_of
+from tests.launching import functions
 
 Launch = Callable[..., Job]
 
@@ -45,27 +45,27 @@ def allow_open_files(pid: int, more: int) -> None:
 def test_too_many_open_files_end_the_run_that_needs_more(
     launch: Launch, tmp_path: pathlib.Path, who: str, more: int
 ) -> None:
-    other = launch(ranks.waits, str(tmp_path))
+    other = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
     pid = supervisor(who)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     allow_open_files(pid, more)
     try:
-        job = launch(ranks.rank)
+        job = launch(functions.rank)
         assert job.wait(60)
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
     assert isinstance(job.error, ProcessStartError), job.error
     assert "Too many open files" in str(job.error) and "ulimit -n" in job.error.fix
     assert other.status == "running"
-    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert launch(functions.rank).results(timeout_s=60) == [0, 1]
     assert supervisor(who) == pid
 
 
 def test_process_that_a_rank_leaves_behind_delays_nothing_and_no_line_is_lost(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:
-    job = launch(ranks.leaves_a_daemon_behind, str(tmp_path), num_processes=1)
+    job = launch(functions.leaves_a_daemon_behind, str(tmp_path), num_processes=1)
     assert job.results(timeout_s=60) == [None]
     assert os.listdir(tmp_path) == ["0 daemon writes"]  # and goes on with it
     (tmp_path / "end").touch()
@@ -74,7 +74,7 @@ def test_process_that_a_rank_leaves_behind_delays_nothing_and_no_line_is_lost(
 
 
 def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None:
-    job = launch(ranks.waits)
+    job = launch(functions.waits)
     os.kill(pids_of(job)[1], signal.SIGKILL)
     assert job.wait(30)
     assert isinstance(job.error, RankFailedError)
@@ -131,7 +131,7 @@ def control_group(controller: str, limits: dict[str, str]) -> Iterator[pathlib.P
 def test_process_that_cannot_be_started_ends_the_run_that_needs_it(
     launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, who: str, said: str
 ) -> None:
-    other = launch(ranks.waits, str(tmp_path))
+    other = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
     pid = supervisor("agent")
     with contextlib.ExitStack() as limits:
@@ -141,13 +141,13 @@ def test_process_that_cannot_be_started_ends_the_run_that_needs_it(
         with monkeypatch.context() as variables:
             if who != "template":  # a new one is needed
                 variables.setenv("TORCH_OF_THIS_TEST", "x" * (200_000 if who == "variable" else 1))
-            job = launch(ranks.rank)
+            job = launch(functions.rank)
             assert job.wait(60)
     assert isinstance(job.error, ProcessStartError), job.error
     assert said in str(job.error)
     assert ("environment variables" if who == "variable" else "ulimit -u") in job.error.fix
     assert other.status == "running"
-    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert launch(functions.rank).results(timeout_s=60) == [0, 1]
     assert supervisor("agent") == pid
 
 
@@ -170,7 +170,7 @@ def one_processor(engine: object) -> Iterator[None]:
 def test_memory_that_is_shown_is_that_of_the_control_group(
     launch: Launch, little_memory: int, tmp_path: pathlib.Path
 ) -> None:
-    job = launch(ranks.waits, str(tmp_path))
+    job = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: all(rank.memory_total_bytes for rank in job.ranks), "all have said what there is", 60)
     shown = [rank.memory_total_bytes for rank in job.ranks]
     job.stop()
@@ -180,7 +180,7 @@ def test_memory_that_is_shown_is_that_of_the_control_group(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_ranks_compute_with_the_processors_that_there_are(launch: Launch, one_processor: None, count: int) -> None:
-    for torchs, blas, variables in launch(ranks.threads, num_processes=count).results(timeout_s=60):
+    for torchs, blas, variables in launch(functions.threads, num_processes=count).results(timeout_s=60):
         assert (torchs, blas) == (1, 1)
         assert set(variables.values()) == {"1"}
 
@@ -189,24 +189,24 @@ def test_ranks_share_the_processors(launch: Launch, monkeypatch: pytest.MonkeyPa
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     each = max(1, host_memory.cores() // 2)
-    for torchs, blas, variables in launch(ranks.threads).results(timeout_s=60):
+    for torchs, blas, variables in launch(functions.threads).results(timeout_s=60):
         assert (torchs, blas, set(variables.values())) == (each, each, {str(each)})
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    for _, _, variables in launch(ranks.threads).results(timeout_s=60):
+    for _, _, variables in launch(functions.threads).results(timeout_s=60):
         assert list(variables.values()) == [str(each), str(each), "3"]
 
 
 def test_a_rank_alone_computes_as_a_process_without_a_launch(launch: Launch) -> None:
     if host_memory.cores() < (os.cpu_count() or 1):
         pytest.skip("NOT TESTED: this process may not use the whole machine")
-    [(_, blas, variables)] = launch(ranks.threads, num_processes=1).results(timeout_s=60)
-    code = "from tests.launching import ranks; print(ranks.threads()[1])"
+    [(_, blas, variables)] = launch(functions.threads, num_processes=1).results(timeout_s=60)
+    code = "from tests.launching import functions; print(functions.threads()[1])"
     alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert (blas, set(variables.values())) == (int(alone.stdout), {None})
 
 
 def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_memory: int) -> None:
-    job = launch(ranks.takes_memory, 4 * little_memory)
+    job = launch(functions.takes_memory, 4 * little_memory)
     with pytest.raises(RankFailedError) as caught:
         job.results(timeout_s=60)
     error = caught.value
@@ -217,7 +217,7 @@ def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_me
 
 
 def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(ranks.has_no_device_memory_left, str(tmp_path))
+    job = launch(functions.has_no_device_memory_left, str(tmp_path))
     processes.wait_until(lambda: all(info.memory_used_bytes for info in job.ranks), "all have said what they use")
     (tmp_path / "all have said what they use").touch()
     with pytest.raises(RankFailedError, match="CUDA out of memory") as caught:

@@ -12,8 +12,8 @@ import pytest
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
-from tests.launching import ranks
-from tests.launching.conftest import pids_of
+from tests.launches import pids_of
+from tests.launching import functions
 
 Launch = Callable[..., Job]
 
@@ -29,7 +29,7 @@ Launch = Callable[..., Job]
 def test_who_dies_is_blamed_and_not_who_loses_its_connection(launch: Launch, how: str, message: str) -> None:
     for _ in range(3):  # in another order each time
         with pytest.raises(RankFailedError) as caught:
-            launch(ranks.one_dies_while_all_train, how, num_processes=3).results(timeout_s=60)
+            launch(functions.one_dies_while_all_train, how, num_processes=3).results(timeout_s=60)
         assert str(caught.value).startswith(message)
         assert all(end.rank != 1 for end in caught.value.others)
 
@@ -39,7 +39,7 @@ def test_who_dies_is_blamed_and_not_who_loses_its_connection(launch: Launch, how
 def test_workers_semaphores_go_with_a_rank_that_is_ended(
     launch: Launch, tmp_path: pathlib.Path, method: str, end: str
 ) -> None:
-    job = launch(ranks.has_workers, method, str(tmp_path), num_processes=1)
+    job = launch(functions.has_workers, method, str(tmp_path), num_processes=1)
     processes.wait_until(lambda: os.listdir(tmp_path), "it has workers", timeout_s=60)
     pid = pids_of(job)[0]
     mapped = {line.split()[4] for line in pathlib.Path("/proc", str(pid), "maps").read_text().splitlines()}
@@ -54,7 +54,7 @@ def test_workers_semaphores_go_with_a_rank_that_is_ended(
 
 
 def test_fork_that_is_not_ended_does_not_answer_for_its_rank_and_says_what_it_raised(launch: Launch) -> None:
-    job = launch(ranks.forgets_to_end_forks, num_processes=1)
+    job = launch(functions.forgets_to_end_forks, num_processes=1)
     assert job.results(timeout_s=60) == [[job.ranks[0].pid]]
     said = job.logs(0).splitlines()
     assert [line for line in said if line.isdecimal()] == ["0", "1", "7", "1"]

@@ -26,8 +26,8 @@ from notebook_accel.errors import (
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.lines_view import LinesView
 from tests import kernels, processes
-from tests.launching import restarted
-from tests.launching.test_elastic import below_template, runs
+from tests.launching.elastic import restarted
+from tests.launching.elastic.test_restarts import below_template, runs
 
 Launch = Callable[..., Job]
 _WAIT_S = 90.0
@@ -124,7 +124,7 @@ def test_all_nodes_restart_together(nodes: Callable[..., list[Job]]) -> None:
 def test_failure_that_crosses_with_the_end_of_ranks_here_is_followed_by_a_restart(
     nodes: Callable[..., list[Job]],
 ) -> None:
-    options: dict[str, Any] = {"preload": ("tests.launching.late_looks",), "rdzv_id": "late looks"}
+    options: dict[str, Any] = {"preload": ("tests.launching.elastic.late_looks",), "rdzv_id": "late looks"}
     first, second = nodes(restarted.on_two_nodes, 1, max_restarts=1, **options)
     assert [result[:3] for result in first.results(timeout_s=_WAIT_S)] == [(0, 1, 16.0), (1, 1, 16.0)]
     assert [result[:3] for result in second.results(timeout_s=_WAIT_S)] == [(2, 1, 16.0), (3, 1, 16.0)]
@@ -134,7 +134,7 @@ def test_nodes_whose_clocks_are_apart_never_train_each_for_itself(launch: Launch
     port = free_port()
     options: dict[str, Any] = {
         "num_nodes": 2, "rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "clocks apart",
-        "preload": ("tests.launching.apart_clocks",),
+        "preload": ("tests.launching.elastic.apart_clocks",),
     }  # fmt: skip
     ahead = launch(restarted.on_two_nodes, node_rank=0, **options)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import FIRST_LAUNCH_S, RAY, Way, prepare
+from tests.launches import FIRST_LAUNCH_S, RAY, Way, prepare
 
 Run = Callable[[str], kernels.Outcome]
 

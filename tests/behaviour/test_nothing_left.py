@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import prepare
+from tests.launches import prepare
 
 WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
 WITH_WORKERS = """%%distributed -n 2

@@ -190,7 +190,7 @@ def test_clock_that_jumps_by_a_day_ends_nothing(
     done = run(
         f"""
         import pathlib, threading, time
-        from tests.launching import ranks
+        from tests.launching import functions
         def jump():
             deadline = time.monotonic() + 60
             while len(list(pathlib.Path({str(tmp_path)!r}).glob("* waits for the jump"))) < 2:
@@ -198,8 +198,8 @@ def test_clock_that_jumps_by_a_day_ends_nothing(
                 time.sleep(0.01)
             pathlib.Path({str(tmp_path)!r}, "jump").touch()
         threading.Thread(target=jump).start()
-        print(list(notebook_launcher(ranks.trains_through_a_jump, ({str(tmp_path)!r},), num_processes=2, use_cpu=True,
-                                     max_restarts={restarts}, timeout_s=60)))
+        options = dict(num_processes=2, use_cpu=True, max_restarts={restarts}, timeout_s=60)
+        print(list(notebook_launcher(functions.trains_through_a_jump, ({str(tmp_path)!r},), **options)))
         """,
         LD_PRELOAD=str(clock),
         JUMP_FILE=str(tmp_path / "jump"),

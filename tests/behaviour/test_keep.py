@@ -13,8 +13,8 @@ from notebook_accel.errors import LaunchError, RunStoppedError
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from tests import processes
-from tests.launching import ranks
-from tests.launching.conftest import pids_of
+from tests.launches import pids_of
+from tests.launching import functions
 
 Launch = Callable[..., Job]
 
@@ -34,7 +34,7 @@ def heard_of(job: Job, kind: type[events.Event]) -> Callable[[], list[int]]:
 def test_dead_rank_is_told_of_and_comes_back_into_the_same_run(
     launch: Launch, tmp_path: pathlib.Path, who: int, how: str
 ) -> None:
-    job = launch(ranks.dies_the_first_time, str(tmp_path), who, how, on_death="keep")
+    job = launch(functions.dies_the_first_time, str(tmp_path), who, how, on_death="keep")
     deaths = heard_of(job, events.Ended)
     processes.wait_until(deaths, "a rank's death is told")
     assert (deaths(), job.status) == ([who], "running")
@@ -45,7 +45,7 @@ def test_dead_rank_is_told_of_and_comes_back_into_the_same_run(
 
 
 def test_run_without_any_rank_waits_for_one_to_be_started_again(launch: Launch) -> None:
-    job = launch(ranks.waits, on_death="keep", num_processes=1)
+    job = launch(functions.waits, on_death="keep", num_processes=1)
     before = pids_of(job)
     os.kill(before[0], signal.SIGKILL)
     processes.wait_until(heard_of(job, events.Ended), "its death is told")
@@ -70,7 +70,7 @@ def test_run_without_any_rank_can_be_stopped(launch: Launch) -> None:
 
 
 def test_rank_that_cannot_be_started_again_says_why(launch: Launch) -> None:
-    kept = launch(ranks.waits, on_death="keep")
+    kept = launch(functions.waits, on_death="keep")
     pids_of(kept)
     with pytest.raises(LaunchError, match="It is running"):
         kept.respawn(1)
@@ -79,4 +79,4 @@ def test_rank_that_cannot_be_started_again_says_why(launch: Launch) -> None:
     with pytest.raises(LaunchError, match="The run has ended"):
         kept.respawn(1)
     with pytest.raises(LaunchError, match="on_death='stop'"):
-        launch(ranks.waits).respawn(1)
+        launch(functions.waits).respawn(1)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests import kernels, processes
-from tests.launching.conftest import RAY, Way, prepare
+from tests.launches import RAY, Way, prepare
 
 RANK = "int(os.environ['RANK'])"
 WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"

@@ -15,7 +15,7 @@ import pytest
 
 from notebook_accel.launching.processes import bootstrap
 from tests import kernels, processes
-from tests.launching.conftest import FIRST_LAUNCH_S
+from tests.launches import FIRST_LAUNCH_S
 
 WHO = "%%distributed -n 1 --view none\nimport os\nos.getppid()"
 

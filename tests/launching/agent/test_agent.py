@@ -17,7 +17,7 @@ from notebook_accel.errors import RunStoppedError
 from notebook_accel.launching.kernel import agent_process, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
-from tests.launching import ranks
+from tests.launching import functions
 
 _RANK_SAYS_IT_FIRST = """
 import os, subprocess
@@ -86,7 +86,7 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
     monkeypatch.setattr(agent_process.time, "sleep", noted)
     for _ in range(4):  # on a busy machine, a rank may say more than its loss
         pauses.clear()
-        assert launch(ranks.reports_once, num_processes=1).results(timeout_s=60) == [0]
+        assert launch(functions.reports_once, num_processes=1).results(timeout_s=60) == [0]
         if not pauses:
             break
     assert not pauses
@@ -97,7 +97,7 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
 def test_ranks_can_save_when_the_agent_is_told_to_end(
     launch: Callable[..., Job], tmp_path: pathlib.Path, how: str
 ) -> None:
-    job = launch(ranks.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
+    job = launch(functions.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
 
     def have(what: str) -> bool:
         return all((tmp_path / f"{rank} {what}").exists() for rank in range(2))
@@ -122,5 +122,5 @@ def test_ranks_can_save_when_the_agent_is_told_to_end(
     processes.wait_until(lambda: not any(process.is_alive for process in everything), "all have gone")
     if how == "kernel":
         closing.join(30)
-    assert launch(ranks.rank).results(timeout_s=60) == [0, 1]
+    assert launch(functions.rank).results(timeout_s=60) == [0, 1]
     local.engine().close()  # the next agent, which wasn't there before

@@ -20,8 +20,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
-from tests.launching import ranks
-from tests.launching.conftest import pids_of
+from tests.launches import pids_of
+from tests.launching import functions
 
 # They are no run's: the kernel's line, without which there is nobody to run anything for, and this test's own signal.
 _OF_NO_RUN = {"Agent._read_kernel: recvmsg", "Agent._read_signals: read"}
@@ -41,7 +41,7 @@ class Faults:
         self._foreground_lock.acquire()  # so that none of them is a run in the background, whose events a view takes
         self._known = set(_OF_NO_RUN)
         self.orders = 0
-        self.other = self.launch(ranks.waits, num_processes=1)
+        self.other = self.launch(functions.waits, num_processes=1)
         self._pids = pids_of(self.other)
         [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
         self._agent = agent
@@ -105,7 +105,7 @@ def runs(faults: Faults) -> None:
 
 
 def is_asked_and_stopped(faults: Faults) -> None:
-    job = faults.launch(ranks.waits)
+    job = faults.launch(functions.waits)
     processes.wait_until(lambda: job.status == "running" or job.done, "it runs")
     if not job.done:
         job.stacks()
@@ -115,14 +115,14 @@ def is_asked_and_stopped(faults: Faults) -> None:
 
 
 def is_killed(faults: Faults) -> None:
-    job = faults.launch(ranks.waits)
+    job = faults.launch(functions.waits)
     processes.wait_until(lambda: job.status == "running" or job.done, "it runs")
     job.kill()
     ends(job)
 
 
 def may_restart(faults: Faults) -> None:
-    ends(faults.launch(ranks.rank, max_restarts=1))
+    ends(faults.launch(functions.rank, max_restarts=1))
 
 
 def has_a_new_template(faults: Faults) -> None:
@@ -133,7 +133,7 @@ def has_a_new_template(faults: Faults) -> None:
         (stub / "torch.py").write_text("raise SystemExit('no torch here')")
         patch.syspath_prepend(stub)
         patch.setenv("TORCH_OF_THIS_TEST", str(faults.orders))
-        ends(faults.launch(ranks.rank))
+        ends(faults.launch(functions.rank))
 
 
 @pytest.mark.timeout(400)  # some forty launches
@@ -145,7 +145,7 @@ def test_error_ends_the_run_that_met_it_and_no_other(
     faults: Faults, go: Callable[[Faults], None], at_least: int
 ) -> None:
     if go is not has_a_new_template:
-        assert ends(faults.launch(ranks.rank)) == "succeeded"  # its template is there
+        assert ends(faults.launch(functions.rank)) == "succeeded"  # its template is there
     places = faults.new_places(go)
     assert len(places) >= at_least, places
     fired = []
