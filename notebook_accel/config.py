@@ -117,10 +117,6 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, msgspec.Meta(min_length=1)],
         _help("Address of node 0, where several nodes meet."),
     ] = "127.0.0.1"
-    all_nodes: Annotated[
-        bool,
-        _help("With several nodes, bring the results of all ranks to each; all need one NOTEBOOK_ACCEL_SECRET."),
-    ] = False
     max_restarts: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=10_000)],
         _help("How often all ranks are started again after one has failed, until the failure ends the run."),

@@ -20,7 +20,6 @@ __all__ = [
     "GRADIENT_ACCUMULATION_STEPS",
     "MIXED_PRECISION",
     "OVERSUBSCRIBE",
-    "SECRET",
     "USE_CPU",
     "RankPlace",
     "become",
@@ -37,7 +36,6 @@ __all__ = [
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 GRADIENT_ACCUMULATION_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 USE_CPU = "ACCELERATE_USE_CPU"
-SECRET = "NOTEBOOK_ACCEL_SECRET"  # with which nodes prove to each other who they are
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 # Either of them makes ranks compare their collectives before they run them; the second is Accelerate's name.

@@ -350,10 +350,10 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 
 
 class ResultFiles:
-    """One memory file for each rank, closed when all objects were read or nobody can read them any more.
+    """One memory file for each rank here, closed when all objects were read or nobody can read them any more.
 
     Args:
-        descriptors: The files, which this owns; after those of the ranks here those of other nodes' ranks, in order.
+        descriptors: The files, which this owns, in the order of the ranks.
         by_value: Functions and classes that the payload holds by value, which come back by reference.
         set_variables: Takes the pulled names and their values.
     """
@@ -373,20 +373,16 @@ class ResultFiles:
         """True if they can still be read."""
         return self._close.alive
 
-    def read(self, first_rank: int, world_size: int) -> Results:
+    def read(self, first_rank: int) -> Results:
         """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
 
         Args:
             first_rank: The number of the first rank here among all.
-            world_size: Number of ranks here.
 
         Raises:
             ResultError: Something can't be opened. All that can be is bound, or in the error.
         """
-        here = range(first_rank, first_rank + world_size)
-        others = [rank for rank in range(len(self._descriptors)) if rank not in here]
-        ranks = [*here, *others][: len(self._descriptors)]
-        for rank, descriptor in zip(ranks, self._descriptors, strict=True):
+        for rank, descriptor in enumerate(self._descriptors, first_rank):
             self._unpickle(rank, descriptor, has_variables=rank == first_rank)
         self._set_variables_of(first_rank)
         again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
@@ -394,7 +390,7 @@ class ResultFiles:
         if error is not None:
             raise error
         self.close()
-        return Results([self._opened[rank].outcome for rank in sorted(ranks)])
+        return Results([self._opened[rank].outcome for rank in sorted(self._opened)])
 
     def set_saved_variables(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
         """Set the pulled variables to their values in the first rank when it failed or was interrupted.

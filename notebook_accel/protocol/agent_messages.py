@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.protocol.elastic_options import Elastic
 
 __all__ = [
     "ELASTIC",
     "AboutNodes",
     "Broken",
+    "Elastic",
     "End",
     "Exited",
     "Failure",
@@ -33,6 +33,7 @@ __all__ = [
     "Inspected",
     "Interrupt",
     "Launch",
+    "Meeting",
     "NotForked",
     "Place",
     "Prepare",
@@ -70,6 +71,43 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """The place and the way in which the nodes of a run meet.
+
+    Attributes:
+        num_nodes: Number of nodes as the user gave it: a number, or a range such as ``2:4``.
+        least: Fewest nodes that can start.
+        most: Most nodes that can take part.
+        node_rank: This node's number, with the static backend.
+        backend: Name of torch elastic's rendezvous backend.
+        host: Host of the rendezvous.
+        port: Its TCP port.
+        timeout_s: How long nodes wait for each other.
+        silence_s: A node that is silent for so long is taken as gone.
+        settings: Further settings of torch elastic's rendezvous.
+    """
+
+    num_nodes: str
+    least: int
+    most: int
+    node_rank: int
+    backend: str
+    host: str
+    port: int
+    timeout_s: float
+    silence_s: float
+    settings: dict[str, str] = {}
+
+
+class Elastic(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a run's elastic process, with the names that they have in ``LaunchConfig``."""
+
+    max_restarts: int
+    monitor_interval_s: float
+    run_id: str
+    meeting: Meeting
+
+
 class Prepare(_Message, frozen=True, kw_only=True):
     """Have a template ready that was started with this environment and import path. Later launches use it.
 
@@ -87,14 +125,13 @@ class Prepare(_Message, frozen=True, kw_only=True):
 class Launch(_Message, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` takes the place of what was said before.
 
-    A run with ``elastic`` has an elastic process, which says when its ranks are to be started, and when once more. One
-    with ``places`` is the part of a larger run that is on this node: its ranks stand there, with these variables
-    besides, and are not let go before ``Release``.
+    The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
+    this node's part of a run on several nodes, the elastic process decides that. A run with ``places`` is a part too:
+    its ranks have these places and variables, and stay until ``Release``.
 
-    Descriptors: the payload, then one result file a rank; with an ``elastic`` that has a secret, one more for each rank
-    of other nodes; with a ``template_pid``, which is that of a template for this
-    run alone, also a line to it, and its pidfd; with ``places`` one of which is rank 0's, the listening socket for the
-    ranks' store.
+    Descriptors: the payload, then one result file for each rank. With a ``template_pid``, the process of a template for
+    this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
+    listening socket of the ranks' store.
     """
 
     job_id: str
@@ -106,6 +143,7 @@ class Launch(_Message, frozen=True, kw_only=True):
     idle_timeout_s: float
     on_death: OnDeath = "stop"
     template_pid: int = 0
+    max_restarts: int = 0
     elastic: Elastic | None = None
     places: list[Place] = []
 
@@ -205,7 +243,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Starting(_Message, frozen=True, kw_only=True):
-    """The ranks of a run with an elastic process are started; those that were there before are gone.
+    """The ranks of a run are started again, or those of a run on several nodes for the first time; none is left.
 
     Attributes:
         restarts: How often they have been started again because of a failure.
@@ -283,20 +321,19 @@ class Fork(_Message, frozen=True, kw_only=True):
 
 
 class ForkElastic(_Message, frozen=True, kw_only=True):
-    """Fork a run's elastic process, which has the rank ``ELASTIC`` in what is said of it.
+    """Fork a run's elastic process. Messages about it have the rank ``ELASTIC``.
 
-    Descriptors: its connection; if the options have a secret, the result files of the ranks here, then of those there.
+    Descriptor: its connection to the agent.
 
     Attributes:
-        world_size: Number of ranks.
-        port: Of the ranks' store, 0 for a free one.
-        grace_s: How long ranks that are told to end have for it, in seconds, before they are killed.
+        options: Its options.
+        world_size: Number of ranks on this node.
+        grace_s: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
     """
 
     job_id: str
     options: Elastic
     world_size: int
-    port: int
     grace_s: float
 
 

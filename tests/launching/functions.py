@@ -270,3 +270,9 @@ def trains_through_a_jump(folder: str) -> tuple[bool, float]:
     dist.all_reduce(total)
     has_jumped = abs((time.time() - before_s) - (time.monotonic() - since_s)) > 3600
     return has_jumped, float(total)
+
+
+def fails_the_first_time() -> None:
+    """Rank 1 raises unless the ranks were started again."""
+    if rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("for the first time")

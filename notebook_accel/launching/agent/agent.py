@@ -111,7 +111,10 @@ class Agent:
             with self._owning_errors(run):
                 run.tick(now_s)
                 self._read_logs(run, now_s)
-            if run.is_over:
+            if run.is_over and run.is_to_restart:
+                with self._owning_errors(run):
+                    self._restart(run)
+            elif run.is_over:
                 self._run_ended(run)
         for job_id, inspection in list(self._inspections.items()):
             if (dumps := inspection.look(now_s)) is not None:
@@ -295,7 +298,8 @@ class Agent:
     def _start(self, run: Run, template: TemplateProcess) -> None:
         if run.launch.places:
             run.become_part()
-        elif run.launch.elastic is None and not self._open_store(run):
+        elif run.launch.elastic is None and (broken := _open_store(run)) is not None:
+            self._refuse(run, broken)
             return
         run.started()
         template.runs.append(run)
@@ -305,13 +309,18 @@ class Agent:
         else:
             self._elastic.begin(run, template)
 
-    def _open_store(self, run: Run) -> bool:
-        try:
-            run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
-        except OSError as error:
-            text = f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}."
-            self._refuse(run, messages.Broken(text=text))
-        return run.store is not None
+    def _restart(self, run: Run) -> None:
+        """Start all ranks of a run again. The last of them is gone, and one has failed."""
+        run.rest()
+        run.restarts += 1
+        if (broken := _open_store(run)) is not None:
+            run.refuse(broken)
+            return
+        size = run.launch.world_size
+        self._tell_kernel(
+            messages.Starting(job_id=run.launch.job_id, restarts=run.restarts, first_rank=0, world_size=size)
+        )
+        self._start_ranks(run)
 
     def _start_ranks(self, run: Run) -> None:
         template = self._templates.of(run)
@@ -398,6 +407,7 @@ class Agent:
         if told.job_id in self._runs:
             run = self._runs[told.job_id]
             run.end(told.how, reason)
+            run.stop_restarting(reason)
             self._elastic.end(run, reason)
             self._templates.end_unready_fork_for(run)
 
@@ -453,6 +463,15 @@ class Agent:
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
+
+
+def _open_store(run: Run) -> messages.Broken | None:
+    """Open the listening socket of the ranks' store. Return why that is impossible, if it is."""
+    try:
+        run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
+    except OSError as error:
+        return messages.Broken(text=f"The port {run.launch.port} for the ranks' store can't be used: {error.strerror}.")
+    return None
 
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:

@@ -1,4 +1,4 @@
-"""The agent's account of runs that may restart: each has an elastic process, which says when ranks are started.
+"""The agent's account of runs on several nodes: each has an elastic process, which says when ranks are started.
 
 The agent forks, reads, stops and reaps the ranks of such a run as those of every other. What it leaves to the elastic
 process is the question what follows when they are gone. An end that somebody wanted is followed by nothing.
@@ -77,11 +77,7 @@ class _Elastic:
 
     def send_away(self, now_s: float) -> None:
         """The run ends by what somebody wants: other nodes, if there are any, are to hear of it."""
-        launch = self.run.launch
         self.run.reason = self.wanted or self.run.reason
-        if launch.elastic is None or launch.elastic.meeting is None:
-            self.kill()
-            return
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
         self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
 
@@ -125,13 +121,11 @@ class ElasticRuns:
             job_id=launch.job_id,
             options=launch.elastic,
             world_size=launch.world_size,
-            port=launch.port,
             grace_s=launch.grace_s,
         )
         with contextlib.closing(theirs):
             try:
-                results = run.descriptors[1:] if launch.elastic.secret else []
-                template.connection.send(messages.encode(order), [theirs.fileno(), *results])
+                template.connection.send(messages.encode(order), [theirs.fileno()])
             except (ClosedError, TimeoutError):
                 template.kill()  # what follows from its end is done where it is noticed
             except OSError:
@@ -271,9 +265,8 @@ class ElasticRuns:
 
 def _tell_steps(elastic: _Elastic) -> None:
     """Tells it how far the ranks are, for other nodes."""
-    launch = elastic.run.launch
     counted = [rank.steps for rank in elastic.run.ranks if rank.steps is not None]
-    if not counted or not elastic.has_ranks or launch.elastic is None or launch.elastic.meeting is None:
+    if not counted or not elastic.has_ranks:
         return
     if elastic.steps != (min(counted), max(counted)):
         elastic.steps = min(counted), max(counted)

@@ -115,7 +115,8 @@ class Run:
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
         refusal: Why it could not be started, as the user is told it; ``None`` if it could.
         store: Listens for the ranks' store, as long as there are descriptors.
-        places: Where its ranks stand and what their environment has besides, for a run with an elastic process.
+        places: The ranks' places and further variables, for a part of a larger run.
+        restarts: How often the agent has started its ranks again after a failure.
         is_held: Whether it goes on without any rank: its elastic process may have them started.
     """
 
@@ -126,7 +127,9 @@ class Run:
     refusal: messages.Broken | None = None
     store: socket.socket | None = None
     places: Sequence[tuple[RankPlace, dict[str, str]]] = ()
+    restarts: int = 0
     is_held: bool = False
+    _wanted: messages.Reason = ""
     _is_interrupted_at_start: bool = False
     _was_taken_back: bool = False
     _how: messages.How | None = None
@@ -154,7 +157,8 @@ class Run:
     @property
     def needs_descriptors(self) -> bool:
         """True if ranks may be started later."""
-        return self.keeps or self.is_held or any(not rank.said_started for rank in self.ranks)
+        may_start_ranks = self.keeps or self.is_held or self._restarts_left > 0
+        return may_start_ranks or any(not rank.said_started for rank in self.ranks)
 
     def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
         """A rank's place among all, and what its environment has besides."""
@@ -162,7 +166,30 @@ class Run:
             return self.places[number]
         assert self.store is not None
         size = self.launch.world_size
-        return RankPlace(number, size, number, size, "127.0.0.1", self.store.getsockname()[1]), {}
+        place = RankPlace(number, size, number, size, "127.0.0.1", self.store.getsockname()[1])
+        return place, {"TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
+
+    @property
+    def _restarts_left(self) -> int:
+        return 0 if self._wanted else self.launch.max_restarts - self.restarts
+
+    @property
+    def is_to_restart(self) -> bool:
+        """True if its ranks, of which none is left, are to be started again: one has failed, and nobody wants the end.
+
+        A rank that raises KeyboardInterrupt wants the end.
+        """
+        if self._restarts_left <= 0 or self.refusal is not None or self.reason not in ("", "failed"):
+            return False
+        if any(rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks):
+            return False
+        return not all(rank.said_finished for rank in self.ranks)
+
+    def stop_restarting(self, reason: messages.Reason) -> None:
+        """Somebody wants the end: that is the reason, even if the ranks were ending because of a failure."""
+        self._wanted = self._wanted or reason
+        if self.launch.max_restarts > self.restarts and self.reason == "failed":
+            self.reason = self._wanted
 
     @property
     def is_over(self) -> bool:

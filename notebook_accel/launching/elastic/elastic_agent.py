@@ -1,43 +1,50 @@
-"""Torch elastic's agent of a node: when ranks are started, when they are started again, and at which places.
+"""The elastic process of a run on several nodes: torch elastic, whose ranks our own agent starts and stops.
 
-Its ranks are started and stopped by our own agent, over a line. On several nodes it also tells the others how its ranks
-stand: a failure on one node is one on all, at once, and not when somebody waits in vain for a rank that isn't there.
+It decides when this node's ranks are started, and as which ranks among all nodes. It also tells the other nodes about
+its ranks, so that a failure on one node is known on all at once, and nobody waits in vain for a rank that is gone.
+
+The process is a fork of the template and ends with it. It never forks itself, since it has the threads of torch's
+stores. Torch elastic's own workers, signal handlers and logs stay unused. This module and ``rendezvous`` are the only
+ones of ``launching`` that import torch; only the template imports them, by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import select
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 import notebook_accel
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import interfaces
 from notebook_accel.launching.elastic import nodes, rendezvous
-from notebook_accel.launching.elastic.exchange import Exchange, ForeignError
 from notebook_accel.launching.elastic.nodes import GoneError, Guarded, Nodes, Patience, Standing
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
-from notebook_accel.protocol.channel import Connection
-from notebook_accel.protocol.elastic_options import Meeting
+from notebook_accel.protocol.agent_messages import Meeting
+from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["ElasticAgent", "LeaveError", "Line"]
+__all__ = ["ElasticAgent", "LeaveError", "Line", "run"]
 
-_LOOPBACK = "127.0.0.1"
 _MEETING_S = 60.0  # for what follows at once when all nodes are there
 _LEAVING_S = 5.0
 _CAUSE_S = 10.0  # for a node, which may be busy, to say why its rank has gone
 _ANSWER_S = 600.0  # for our agent to do as it was told; far longer than a killed rank with much memory takes to go
+_ROLE = "default_role"  # as torch elastic's launcher calls it
+_SHORTEST_S = 1e-3
 _LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
 
 
@@ -97,18 +104,16 @@ class ElasticAgent(api.SimpleElasticAgent):
         spec: As torch elastic has it.
         line: To the agent.
         order: What the agent has ordered.
-        results: Files of the results of this node's ranks, and then of the others', if they are to be exchanged.
 
     Attributes:
         elsewhere: The failure on another node because of which ranks here were stopped last, ``None`` if none was.
     """
 
-    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic, results: list[int]) -> None:
+    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
         super().__init__(spec)
         self.elsewhere: messages.Failure | None = None
         self._line = line
         self._order = order
-        self._results = results
         self._meeting = order.options.meeting
         self._patience = Patience()
         self._nodes: Nodes | None = None
@@ -116,7 +121,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._failed_s = 0.0
         self._states: dict[int, str] = {}
         self._listening: socket.socket | None = None
-        self._master = (_LOOPBACK, 0)
+        self._master = (self._meeting.host, 0)
         self._attempt = 0
         self._answer_due_s: float | None = None
         self._are_there = False  # ranks
@@ -129,11 +134,11 @@ class ElasticAgent(api.SimpleElasticAgent):
     # Meeting -------------------------------------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: api.WorkerGroup) -> None:
-        deadline_s = time.monotonic() + (self._meeting.timeout_s if self._meeting is not None else 0.0)
+        deadline_s = time.monotonic() + self._meeting.timeout_s
         self._nodes, self._states = None, {}
         while True:
             try:
-                if self._meeting is None or self._meeting.backend == "static":
+                if self._meeting.backend == "static":
                     super()._rendezvous(worker_group)
                 else:
                     with rendezvous.refusals(self._meeting):
@@ -149,10 +154,6 @@ class ElasticAgent(api.SimpleElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: api.WorkerSpec
     ) -> list[api.Worker]:
         meeting = self._meeting
-        if meeting is None:
-            self._listening = _listening(_LOOPBACK, self._order.port)
-            self._master = self._listening.getsockname()[:2]
-            return list(super()._assign_worker_ranks(store, group_rank, group_world_size, spec))
         if group_world_size < meeting.least:
             raise rendezvous.without_others(group_world_size, meeting)
         guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
@@ -212,7 +213,7 @@ class ElasticAgent(api.SimpleElasticAgent):
 
     def _serves(self, rank: int) -> bool:
         """Return whether the store at which the nodes have met may go with this process."""
-        return rank == 0 or (self._meeting is not None and self._meeting.backend != "static")
+        return rank == 0 or self._meeting.backend != "static"
 
     # Ranks ---------------------------------------------------------------------------------------------------------
 
@@ -248,10 +249,9 @@ class ElasticAgent(api.SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         }
-        if self._meeting is not None:
-            address = interfaces.address_towards(self._meeting.host, self._meeting.port)
-            if interface := interfaces.interface_of(address):
-                variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        address = interfaces.address_towards(self._meeting.host, self._meeting.port)
+        if interface := interfaces.interface_of(address):
+            variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         return place, variables
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
@@ -269,35 +269,9 @@ class ElasticAgent(api.SimpleElasticAgent):
         if self.elsewhere is not None or self._has_failed_for_good():
             return api.RunResult(api.WorkerState.FAILED)
         if self._here.state == "finished" and states.count("finished") == len(list(self._others())):
-            if self._results:
-                self._exchange_results(worker_group)
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return api.RunResult(api.WorkerState.SUCCEEDED, nothing)
         return api.RunResult(api.WorkerState.HEALTHY)
-
-    def _exchange_results(self, worker_group: api.WorkerGroup) -> None:
-        assert self._nodes is not None
-        around, options, count = self._nodes, self._order.options, self._order.world_size
-        first, size = worker_group.workers[0].global_rank, worker_group.workers[0].world_size
-        others = [rank for rank in range(size) if not first <= rank < first + count]
-        exchange = Exchange(
-            around.store, options.secret, around.rank, size // count, options.fingerprint, lambda: self._pulse(around)
-        )  # fmt: skip
-        try:
-            exchange.run(first, self._results[:count], others, self._results[count:])
-        except ForeignError:
-            raise RefusedError(
-                "The results of another node don't come from one with the same secret and the same cell.",
-                why="They were left unopened. Every rank has finished.",
-                fix="the same NOTEBOOK_ACCEL_SECRET and the same code on all nodes, or leave out all_nodes",
-            ) from None
-        except GoneError as gone:
-            raise RefusedError(str(gone), why="Every rank had finished.", fix="leave out all_nodes") from None
-
-    def _pulse(self, around: Nodes) -> None:
-        if self._line.has_news:
-            self._hear()
-        around.pulse(self._here)
 
     def _hear(self) -> None:
         for told in self._line.hear():
@@ -377,7 +351,7 @@ class ElasticAgent(api.SimpleElasticAgent):
     def leave(self) -> None:
         """Lets the other nodes hear the last of this one, and none come any more."""
         handler = self._worker_group.spec.rdzv_handler
-        if self._nodes is not None and self._meeting is not None and self._meeting.backend != "static":
+        if self._nodes is not None and self._meeting.backend != "static":
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self._patience.call(handler.shutdown, _LEAVING_S)
         around, self._nodes = self._nodes, None
@@ -407,3 +381,58 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
         raise RefusedError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
+
+
+def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
+    """Run a run's elastic process and return its exit status. The descriptors are those of the order."""
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    # SIGTERM stays ignored, as in the template: the agent ends this process when it has stopped the ranks.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    # Where torch elastic shares its own store with ranks, as here they have another one, a node that comes later waits
+    # for ever for an address that is said in the first round only (seen with torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    api._get_fq_hostname = socket.gethostname  # its events have a full name, and to ask for that can take long
+    line = Line(Connection.from_descriptor(descriptors[0]), order)
+    try:
+        line.say(_run(order, line))
+    except (ClosedError, LeaveError):  # the agent has gone, and ends its ranks so; or it ends them itself
+        return 1
+    return 0
+
+
+def _run(order: messages.ForkElastic, line: Line) -> elastic_messages.Over:
+    agent: ElasticAgent | None = None
+    try:
+        agent = ElasticAgent(_spec(order, line), line, order)
+        result = agent.run()
+        has_succeeded = result is not None and not result.is_failed()
+        return elastic_messages.Over(has_succeeded=has_succeeded, failure=agent.elsewhere)
+    except RefusedError as refused:
+        return elastic_messages.Over(refusal=refused.broken)
+    except (ClosedError, LeaveError):
+        raise
+    except Exception as error:  # noqa: BLE001 - of torch elastic, which has many
+        text = f"The process that decides about this run's restarts has failed: {type(error).__name__}: {error}"
+        return elastic_messages.Over(refusal=messages.Broken(text=text, why=traceback.format_exc()))
+    finally:
+        if agent is not None:
+            agent.leave()
+
+
+def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
+    options, meeting = order.options, order.options.meeting
+    handler: RendezvousHandler
+    if meeting.backend == "static":
+        handler = rendezvous.Static(options, meeting, Patience(), line.say_that_it_waits)
+    else:
+        line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
+        handler = rendezvous.dynamic(options, meeting, interfaces.address_towards(meeting.host, meeting.port))
+    return api.WorkerSpec(
+        role=_ROLE,
+        local_world_size=order.world_size,
+        rdzv_handler=handler,
+        entrypoint="ranks",  # in events that nobody takes
+        max_restarts=options.max_restarts,
+        # It sleeps so long before each look; the look itself waits for what the agent says.
+        monitor_interval=_SHORTEST_S,
+    )

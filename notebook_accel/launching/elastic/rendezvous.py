@@ -1,8 +1,7 @@
 """How the nodes of a run meet, each time before their ranks are started.
 
-One node meets nobody. Several meet at a port of node 0, and go in step by a number of the round that node 0 gives out,
-so that one whose kernel was started anew comes in where the others are. Any number of them meets by torch elastic's own
-rendezvous.
+Numbered nodes meet at a port of node 0. Node 0 counts the rounds, so that a node whose kernel was restarted joins the
+round in which the others are. A number of nodes that may change meets by torch elastic's own rendezvous.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -30,15 +29,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from notebook_accel.launching import interfaces
 from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
-from notebook_accel.protocol.agent_messages import Broken
-from notebook_accel.protocol.elastic_options import Elastic, Meeting
+from notebook_accel.protocol.agent_messages import Broken, Elastic, Meeting
 
-__all__ = ["Alone", "RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
+__all__ = ["RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
 
 _POLL_S = 0.2
 _ANSWER_S = 10.0  # that a store has for each question
 _HANDSHAKE_S = 6.0
-_LOOPBACK = "127.0.0.1"
 
 
 class RefusedError(Exception):
@@ -49,11 +46,23 @@ class RefusedError(Exception):
         self.broken = Broken(text=text, why=why, fix=fix)
 
 
-class _Handler(RendezvousHandler):
-    """What the two rendezvous below have in common: nobody comes who wasn't expected."""
+class Static(RendezvousHandler):
+    """The rendezvous of several nodes that are numbered: node 0 serves the store, and the others come to it.
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    Args:
+        options: The run's.
+        meeting: Where and how.
+        patience: In which stores are called.
+        waits: Called with a line that says for whom this node waits.
+    """
+
+    def __init__(self, options: Elastic, meeting: Meeting, patience: Patience, waits: Callable[[str], None]) -> None:
+        self._run_id = options.run_id
+        self._meeting = meeting
+        self._patience = patience
+        self._waits = waits
+        self._store: Any = None
+        self._round = 0
 
     def get_backend(self) -> str:
         return "static"
@@ -72,43 +81,6 @@ class _Handler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-class Alone(_Handler):
-    """The rendezvous of one node: there is nobody to meet, and no port to meet at.
-
-    Args:
-        run_id: The run's name.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        super().__init__(run_id)
-        self._store = HashStore()
-        self._round = 0
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._round += 1
-        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, 0))
-
-
-class Static(_Handler):
-    """The rendezvous of several nodes that are numbered: node 0 serves the store, and the others come to it.
-
-    Args:
-        options: The run's.
-        meeting: Where and how.
-        patience: In which stores are called.
-        waits: Called with a line that says for whom this node waits.
-    """
-
-    def __init__(self, options: Elastic, meeting: Meeting, patience: Patience, waits: Callable[[str], None]) -> None:
-        super().__init__(options.run_id)
-        self._meeting = meeting
-        self._patience = patience
-        self._waits = waits
-        self._store: Any = None
-        self._round = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting

@@ -26,8 +26,8 @@ from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
+from notebook_accel.protocol.agent_messages import Elastic
 from notebook_accel.protocol.channel import ClosedError, Connection
-from notebook_accel.protocol.elastic_options import Elastic
 from notebook_accel.uninterruptible import Latch
 
 __all__ = ["AgentProcess", "NodePart", "TemplateLine"]
@@ -160,6 +160,7 @@ class AgentProcess:
             on_death=job.on_death,
             idle_timeout_s=job.config.idle_timeout_s,
             template_pid=template_pid,
+            max_restarts=0 if elastic is not None or places else job.config.max_restarts,
             elastic=elastic,
             places=list(places),
         )

@@ -1,22 +1,19 @@
-"""The engine for runs that may restart, and for runs of several nodes: torch elastic in a process of its own.
+"""The engine for runs on several nodes: torch elastic in a process of its own.
 
-Nothing of torch elastic is in the kernel, where it would install signal handlers and never take them away. Ranks are
-what they are in a run on one machine.
+Nothing of torch elastic is imported in the kernel, where it would install signal handlers and never remove them. Its
+ranks don't differ from those of a run on one machine.
 """
 
 from __future__ import annotations
 
-import os
-
-from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.protocol.elastic_options import Elastic, Meeting
+from notebook_accel.protocol.agent_messages import Elastic, Meeting
 
-__all__ = ["ElasticEngine", "is_wanted", "options"]
+__all__ = ["ElasticEngine", "check", "is_wanted"]
 
 PORT = 29500  # as torchrun's and Accelerate's
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,55 +27,51 @@ _C10D = (
 
 
 def is_wanted(config: LaunchConfig) -> bool:
-    """Return whether a launch needs it."""
-    return config.max_restarts > 0 or config.num_nodes != "1" or config.rdzv_backend != "static"
+    """Return whether a launch is a part of a run on several nodes."""
+    return config.num_nodes != "1"
+
+
+def check(config: LaunchConfig) -> None:
+    """Check the options about nodes, also those of a launch on one node.
+
+    Raises:
+        ConfigError: They don't fit together.
+    """
+    if is_wanted(config):
+        _meeting(config)
+        return
+    _settings(config)
+    for name, is_unused in (
+        ("node_rank", config.node_rank == 0),
+        ("master_addr", config.master_addr in _LOOPBACK),
+        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
+        ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
+    ):
+        if not is_unused:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is about several nodes, and num_nodes is 1.",
+                fix=f"num_nodes=2 (or more), or leave out {name}",
+            )
+    _endpoint(config, lowest_port=0)  # torchrun's localhost:0 means any port
 
 
 class ElasticEngine:
-    """Runs ranks that are restarted after a failure, and the ranks of one node among several."""
+    """Runs the ranks of this node in a run on several."""
 
     def launch(self, request: LaunchRequest) -> Job:
         """Start the run's elastic process, which has the ranks started. See ``Engine``."""
-        return local.engine().launch_elastic(request, options(request.config))
-
-
-def options(config: LaunchConfig) -> Elastic:
-    """Return the options for the elastic process.
-
-    Raises:
-        ConfigError: The options about nodes don't fit together.
-    """
-    meeting = _meeting(config)
-    return Elastic(
-        max_restarts=config.max_restarts,
-        monitor_interval_s=config.monitor_interval,
-        run_id=config.rdzv_id,
-        meeting=meeting,
-        secret=_secret(meeting) if config.all_nodes else "",
-    )
-
-
-def _secret(meeting: Meeting | None) -> str:
-    if meeting is None or meeting.least != meeting.most:
-        raise ConfigError(
-            "all_nodes is about several nodes whose number doesn't change.", fix="num_nodes=2, or leave out all_nodes"
+        config = request.config
+        options = Elastic(
+            max_restarts=config.max_restarts,
+            monitor_interval_s=config.monitor_interval,
+            run_id=config.rdzv_id,
+            meeting=_meeting(config),
         )
-    secret = os.environ.get(environment.SECRET, "")
-    if not secret:
-        raise ConfigError(
-            f"all_nodes needs a secret, and {environment.SECRET} isn't set.",
-            why="Results are pickles, and whoever made one can have it run anything. With the secret, nodes "
-            "prove that theirs are yours.",
-            fix=f"on each node, before the launch: %env {environment.SECRET}=... with the same text",
-        )
-    return secret
+        return local.engine().launch_elastic(request, options)
 
 
-def _meeting(config: LaunchConfig) -> Meeting | None:
+def _meeting(config: LaunchConfig) -> Meeting:
     settings = _settings(config)
-    if config.num_nodes == "1":
-        _refuse_what_one_node_has_no_use_for(config)
-        return None
     least, _, most = config.num_nodes.partition(":")
     lowest, highest = int(least), int(most or least)
     if lowest > highest:
@@ -103,21 +96,6 @@ def _meeting(config: LaunchConfig) -> Meeting | None:
         silence_s=keep_alive["keep_alive_interval"] * keep_alive["keep_alive_max_attempt"],
         settings=settings,
     )
-
-
-def _refuse_what_one_node_has_no_use_for(config: LaunchConfig) -> None:
-    for name, is_unused in (
-        ("node_rank", config.node_rank == 0),
-        ("master_addr", config.master_addr in _LOOPBACK),
-        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
-        ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
-    ):
-        if not is_unused:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is about several nodes, and num_nodes is 1.",
-                fix=f"num_nodes=2 (or more), or leave out {name}",
-            )
-    _endpoint(config, lowest_port=0)  # torchrun's localhost:0 means any port
 
 
 def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:

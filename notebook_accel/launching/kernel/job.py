@@ -229,7 +229,7 @@ class Job:
         with self._lock:
             if self._outcome is None:
                 try:
-                    self._outcome = self._files.read(self.first_rank, self.world_size)
+                    self._outcome = self._files.read(self.first_rank)
                 except ResultError as incomplete:
                     incomplete.job = self
                     self._can_be_asked_again = True
@@ -401,13 +401,13 @@ class Job:
             self._pending.append((rank, event))
 
     def start(self, starting: Starting) -> None:
-        """Note that the elastic process has started the ranks, or restarted them. Called by the engine's thread."""
+        """Note that all ranks are started, or started again. Called by the engine's thread."""
         before, self._restarts_by_node = self._restarts_by_node, starting.restarts
         first = self.state.first_failed
         why = failures.in_a_line(self.state)
         self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
-        if before is None:
-            return
+        if before is None and (starting.restarts == 0 or self.config.num_nodes != "1"):
+            return  # their first start here: a node may join a run that others have started again before
         of, rank = self.config.max_restarts, 0 if first is None else first.rank
         if before == starting.restarts:
             why = f"the nodes are others now, with {starting.world_size} ranks in all"

@@ -205,7 +205,7 @@ def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine 
     cluster = _cluster(config)
     if cluster is not None:
         return cluster, cluster.devices(config), cluster.check(config)
-    elastic.options(config)  # raises what speaks against it
+    elastic.check(config)
     devices = Devices.find(config)
     local.check_size(config.num_processes or devices.available)
     return None, devices, preflight.check(config, devices, roots)
@@ -218,7 +218,7 @@ def _cluster(config: LaunchConfig) -> RayEngine | None:
 
 def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: RayEngine | None) -> Job:
     world_size = config.num_processes or devices.available
-    if work.on_death == "keep" and elastic.is_wanted(config):
+    if work.on_death == "keep" and (config.max_restarts or elastic.is_wanted(config)):
         raise ConfigError(
             "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
             why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",

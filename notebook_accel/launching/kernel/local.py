@@ -9,8 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
@@ -21,7 +19,7 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.payload import serialization
-from notebook_accel.protocol.elastic_options import Elastic
+from notebook_accel.protocol.agent_messages import Elastic
 
 __all__ = ["LocalEngine", "check_size", "engine"]
 
@@ -71,11 +69,8 @@ class LocalEngine:
         return self.launch_elastic(request, None)
 
     def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
-        """Start ranks under an elastic process, if there are options for one. See ``Engine``."""
+        """Start this node's ranks of a run on several nodes, if there are options for one. See ``Engine``."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
-        if elastic is not None:
-            names = [getattr(obj, "__qualname__", "") for obj in pickled.by_value]
-            elastic = msgspec.structs.replace(elastic, fingerprint=",".join(names))
         return uninterruptible.call(
             lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock
         )

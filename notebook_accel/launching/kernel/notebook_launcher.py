@@ -49,7 +49,6 @@ def notebook_launcher(
     view: str = "auto",
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
-    all_nodes: bool = False,
 ) -> Results | Job:
     """Run a function in several processes, each a rank with a device of its own, and returns what they return.
 
@@ -93,7 +92,6 @@ def notebook_launcher(
         view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``.
         engine: Place of the ranks: ``local``, this machine, or ``ray``, a Ray cluster.
         engine_options: Options of the engine; see ``RayOptions``.
-        all_nodes: With several nodes, return the results of all ranks. All nodes need one ``NOTEBOOK_ACCEL_SECRET``.
 
     Returns:
         ``Results``, one value a rank; or, with ``background=True``, the ``Job``.
@@ -138,7 +136,6 @@ def notebook_launcher(
             "name": name,
             "view": view,
             "engine": engine,
-            "all_nodes": all_nodes,
             "engine_options": tuple(f"{name}={json.dumps(value)}" for name, value in (engine_options or {}).items()),
         },
         environ={},

@@ -158,8 +158,7 @@ def prepared_run(
     try:
         serialization.dump(payload, pickled, spec.encode())
         memory_files.make_unwritable(payload)
-        nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
-        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
+        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
         job = Job.from_request(
             request,
             spec,

@@ -28,7 +28,7 @@ from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
 __all__ = ["come_under", "main", "serve"]
 
-_ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_process"
+_ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_agent"
 
 
 class Template:

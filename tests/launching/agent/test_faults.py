@@ -121,8 +121,8 @@ def is_killed(faults: Faults) -> None:
     ends(job)
 
 
-def may_restart(faults: Faults) -> None:
-    ends(faults.launch(functions.rank, max_restarts=1))
+def restarts(faults: Faults) -> None:
+    ends(faults.launch(functions.fails_the_first_time, max_restarts=1))
 
 
 def has_a_new_template(faults: Faults) -> None:
@@ -139,7 +139,7 @@ def has_a_new_template(faults: Faults) -> None:
 @pytest.mark.timeout(400)  # some forty launches
 # Each with a number of calls that it makes at least and those before it don't: what finds them works.
 @pytest.mark.parametrize(("go", "at_least"), [
-    (runs, 15), (is_asked_and_stopped, 10), (is_killed, 2), (may_restart, 2), (has_a_new_template, 1),
+    (runs, 15), (is_asked_and_stopped, 10), (is_killed, 2), (restarts, 1), (has_a_new_template, 1),
 ])  # fmt: skip
 def test_error_ends_the_run_that_met_it_and_no_other(
     faults: Faults, go: Callable[[Faults], None], at_least: int

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from notebook_accel.launching.elastic import rendezvous
-from notebook_accel.protocol.elastic_options import Elastic, Meeting
+from notebook_accel.protocol.agent_messages import Elastic, Meeting
 
 _AHEAD = datetime.timedelta(seconds=60)
 _dynamic = rendezvous.dynamic

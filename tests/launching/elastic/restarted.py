@@ -102,8 +102,3 @@ def goes_on_after_a_restart(folder: str) -> tuple[int, int]:
     total = torch.ones(1)
     dist.all_reduce(total)
     return attempt(), int(total)
-
-
-def has_a_large_result() -> tuple[int, torch.Tensor]:
-    """Its rank, and four megabytes of it."""
-    return rank(), torch.full((1_000_000,), float(rank()))

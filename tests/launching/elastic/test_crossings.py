@@ -6,12 +6,14 @@ Both ends are the real ones, in one process and a step at a time; the ranks have
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server import api
 
 from notebook_accel.environment import RankPlace
@@ -20,17 +22,23 @@ from notebook_accel.launching.agent.forking import open_rank
 from notebook_accel.launching.agent.loop import Loop
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
-from notebook_accel.launching.elastic import elastic_agent, elastic_process
+from notebook_accel.launching.elastic import elastic_agent
 from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol.agent_messages import Elastic, Meeting
 from notebook_accel.protocol.channel import Connection
-from notebook_accel.protocol.elastic_options import Elastic, Meeting
 
-_MEETING = Meeting(
-    num_nodes="2", least=2, most=2, node_rank=0, backend="static", host="127.0.0.1", port=1, timeout_s=60, silence_s=60
-)
+
+def meeting() -> Meeting:
+    """Of one node, which meets itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return Meeting(
+        num_nodes="1", least=1, most=1, node_rank=0, backend="static", host="127.0.0.1", port=port, timeout_s=60,
+        silence_s=60,
+    )  # fmt: skip
 
 
 class Agent:
@@ -44,7 +52,7 @@ class Agent:
         told: What the kernel was told.
     """
 
-    def __init__(self, meeting: Meeting | None = None) -> None:
+    def __init__(self) -> None:
         self.told: list[msgspec.Struct] = []
         self._loop = Loop()
         self.runs = ElasticRuns(
@@ -53,7 +61,7 @@ class Agent:
             start_ranks=self._start,
             tell_kernel=self.told.append,
         )
-        options = Elastic(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting)
+        options = Elastic(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting())
         self.run = Run(
             messages.Launch(
                 job_id="1", world_size=2, port=0, grace_s=5, timeout_s=None, log_folder="", idle_timeout_s=60,
@@ -108,6 +116,12 @@ class Agent:
             rank.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _first_store() -> None:
+    """With its first store, torch makes a pipe that stays until the process ends."""
+    TCPStore("127.0.0.1", 0, is_master=True)
+
+
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     made = Agent()
@@ -116,10 +130,16 @@ def agent() -> Iterator[Agent]:
 
 
 @pytest.fixture
-def elastic(agent: Agent) -> ElasticAgent:
-    """The elastic process's end, of a run that has one node."""
+def elastic(agent: Agent) -> Iterator[ElasticAgent]:
+    """The elastic process's end, of a run that has one node. Its store and threads, which end with it, end here."""
     line = Line(agent.theirs, agent.order)
-    return ElasticAgent(elastic_process._spec(agent.order, line), line, agent.order, [])
+    made = ElasticAgent(elastic_agent._spec(agent.order, line), line, agent.order)
+    handler: Any = made._worker_group.spec.rdzv_handler
+    yield made
+    for patience in (made._patience, handler._patience):
+        patience._thread.shutdown()
+    vars(made).clear()
+    vars(handler).clear()
 
 
 def state(elastic: ElasticAgent) -> api.WorkerState:
@@ -163,7 +183,7 @@ def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
 
 
 def test_refused_start_is_answered() -> None:
-    agent = Agent(_MEETING)
+    agent = Agent()
     try:
         agent.runs.end(agent.run, "stopped")
         line = Line(agent.theirs, agent.order)

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from notebook_accel.errors import (
-    ConfigError,
     NodeLostError,
     NotebookAccelError,
     ProcessStartError,
@@ -74,30 +72,6 @@ def test_two_nodes_form_one_group(nodes: Callable[..., list[Job]]) -> None:
     assert "  2 │ rank 2 of node 1" in lines and "  3 │ rank 3 of node 1" in lines
     assert f"[node 0 ({socket.gethostname()}): 2 ranks finished" in lines
     assert (first.first_rank, second.first_rank, second.total_ranks) == (0, 2, 4)
-
-
-def test_all_results_come_to_all_nodes_that_have_the_same_secret(
-    nodes: Callable[..., list[Job]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="all_nodes needs a secret, and NOTEBOOK_ACCEL_SECRET isn't set"):
-        nodes(restarted.has_a_large_result, all_nodes=True)
-    monkeypatch.setenv("NOTEBOOK_ACCEL_SECRET", "of ours")
-    first, second = nodes(restarted.has_a_large_result, all_nodes=True)
-    for job in (first, second):
-        results = job.results(timeout_s=_WAIT_S)
-        assert [rank for rank, _ in results] == [0, 1, 2, 3]
-        assert all(torch.equal(values, torch.full((1_000_000,), float(rank))) for rank, values in results)
-
-
-def test_results_of_a_node_with_another_secret_are_not_opened(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"num_nodes": 2, "main_process_port": free_port(), "all_nodes": True}
-    jobs = []
-    for rank, secret in enumerate(["of ours", "of somebody else"]):
-        monkeypatch.setenv("NOTEBOOK_ACCEL_SECRET", secret)
-        jobs.append(launch(restarted.has_a_large_result, **options, node_rank=rank))
-    for job in jobs:
-        failed = error(job)
-        assert "NOTEBOOK_ACCEL_SECRET" in failed.fix or "another node" in failed.what.lower(), failed
 
 
 def test_failure_on_one_node_is_named_on_all(nodes: Callable[..., list[Job]]) -> None:

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,18 @@ def below_template() -> list[processes.Process]:
     agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
     templates = [process for agent in agents for process in processes.children(agent.pid)]
     return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
+
+
+def a_node_that_is_alone() -> dict[str, Any]:
+    """Options of a run that may have a second node, which never comes: it has an elastic process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return {
+        "num_nodes": "1:2",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": f"127.0.0.1:{port}",
+        "rdzv_conf": ("last_call_timeout=1",),
+    }
 
 
 def elastic_process(job: Job) -> processes.Process:
@@ -156,7 +169,7 @@ def test_interrupt_and_timeout_end_the_run(launch: Launch, tmp_path: pathlib.Pat
 def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
     launch: Launch, tmp_path: pathlib.Path, number: signal.Signals
 ) -> None:
-    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3, **a_node_that_is_alone())
     runs(tmp_path, 0)
     processes.wait_until(lambda: all(info.pid for info in job.ranks), "the ranks have said who they are")
     os.kill(elastic_process(job).pid, number)
@@ -175,8 +188,8 @@ def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
     processes.wait_until(lambda: below_template() == [], "nothing is left of it")
 
 
-def test_plain_launch_has_no_elastic_process(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(restarted.runs_until_it_is_ended, str(tmp_path))
+def test_one_node_has_no_elastic_process(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
     runs(tmp_path, 0)
     assert len(below_template()) == 2
     job.stop()
@@ -235,7 +248,7 @@ def test_training_whose_ranks_are_killed_at_random_steps_ends_with_the_same_weig
 
 
 def test_agent_that_is_killed_takes_the_elastic_process_with_it(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
+    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3, **a_node_that_is_alone())
     runs(tmp_path, 0)
     all_of_it = below_template()
     assert len(all_of_it) == 3
