@@ -1,7 +1,7 @@
-"""Linux calls that Python may lack, ending processes, and how our processes are told where to import from.
+"""Linux calls that Python may lack, ending processes, asking for their stacks, and starting our own.
 
-Python has ``os.pidfd_open`` and its like only if it was built with headers of a recent kernel. Conda's and uv's builds
-were not, so what Python offers says nothing about the system: what it can do is found out by asking it.
+Python has ``os.pidfd_open`` and its like only if it was built with headers of a recent kernel, as conda's and uv's
+builds were not. So we find out what the system can do by calling it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import functools
 import os
 import signal
@@ -19,10 +20,13 @@ from notebook_accel import environment
 from notebook_accel.payload import memory_files
 
 __all__ = [
+    "STACKS_SIGNAL",
     "are_supported",
+    "arm_stacks",
     "bootstrap",
     "close_all",
     "die_with_parent",
+    "dump_file",
     "end_with_parent",
     "kill_group",
     "missing_call",
@@ -32,22 +36,25 @@ __all__ = [
     "state",
 ]
 
+# The signal that asks a rank for its stacks: a real-time one, which no library uses. SIGUSR1 and SIGUSR2 belong to the
+# user's code, which may handle them for a cluster's scheduler.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same numbers on every architecture that torch has packages for
 _TRACKER = b"multiprocessing.resource_tracker"  # in its command line
 
 
 def are_supported() -> bool:
-    """Return whether this system has the calls that processes are started and cleaned up with."""
+    """Return whether this system has the calls that launching needs."""
     return sys.platform == "linux" and not missing_call()
 
 
 @functools.cache  # every launch asks
 def missing_call() -> str:
-    """Make each call once that launching can't do without.
+    """Try each system call that launching needs.
 
     Returns:
-        The first one that fails, with what the system says, such as ``pidfd_open (Function not implemented)``; empty if
+        The first one that fails, with the system's message, such as ``pidfd_open (Function not implemented)``; empty if
         all work. An old kernel doesn't have them, and the sandbox of a container may forbid them.
     """
     opened: list[int] = []
@@ -60,7 +67,7 @@ def missing_call() -> str:
         call = "pidfd_send_signal"
         pidfd_send_signal(opened[1], 0)
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # of which the launch itself speaks
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # the launch itself reports these
             return f"{call} ({os.strerror(error.errno or 0)})"
     finally:
         close_all(opened)
@@ -68,21 +75,21 @@ def missing_call() -> str:
 
 
 def pidfd_open(pid: int) -> int:
-    """Return a descriptor that leads to a process, whatever becomes of its number.
+    """Return a descriptor that stays that of this process, even when its number is used again.
 
     Raises:
         OSError: There is no such process, or no room for the descriptor.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
-    return _system_call(_PIDFD_OPEN, pid, 0)  # closed on exec, as all of these are
+    return _system_call(_PIDFD_OPEN, pid, 0)  # Linux closes every pidfd on exec
 
 
 def pidfd_send_signal(pidfd: int, number: int) -> None:
-    """Send a signal to the process that ``pidfd_open`` was called for; 0 only looks whether one could be sent.
+    """Send a signal to the process of a pidfd; 0 only checks that one could be sent.
 
     Raises:
-        OSError: It has ended.
+        OSError: The process has ended.
     """
     if hasattr(signal, "pidfd_send_signal"):
         signal.pidfd_send_signal(pidfd, number)
@@ -99,11 +106,7 @@ def _system_call(number: int, *arguments: int | None) -> int:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors.
-
-    An error says that what was written to a network's file may be lost. The descriptor is closed all the same, and
-    those after it are to be.
-    """
+    """Close descriptors. An error, which means that data on a network's file may be lost, doesn't stop the rest."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -111,12 +114,12 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """Found once, in the template, instead of in each rank."""
+    """Return the C library, which the template loads once for all ranks."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Asks for a signal when the thread that started this process ends; ends now if it has ended already."""
+    """Ask Linux for a signal when the thread that started this process ends; exit now if it has ended already."""
     if _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
@@ -124,16 +127,15 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Ends this process by SystemExit, through every ``finally``, when its parent ends.
+    """End this process by SystemExit, through every ``finally``, when its parent ends.
 
-    The signal asked for is SIGCONT, since any other but SIGKILL would wait for ever in a process that is stopped.
-    SIGTERM is ignored: a batch system such as Slurm sends it to all processes of a job at once, and ranks that save
-    what they have need those above them until they are done.
+    It asks Linux for SIGCONT, because a stopped process takes no other signal but SIGKILL. It ignores SIGTERM: a batch
+    system such as Slurm sends that to all processes of a job at once, and ranks that are saving need this process.
     """
     pid = os.getpid()
 
     def end_if_orphaned(*_: object) -> None:
-        if os.getpid() == pid and os.getppid() != parent_pid:  # not in a fork of this process, which has other parents
+        if os.getpid() == pid and os.getppid() != parent_pid:  # a fork of this process has another parent
             sys.exit(0)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -142,29 +144,28 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def state(pid: int) -> str:
-    """A process's state as ``ps`` shows it, ``T`` for one that is stopped; empty if it isn't there."""
+    """Return a process's state as ``ps`` shows it, such as ``T`` for stopped; empty if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b") ")[2][:1].decode()
     return ""
 
 
 def resume_if_stopped(pid: int) -> None:
-    """Lets a child that somebody has stopped with SIGSTOP go on: others wait for it."""
+    """Continue a child that somebody has stopped with SIGSTOP, because others wait for it."""
     if state(pid) == "T":
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
 
 
 def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
-    """Kills a process and its group, which it may not lead yet when it is very young.
+    """Kill a process and its group. A very young process may not lead its group yet.
 
-    Its resource tracker, if multiprocessing has started one, is left: it removes what the others leave behind in shared
-    memory, and ends when they have ended. Call it before the leader is reaped: until then nobody else can have its
-    number.
+    Multiprocessing's resource tracker is left, if there is one: it removes the shared memory of the others and ends
+    after them. Call this before the leader is reaped, while its number can't be another process's.
 
     Args:
         leader_pid: The process.
-        has_tidied_up: Whether it has ended by itself, in order, so that it left nothing. This is quicker.
+        has_tidied_up: True if it has exited in order, so that it left nothing. That is quicker.
     """
     killed: set[int] = set()
     trackers, others = ([], []) if has_tidied_up else _members(leader_pid)
@@ -187,7 +188,7 @@ def _kill(kill: Callable[[int, int], None], pid: int, number: signal.Signals) ->
 
 
 def _members(group: int) -> tuple[list[int], list[int]]:
-    """The living processes of a group: multiprocessing's resource trackers, and the others. None if nobody may look."""
+    """Return the living processes of a group: multiprocessing's resource trackers, and the others."""
     trackers: list[int] = []
     others: list[int] = []
     names: list[str] = []
@@ -201,11 +202,25 @@ def _members(group: int) -> tuple[list[int], list[int]]:
     return trackers, others
 
 
-def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
-    """A command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
+def dump_file(rank: int) -> int:
+    """Return the descriptor of a memory file to which a rank's stacks are appended."""
+    made = memory_files.memory_file(f"notebook-accel-stacks-{rank}")
+    try:
+        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    finally:
+        os.close(made)
 
-    Python puts the working directory in front, with ``-c`` and with ``-m``, and a ``random.py`` of the user's there
-    would be ours. So nothing is imported but ``sys``, which is built in, before the import path is what it should be.
+
+def arm_stacks(dump: int) -> None:
+    """Let ``STACKS_SIGNAL`` write this process's stacks to ``dump``, also while it hangs in C code."""
+    faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True, chain=False)
+
+
+def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
+    """Return a command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
+
+    Python puts the working directory first on the path, where the user's own ``random.py`` would hide Python's. So the
+    command sets the path before it imports anything but ``sys``, which is built in.
     """
     code = (
         "import sys; end = 2 + int(sys.argv[1]); sys.path[:] = sys.argv[2:end]; "

@@ -1,7 +1,7 @@
 """Framed messages, and file descriptors with them, over a Unix stream socket.
 
-The one transport between kernel, agent, template and ranks. Both ends of every such socket are made by ``socketpair``
-and inherited or passed on, so there is no address for a stranger to connect to.
+Kernel, agent, template and ranks talk over these sockets only. Both ends are made by ``socketpair`` and inherited or
+passed on, so there is no address to which a stranger could connect.
 
 A frame is a header (body length and number of descriptors), the body, and the descriptors as ancillary data of the
 header's first byte.
@@ -13,12 +13,14 @@ import array
 import collections
 import contextlib
 import os
+import selectors
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-__all__ = ["ClosedError", "Connection", "Message"]
+__all__ = ["ClosedError", "Connection", "EventLoop", "Message"]
 
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 18
@@ -37,9 +39,9 @@ class Message:
     """One received frame.
 
     Attributes:
-        body: What was sent.
-        descriptors: What came with it, which now belongs to the receiver.
-        is_whole: Whether all descriptors are there; there are none if this process has no room for all of them.
+        body: The bytes that were sent.
+        descriptors: The descriptors that came with them, which now belong to the receiver.
+        is_whole: True if all descriptors are there; there are none if this process has no room for all of them.
     """
 
     __slots__ = ("body", "descriptors", "is_whole")
@@ -53,9 +55,9 @@ class Message:
 class Connection:
     """One end of a socket pair.
 
-    ``send`` blocks until the frame is written and may be called by several threads. ``queue`` and ``flush`` are for an
-    event loop that must never block: ``queue`` keeps what doesn't fit, ``flush`` writes as much as fits. Frames stay
-    whole and in order whatever happens: the rest of one that could only be written in part goes before the next.
+    ``send`` blocks until the frame is written; several threads may call it. ``queue`` and ``flush`` are for an event
+    loop that must never block: ``queue`` keeps a frame, ``flush`` writes as much as fits. Frames stay whole and in
+    order: the rest of a frame that was written in part goes before the next one.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -68,36 +70,36 @@ class Connection:
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
-        """Two connected ends."""
+        """Return two connected ends."""
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(left), cls(right)
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Connection:
-        """The connection over an inherited descriptor, which it owns from now on."""
+        """Return the connection over an inherited descriptor, which it owns from now on."""
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
-        """The socket's descriptor, so that ``select`` takes a connection."""
+        """Return the socket's descriptor, so that ``select`` takes a connection."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Closes this end, and every received descriptor that nobody has taken."""
+        """Close this end and all received descriptors that nobody has taken."""
         while self._descriptors:
             _close_all(self._descriptors.popleft())
         self._socket.close()
 
     def shutdown(self) -> None:
-        """Tells the other end, and every thread that reads here, that nothing more will come."""
+        """Tell the other end, and every thread that reads here, that nothing more will come."""
         with contextlib.suppress(OSError):  # the other end was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def set_send_deadline(self, seconds: float) -> None:
-        """How long ``send`` may wait for a reader before it raises ``TimeoutError``. Reading is not concerned."""
+        """Set how long ``send`` waits for a reader before it raises ``TimeoutError``. Reading isn't affected."""
         self._set_deadline(socket.SO_SNDTIMEO, seconds)
 
     def set_receive_deadline(self, seconds: float) -> None:
-        """How long ``receive`` may wait before it returns nothing."""
+        """Set how long ``receive`` waits before it returns nothing."""
         self._set_deadline(socket.SO_RCVTIMEO, seconds)
 
     def _set_deadline(self, option: int, seconds: float) -> None:
@@ -105,11 +107,11 @@ class Connection:
         self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))
 
     def set_blocking(self, blocking: bool) -> None:
-        """``False`` for an event loop, which then uses ``queue`` and ``flush`` instead of ``send``."""
+        """Set whether calls block. With ``False``, use ``queue`` and ``flush`` instead of ``send``."""
         self._socket.setblocking(blocking)
 
     def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Writes one frame.
+        """Write one frame.
 
         Raises:
             ClosedError: The other end has gone.
@@ -128,12 +130,12 @@ class Connection:
                 raise TimeoutError("the other end of a connection doesn't read") from error
 
     def queue(self, body: bytes) -> None:
-        """Keeps a frame for ``flush``. Frames with descriptors can't be queued."""
+        """Keep a frame for ``flush``. Frames with descriptors can't be queued."""
         with self._lock:
             self._keep(_HEADER.pack(len(body), 0) + body)
 
     def flush(self) -> bool:
-        """Writes what fits of the queued frames; returns whether nothing is left.
+        """Write as much of the queued frames as fits, and return whether nothing is left.
 
         Raises:
             ClosedError: The other end has gone.
@@ -146,7 +148,7 @@ class Connection:
         return True
 
     def _send_first(self, header: bytes, descriptors: Sequence[int]) -> int:
-        """Sends the header with the descriptors; returns how many of its bytes were written."""
+        """Send the header with the descriptors, and return how many of its bytes were written."""
         if not descriptors:
             return 0
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -169,10 +171,10 @@ class Connection:
                 self._outbox[0] = data[sent:]
 
     def receive(self) -> list[Message]:
-        """Reads until at least one frame is complete and returns all that are; none only if reading would block.
+        """Read until at least one frame is complete, and return all that are; none only if reading would block.
 
         Raises:
-            ClosedError: The other end has gone and everything that it sent has been returned.
+            ClosedError: The other end has gone, and everything that it sent has been returned.
         """
         while not (frames := self._complete_frames()):
             try:
@@ -189,8 +191,8 @@ class Connection:
             data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
             return b""
-        # Linux ends a read after the first byte with descriptors, so they are those of one frame. Those that a process
-        # with too many open files has no room for are dropped, be it some or all.
+        # Linux ends a read after the first byte with descriptors, so these belong to one frame. If the process has too
+        # many open files, Linux drops some or all of them.
         numbers = array.array("i")
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -216,6 +218,35 @@ class Connection:
             start = end
         del self._received[:start]
         return frames
+
+
+class EventLoop:
+    """Calls a handler for each watched descriptor that can be read."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, descriptor: int, handler: Callable[[], Any]) -> None:
+        """Call ``handler`` from now on when the descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, handler)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Stop watching a descriptor. It may be unwatched already."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(descriptor)
+
+    def watch_writing(self, descriptor: int, wanted: bool) -> None:
+        """Set whether the handler of a watched descriptor is also called when it can be written."""
+        key = self._selector.get_key(descriptor)
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE if wanted else selectors.EVENT_READ
+        if key.events != events:
+            self._selector.modify(descriptor, events, key.data)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until a descriptor can be read, at most so long, and call the handlers of all that can."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd in self._selector.get_map():  # an earlier handler may have closed it
+                key.data()
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -1,8 +1,8 @@
 """The agent: supervises the ranks of one kernel, and never imports torch.
 
-A kernel can be busy, stopped or killed at any time; whatever must happen to ranks all the same happens here: their
-output is read, the others are stopped when one fails, an end is escalated until it is one, and when the kernel has
-gone, so has everything that it started.
+A kernel can be busy, stopped or killed at any time. So the agent does what must happen to ranks all the same: it reads
+their output, stops the others when one fails, escalates an end until every rank is gone, starts the ranks again where
+that is wanted, and ends everything when the kernel has gone.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from collections.abc import Iterator
 import msgspec
 
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
-from notebook_accel.launching.agent.forking import open_rank, order
 from notebook_accel.launching.agent.inspection import Inspection
-from notebook_accel.launching.agent.loop import Loop
 from notebook_accel.launching.agent.memory_watch import MemoryWatch
-from notebook_accel.launching.agent.runs import Rank, Run, reason_of
+from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
 from notebook_accel.launching.processes import end_with_parent, kill_group, pidfd_open
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import ClosedError, Connection, Message
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
 __all__ = ["main"]
 
 _TICK_S = 0.1
-# What may wait for a kernel that doesn't read. Past it, what ranks print stays in their logs for now.
+# The most bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now.
 _MOST_QUEUED_BYTES = 4 << 20
 _NO_TEMPLATE = "The process that ranks are forked from could not be started"
 _TEMPLATE_FAILED = messages.Broken(text=f"{_NO_TEMPLATE}.")
@@ -58,13 +56,13 @@ class Agent:
 
     Args:
         kernel: The connection to the kernel.
-        kernel_pid: Its process.
-        signals: A descriptor from which the numbers of this process's signals are read, as they come; -1 for none.
+        kernel_pid: The kernel's process.
+        signals: A descriptor from which the agent reads the numbers of the signals that it gets; -1 for none.
     """
 
     def __init__(self, kernel: Connection, kernel_pid: int, signals: int = -1) -> None:
         self._kernel = kernel
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
         self._inspections: dict[str, Inspection] = {}
@@ -92,7 +90,7 @@ class Agent:
             self._loop.watch(signals, self._read_signals)
 
     def serve(self) -> None:
-        """Until the kernel has gone, or whoever tells this process to end has had its runs stopped."""
+        """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
         try:
             while not self._is_quitting and (not self._is_leaving or self._runs or self._kernel.queued_bytes):
                 self._loop.wait(_TICK_S if self._runs or self._waiting else self._idle_timeout_s)
@@ -125,7 +123,7 @@ class Agent:
         if self._runs or self._waiting:
             self._busy_until_s = now_s
         elif self._idle_timeout_s is not None and now_s > self._busy_until_s + self._idle_timeout_s:
-            self._busy_until_s = now_s  # ask again after as long, should the kernel not let it go
+            self._busy_until_s = now_s  # ask again after as long, in case the kernel doesn't let it go
             self._tell_kernel(messages.Idle())
 
     # The kernel ----------------------------------------------------------------------------------------------------
@@ -164,7 +162,7 @@ class Agent:
             self._loop.watch_writing(self._kernel.fileno(), not self._kernel.flush())
         except ClosedError:
             raise
-        except OSError:  # no memory for it just now: what is left goes with the next round
+        except OSError:  # the system has no memory for it just now: the rest goes with the next round
             self._loop.watch_writing(self._kernel.fileno(), False)
 
     def _leave(self, reason: messages.Reason) -> None:
@@ -185,7 +183,7 @@ class Agent:
     def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         run = self._runs.get(said.job_id)
         if run is None or (said.rank != messages.ELASTIC and not run.awaits(said.rank)):
-            if isinstance(said, messages.Forked):  # by an order that went out before an error ended the rank here
+            if isinstance(said, messages.Forked):  # the order went out before an error ended the rank here
                 kill_group(said.pid)
             return
         if said.rank == messages.ELASTIC:
@@ -216,7 +214,7 @@ class Agent:
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
         if template.pidfd >= 0:
-            return  # nobody else waits for it
+            return  # no other run waits for it
         if not self._templates.is_one_coming:
             broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
             if template.refusal:
@@ -230,15 +228,15 @@ class Agent:
             self._start_waiting()
 
     def _refuse_waiting(self, broken: messages.Broken, *, is_news: bool = True) -> None:
-        """Refuse the runs that wait for a template, since there is none; if that is news, the kernel prepares anew."""
+        """Refuse the runs that wait for a template. If that is news, tell the kernel, which then prepares anew."""
         if is_news:
-            self._tell_kernel(broken)  # before the refusals: the kernel's next launch may follow them at once
+            self._tell_kernel(broken)  # before the refusals, since the kernel may launch as soon as it has read them
         waiting, self._waiting = self._waiting, []
         for run in waiting:
             self._refuse(run, broken)
 
     def _take_back(self, run: Run, template: TemplateProcess) -> None:
-        """Its template has died before the user's code has begun: it waits for the next one."""
+        """Let a run wait for the next template: its own has died before any rank came to the user's code."""
         for rank in run.alive:
             self._loop.unwatch(rank.connection.fileno())
         run.take_back()
@@ -249,7 +247,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _owning_errors(self, run: Run) -> Iterator[None]:
-        """The seam of runs: what the system refuses to one of them ends that one, and nothing else."""
+        """End a run, and nothing else, when the system refuses it something."""
         try:
             yield
         except OSError as error:
@@ -335,18 +333,18 @@ class Agent:
         self._fork(run, self._templates.of(run), told.rank)
 
     def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:
-        """Orders one rank; returns whether another can be ordered."""
+        """Order the fork of one rank, and return whether another one can be ordered."""
         try:
-            os.ftruncate(run.descriptors[1 + number], 0)  # what one before may have begun to write
+            os.ftruncate(run.descriptors[1 + number], 0)  # an earlier process of this rank may have begun to write
             rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._say(run, rank, event))
             run.put(rank)
             self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
             if complaint:
                 self._say(run, rank, events.Output(text=complaint))
             with contextlib.closing(theirs):
-                template.connection.send(*order(run, rank, theirs))
+                template.connection.send(*fork_order(run, rank, theirs))
         except (ClosedError, TimeoutError):
-            template.kill()  # what follows from its end is done where it is noticed, for all reasons alike
+            template.kill()  # its end is handled where it is noticed, whatever the reason
             return False
         except OSError as error:
             self._not_started(run, number, str(error))
@@ -388,7 +386,7 @@ class Agent:
             run.close_descriptors()
             elsewhere = self._elastic.failure_elsewhere(run)
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
-        self._flush()  # a cell waits for it, and not for what follows
+        self._flush()  # a cell waits for this message, and not for what follows
         self._templates.release(run)
         self._elastic.forget(run)
         run.ended()
@@ -416,13 +414,13 @@ class Agent:
         if told.job_id not in self._inspections:
             self._inspections[told.job_id] = Inspection(run.ranks if run is not None else [], time.monotonic())
 
-    # What ranks say ------------------------------------------------------------------------------------------------
+    # Events and output of ranks ------------------------------------------------------------------------------------
 
     def _read_logs(self, run: Run, now_s: float) -> None:
         if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
             return
         for rank, size in run.with_new_output(now_s):
-            self._read_rank(run, rank)  # what it has said before it had written so much
+            self._read_rank(run, rank)  # events that it sent before it had written so much
             rank.log.read(now_s, size)
 
     def _read_rank(self, run: Run, rank: Rank) -> None:
@@ -440,10 +438,10 @@ class Agent:
         try:
             event = events.decode(body)
         except msgspec.DecodeError:
-            return  # what one rank garbles must not end all runs
+            return  # a garbled message of one rank must not end all runs
         if isinstance(event, events.Started):
             rank.said_started = True
-            rank.forked(event.pid)  # which its template may say later than the rank itself
+            rank.forked(event.pid)  # its template may report that later than the rank itself
             if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
@@ -453,11 +451,11 @@ class Agent:
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer
             rank.failure = msgspec.structs.replace(event, exception=b"")
-            run.rank_failed(rank)  # not only when it exits: its threads and children may take their time
+            run.rank_failed(rank)  # before it exits, since its threads and children may take their time
         elif isinstance(event, events.Progress):
             rank.steps = event.steps
         elif isinstance(event, events.Display):
-            rank.log.read(time.monotonic(), event.log_bytes)  # what was printed before it
+            rank.log.read(time.monotonic(), event.log_bytes)  # lines that were printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
@@ -475,10 +473,10 @@ def _open_store(run: Run) -> messages.Broken | None:
 
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:
-    """Runs the agent. Called in a new interpreter by the kernel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells us
+    """Run the agent. The kernel calls this in a new interpreter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells the agent
     end_with_parent(int(kernel_pid))
     signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the pipe says it to the loop, which must not be cut short
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop, which must not be cut short, reads it from the pipe
     Agent(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid), signals).serve()

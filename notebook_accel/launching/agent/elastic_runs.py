@@ -18,13 +18,12 @@ import msgspec
 
 from notebook_accel.errors import signal_name
 from notebook_accel.formatting import plain_lines
-from notebook_accel.launching.agent.loop import Loop
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
-from notebook_accel.protocol.channel import ClosedError, Connection, Message
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
 __all__ = ["ElasticRuns"]
 
@@ -94,7 +93,7 @@ class ElasticRuns:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         *,
         owning_errors: Callable[[Run], contextlib.AbstractContextManager[None]],
         start_ranks: Callable[[Run], object],

@@ -1,7 +1,7 @@
-"""Where a rank stands, asked from outside: also of one that hangs in a collective, or never looks up from its loop.
+"""Asks ranks for their stacks from outside, so that a rank that hangs in a collective answers too.
 
-A rank arms itself when it starts; the agent sends it a signal, and Python's fault handler, which needs neither the
-interpreter's lock nor its consent, writes the stacks of all threads to a file that the agent reads.
+The agent sends a rank a signal. Python's fault handler, which doesn't need the interpreter's lock, then writes the
+stacks of all threads to a file that the agent reads. A rank installs that handler when it starts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 from collections.abc import Sequence
 
 from notebook_accel.launching.agent.runs import Rank
-from notebook_accel.launching.processes import state
-from notebook_accel.launching.stack_dumps import SIGNAL
+from notebook_accel.launching.processes import STACKS_SIGNAL, state
 from notebook_accel.protocol import agent_messages as messages
 
 __all__ = ["Inspection"]
@@ -26,15 +25,15 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger
 class _Question:
     rank: Rank
     answer: messages.RankDump | None = None
-    deaf: frozenset[int] = frozenset()  # the threads that had the signal blocked before it was sent
+    blocked: frozenset[int] = frozenset()  # the threads that had the signal blocked before it was sent
 
 
 class Inspection:
-    """One round of asking the ranks of a run. Nothing in it waits.
+    """One question to all ranks of a run. It never waits.
 
     Args:
         ranks: The ranks.
-        now_s: The time, in seconds of ``time.monotonic()``.
+        now_s: The time of ``time.monotonic()`` in seconds.
     """
 
     def __init__(self, ranks: Sequence[Rank], now_s: float) -> None:
@@ -42,7 +41,7 @@ class Inspection:
         self._questions = [_ask(rank) for rank in ranks]
 
     def look(self, now_s: float) -> list[messages.RankDump] | None:
-        """What each rank says, as soon as all have answered or have had the time to; ``None`` before."""
+        """Return each rank's answer, once all have answered or had the time to; ``None`` before."""
         for question in self._questions:
             if question.answer is None:
                 try:
@@ -54,17 +53,17 @@ class Inspection:
 
 
 def _ask(rank: Rank) -> _Question:
-    """Sends the signal; a rank that can't answer it has its answer at once."""
+    """Send the signal. A rank that can't answer it gets its answer at once."""
     if rank.status is not None:
         return _Question(rank, _dump(rank, "ended"))
     if rank.pid is None or not _is_armed(rank.pid):
         return _Question(rank, _dump(rank, "unarmed"))
     if state(rank.pid) in _STOPPED:
         return _Question(rank, _dump(rank, "stopped"))
-    question = _Question(rank, deaf=_deaf(rank.pid))
-    with contextlib.suppress(OSError):  # then it has ended, or can't be asked, and doesn't answer in time
+    question = _Question(rank, blocked=_threads_that_block(rank.pid))
+    with contextlib.suppress(OSError):  # it has ended or can't be asked: it won't answer in time
         os.ftruncate(rank.dump, 0)
-        os.kill(rank.pid, SIGNAL)
+        os.kill(rank.pid, STACKS_SIGNAL)
     return question
 
 
@@ -73,8 +72,8 @@ def _answer(question: _Question, *, is_late: bool) -> messages.RankDump | None:
     if rank.status is not None:
         return _dump(rank, "ended")
     assert rank.pid is not None
-    # A thread has the signal blocked as long as it handles it: it has begun to write, and is done when it hasn't.
-    is_whole = os.fstat(rank.dump).st_size > 0 and _deaf(rank.pid) <= question.deaf
+    # A thread blocks the signal while it handles it, so the dump is complete when no further thread blocks it.
+    is_whole = os.fstat(rank.dump).st_size > 0 and _threads_that_block(rank.pid) <= question.blocked
     if is_whole or is_late:
         text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
         if text:
@@ -88,12 +87,12 @@ def _dump(rank: Rank, condition: messages.Condition, text: str = "") -> messages
 
 
 def _is_armed(pid: int) -> bool:
-    """Return whether the process catches the signal. One that doesn't yet, or no longer, would be killed by it."""
+    """Return whether the process catches the signal, which would otherwise kill it."""
     return _has_signal(f"/proc/{pid}/status", b"SigCgt:")
 
 
-def _deaf(pid: int) -> frozenset[int]:
-    """The threads of a process that have the signal blocked."""
+def _threads_that_block(pid: int) -> frozenset[int]:
+    """Return the threads of a process that have the signal blocked."""
     with contextlib.suppress(OSError):  # it has just ended
         threads = os.listdir(f"/proc/{pid}/task")
         return frozenset(int(name) for name in threads if _has_signal(f"/proc/{pid}/task/{name}/status", b"SigBlk:"))
@@ -101,8 +100,8 @@ def _deaf(pid: int) -> frozenset[int]:
 
 
 def _has_signal(status: str, field: bytes) -> bool:
-    """Return whether a set of signals in what Linux says of a process or a thread has this one."""
+    """Return whether a set of signals in Linux's status of a process or thread contains the signal."""
     with contextlib.suppress(OSError, StopIteration), open(status, "rb") as file:
         signals = next(line for line in file if line.startswith(field))
-        return bool(int(signals.split()[1], 16) & 1 << (SIGNAL - 1))
+        return bool(int(signals.split()[1], 16) & 1 << (STACKS_SIGNAL - 1))
     return False

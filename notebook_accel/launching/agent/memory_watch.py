@@ -1,6 +1,6 @@
-"""How near this machine, or this container, is to having no memory left, which is when Linux kills processes.
+"""Watches how much host memory is left on this machine or in this container, since Linux kills processes at the end.
 
-Runs in the agent. The last seconds are remembered, since memory is free again once a process was killed for it.
+The samples of the last seconds are kept, because memory is free again once a process was killed.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ _Sample: TypeAlias = tuple[Room, dict[pathlib.Path, int]]
 
 
 class MemoryWatch:
-    """Looks once a second while it is told the time."""
+    """Samples the host's memory once a second, as long as ``tick`` is called."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=_REMEMBERED_SAMPLES)
         self._next_look_s = 0.0
 
     def tick(self, now_s: float) -> None:
-        """Looks, if it is time to."""
+        """Take a sample if one is due."""
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _PERIOD_S
             self._samples.append(_look())
 
     def shortage(self) -> MemoryShortage | None:
-        """What the last seconds say, if they are a reason for processes to have been killed."""
+        """Return the shortage of the last seconds, ``None`` if memory was no reason to kill a process."""
         self._samples.append(_look())
         room = min((room for room, _ in self._samples), key=lambda room: room.free_bytes / room.limit_bytes)
         earlier, now = self._samples[0][1], self._samples[-1][1]
-        # A control group that this process has been moved to since then has counted from nothing, as far as it goes.
+        # If this process was moved to another control group meanwhile, that group's count starts from zero here.
         was_seen = any(count > earlier.get(group, 0) for group, count in now.items())
         if room.free_bytes > _NEARLY_GONE * room.limit_bytes:
             if not was_seen:
                 return None
-            room = self._samples[-1][0]  # it went faster than anybody looked: the limit that counts is the present one
+            room = self._samples[-1][0]  # it was too fast for the samples, so the present limit counts
         return MemoryShortage(
             free_bytes=room.free_bytes, limit_bytes=room.limit_bytes, is_machine=room.is_machine, was_seen=was_seen
         )
 
 
 def _look() -> _Sample:
-    """The least room that there is, and how many processes the system has killed for want of memory."""
+    """Return the tightest limit, and how many processes the system has killed because memory ran out."""
     return min(host_memory.rooms()), host_memory.kills()

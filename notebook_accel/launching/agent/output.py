@@ -1,8 +1,8 @@
-"""From a rank's log to lines in the notebook, in the agent.
+"""Reads the ranks' logs and sends their lines to the notebook.
 
-A rank writes to its log file itself: nothing that the agent, the kernel or a front end does, however slow, can hold up
-a print, and the file is whole whatever happens to them. The agent reads the file as it grows. What is too much for a
-notebook it passes over, counts, and leaves in the file.
+A rank writes to its log file itself. So a slow agent, kernel or front end never delays a print, and the file is
+complete whatever happens to them. The agent reads the file as it grows. Lines that are too many for a notebook stay in
+the file and are counted.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _MIB = 1 << 20
 _BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after some calm
 _BYTES_PER_S = _MIB  # of all ranks of a run together, for good
 _SMALLEST_SHARE_BYTES = 1 << 14
-_FIRST_BYTES = 1 << 16  # of each rank that are said in any case, also if there are far too many when one first looks
-_LAST_BYTES = 1 << 16  # of each rank that are said at its end, whatever it wrote before
+_FIRST_BYTES = 1 << 16  # of each rank, which are sent in any case
+_LAST_BYTES = 1 << 16  # of each rank, which are sent at its end, whatever it wrote before
 _LONGEST_LINE_BYTES = _MIB
 _CHUNK_BYTES = _MIB
 _MOST_SCANNED_BYTES = 64 * _MIB  # at a time, so that the agent can look after other things in between
 
 
 def open_log(folder: str, rank: int) -> tuple[int, str]:
-    """Opens a rank's log for its own writing and our reading.
+    """Open a rank's log, which the rank writes and the agent reads.
 
     Args:
         folder: The run's folder; empty if none could be made.
         rank: The rank.
 
     Returns:
-        The descriptor, and what to tell the user: empty, or why the log is in memory only.
+        The descriptor, and a message to the user if the log is in memory only, otherwise an empty one.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -47,7 +47,7 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
     except OSError as error:
         why = str(error.strerror)
     in_memory = memory_files.memory_file(f"notebook-accel-log-{rank}")
-    # Opened a second time, since that is the way to have it written at its end only.
+    # A second open is the only way to set O_APPEND on a memory file.
     try:
         descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
     finally:
@@ -56,10 +56,10 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
 
 
 class Allowance:
-    """How much of a rank's output the notebook takes: some at once, then so much a second.
+    """A token bucket of a rank's output: a burst at once, then so many bytes a second.
 
     Args:
-        world_size: Number of ranks that share what a run may say.
+        world_size: Number of ranks that share the run's allowance.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -70,69 +70,69 @@ class Allowance:
 
     @property
     def left_bytes(self) -> int:
-        """What may be said now."""
+        """Bytes that may be sent now."""
         return int(self._left)
 
     @property
     def is_worth_a_gap(self) -> bool:
-        """True if so much may be said that it is worth passing over something: at most once a second."""
+        """True if enough may be sent to make skipping lines worthwhile, at most once a second."""
         return self._left >= min(_LAST_BYTES, self._bytes_per_s)
 
     def fill(self, now_s: float) -> None:
-        """Counts the time since the last call."""
+        """Add the allowance for the time since the last call."""
         if self._filled_s is not None:
             self._left = min(self._left + (now_s - self._filled_s) * self._bytes_per_s, self._most)
         self._filled_s = now_s
 
     def take(self, size_bytes: int) -> None:
-        """Counts what was said."""
+        """Take sent bytes off the allowance."""
         self._left = max(self._left - size_bytes, 0.0)
 
 
 class LogTail:
-    """Follows one rank's log and says its whole lines, in order, and of too many the last ones.
+    """Follows one rank's log and sends its whole lines, in order, and the last ones if they are too many.
 
-    A carriage return starts a line over, as on a terminal, so that a progress bar is the one line that it ends as.
+    A carriage return restarts a line, as on a terminal, so that a progress bar becomes one line, its last.
 
     Args:
         descriptor: The log, which this owns.
-        allowance: How much may be said.
-        say: Takes the lines, and how many before them are in the log only.
+        allowance: The rank's allowance.
+        say: Function that takes the lines, and the number of skipped lines before them.
     """
 
     def __init__(self, descriptor: int, allowance: Allowance, say: Callable[[events.Output], None]) -> None:
         self.descriptor = descriptor
         self._allowance = allowance
         self._say = say
-        # Of the first byte that was neither said nor passed over. A rank that is started once more goes on in its log.
+        # Position of the first byte that was neither sent nor skipped. A restarted rank continues its log.
         self._position = self._seen_size = self.size_bytes
         self._left_out = 0
         self._first_bytes = _FIRST_BYTES
         self._is_unreadable = False
 
     def close(self) -> None:
-        """Closes the log."""
+        """Close the log."""
         close_all([self.descriptor])
 
     @property
     def size_bytes(self) -> int:
-        """How long the log is now."""
+        """The log's length."""
         return os.fstat(self.descriptor).st_size
 
     @property
     def grown_bytes(self) -> int | None:
-        """How long the log is now; ``None`` if all of it was looked at, or if it can't be read."""
+        """The log's length; ``None`` if it hasn't grown since the last read, or can't be read."""
         with self._owning_errors():
             if not self._is_unreadable and self.size_bytes != self._seen_size:
                 return self.size_bytes
         return None
 
     def read(self, now_s: float, size: int) -> None:
-        """Says what is new, or leaves it in the file for a later call if that is too much at the moment.
+        """Send the new lines, or leave them for a later call if they are too many at the moment.
 
         Args:
-            now_s: The time, in seconds of ``time.monotonic()``.
-            size: Where in the log to stop.
+            now_s: The time of ``time.monotonic()`` in seconds.
+            size: The position in the log at which to stop.
         """
         with self._owning_errors():
             if not self._is_unreadable:
@@ -153,8 +153,8 @@ class LogTail:
         self._say_lines(size)
 
     def finish(self) -> None:
-        """Says the last lines, one without its end too. For when the rank is gone."""
-        with self._owning_errors():  # also if it couldn't be read before: a network may be there again
+        """Send the last lines, also one without a newline. Call it when the rank is gone."""
+        with self._owning_errors():  # even if it couldn't be read before: a network may be there again
             self._finish()
 
     def _finish(self) -> None:
@@ -170,7 +170,7 @@ class LogTail:
 
     @contextlib.contextmanager
     def _owning_errors(self) -> Iterator[None]:
-        """The seam of logs: one that can't be read, on a network's file system for example, is marked as that once."""
+        """Report a log that can't be read, on a network's file system for example, once instead of raising."""
         try:
             yield
         except OSError as error:
@@ -186,7 +186,7 @@ class LogTail:
             self._first_bytes = 0
 
     def _pass_over(self, start: int) -> bool:
-        """Leaves out the lines before ``start``; returns whether that was done, or is to be gone on with."""
+        """Skip the lines before ``start``, and return whether that is done; otherwise call it again."""
         if start <= self._position:
             return True
         stop = min(start, self._position + _MOST_SCANNED_BYTES)
@@ -199,7 +199,7 @@ class LogTail:
         if stop < start:
             return False
         if os.pread(self.descriptor, 1, self._position - 1) != b"\n":
-            self._left_out += 1  # the line that goes on here: its end is left out too, if it comes soon
+            self._left_out += 1  # the rest of a line that began before, if its end comes soon
             self._position += os.pread(self.descriptor, _LAST_BYTES, self._position).find(b"\n") + 1
         return True
 
@@ -210,7 +210,7 @@ class LogTail:
         if len(rest) > _LONGEST_LINE_BYTES:
             lines.append(rest)
             rest = b""
-        else:  # what was written over need not be read again
+        else:  # the part that a carriage return has overwritten need not be read again
             rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
         self._position += len(data) - len(rest)
         if lines:

@@ -1,4 +1,4 @@
-"""The agent's account of one run: its ranks, why it is ending, and what is still to be sent to end it."""
+"""The agent's record of one run: its ranks, why it is ending, and which signals are still to be sent to end it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching.agent import log_keeping
-from notebook_accel.launching.agent.output import LogTail
-from notebook_accel.launching.processes import close_all, kill_group, state
+from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
+from notebook_accel.launching.processes import close_all, dump_file, kill_group, state
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
 
-__all__ = ["Rank", "Run", "reason_of"]
+__all__ = ["Rank", "Run", "fork_order", "open_rank", "reason_of"]
 
 _LOOK_PERIOD_S = 0.05
-# One rank's end breaks the others' connections, and they say so before it is known that it has ended, and how.
+# A rank's end breaks the connections of the others, which report that before the agent knows that the rank has ended.
 _CAUSE_DEADLINE_S = 1.0
-_EXIT_DEADLINE_S = 60.0  # from the run's last word to its last exit: what is registered with atexit may upload things
+_EXIT_DEADLINE_S = 60.0  # from a run's last event to its last exit: an atexit function may upload something
 _REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
 _STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
 _STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
@@ -39,19 +39,19 @@ class Rank:
 
     Attributes:
         number: Its rank.
-        connection: Over which it says its events.
-        log: What it writes to its standard output and error.
-        dump: The file that it writes its stacks to when it is asked for them.
-        pid: ``None`` until it was forked.
-        status: How it exited, ``None`` while it lives.
-        said_started: Whether it has come to the user's code.
-        said_finished: Whether its result is there.
-        said_failed: Whether it has said what it raised; it is ending by itself then.
-        lost_peer: Whether that was only that another rank has gone.
-        failure: What it has said; without the exception itself.
-        steps: How many it has done, ``None`` if it counts none.
-        was_told_to_end: Whether a signal was sent to it, or is to be as soon as it is there.
-        must_exit_s: When it is killed if it hasn't exited, in seconds of ``time.monotonic()``; ``None``: no deadline.
+        connection: The connection on which it sends its events.
+        log: The log of its standard output and error.
+        dump: Descriptor of the file to which it writes its stacks when it is asked for them.
+        pid: Its process, ``None`` until it was forked.
+        status: Its exit status, ``None`` while it lives.
+        said_started: True once it has come to the user's code.
+        said_finished: True once its result is there.
+        said_failed: True once it has reported an exception. It ends by itself then.
+        lost_peer: True if that exception only says that another rank has gone.
+        failure: Its report, without the exception itself.
+        steps: Steps that it has done, ``None`` if it counts none.
+        was_told_to_end: True if a signal was sent to it, or will be as soon as its process exists.
+        must_exit_s: The time of ``time.monotonic()`` at which it is killed unless it has exited; ``None``: no deadline.
     """
 
     number: int
@@ -72,34 +72,34 @@ class Rank:
 
     @property
     def has_ended_by_itself(self) -> bool:
-        """True if it is gone already, and its template has not said so yet."""
+        """True if its process is gone and its template has not reported that yet."""
         return self.pid is not None and state(self.pid) in ("Z", "X", "")
 
     def forked(self, pid: int) -> None:
-        """It exists from now on; if its end was decided before, it ends now. Again, it does nothing."""
+        """Note its process. If its end was decided before, it gets its signal now. A second call does nothing."""
         if self.pid is not None:
             return
         self.pid = pid
         if self.was_told_to_end and self._waiting_signal != signal.SIGKILL:
-            self.signal(signal.SIGTERM)  # which it can't take otherwise yet
+            self.signal(signal.SIGTERM)  # it is too young to take an interrupt
         elif self._waiting_signal is not None:
             self.signal(self._waiting_signal)
 
     def close(self) -> None:
-        """Closes what leads to it. For when it is gone."""
+        """Close its connection and files. Call it when the process is gone."""
         self.connection.close()
         self.log.close()
         close_all([self.dump])
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal: to the rank itself, so that its own code can react; SIGKILL to all that it has started."""
+        """Send a signal to the rank itself, so that its own code can react; SIGKILL also to all that it has started."""
         if self.pid is None:
             self._waiting_signal = number
         elif number == signal.SIGKILL:
             kill_group(self.pid)
         else:
             with contextlib.suppress(OSError):  # it has ended, or became another user's
-                # One that somebody has stopped couldn't react; and whichever thread then goes on first would take it.
+                # A stopped process couldn't react, and whichever thread resumed it first would take the signal.
                 os.kill(self.pid, signal.SIGCONT)
                 os.kill(self.pid, number)
 
@@ -109,15 +109,15 @@ class Run:
     """One run.
 
     Attributes:
-        launch: What the kernel asked for.
-        descriptors: What came with it, until all ranks run; to the end if ranks may be started again.
-        ranks: In order; empty until the run is started.
+        launch: The kernel's message.
+        descriptors: The descriptors that came with it, until all ranks run; to the end if ranks may be started again.
+        ranks: The ranks in order; empty until the run is started.
         reason: Why it is ending or has ended; empty as long as nothing but success ends it.
-        refusal: Why it could not be started, as the user is told it; ``None`` if it could.
-        store: Listens for the ranks' store, as long as there are descriptors.
+        refusal: The message to the user if it could not be started, otherwise ``None``.
+        store: The listening socket of the ranks' store, as long as there are descriptors.
         places: The ranks' places and further variables, for a part of a larger run.
         restarts: How often the agent has started its ranks again after a failure.
-        is_held: Whether it goes on without any rank: its elastic process may have them started.
+        is_held: True while it goes on even without a rank, because its elastic process may start some.
     """
 
     launch: messages.Launch
@@ -151,7 +151,7 @@ class Run:
 
     @property
     def keeps(self) -> bool:
-        """True if it goes on when a rank has died, also without any."""
+        """True if it goes on when a rank has died, even the last one."""
         return self.launch.on_death == "keep"
 
     @property
@@ -161,7 +161,7 @@ class Run:
         return may_start_ranks or any(not rank.said_started for rank in self.ranks)
 
     def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
-        """A rank's place among all, and what its environment has besides."""
+        """Return a rank's place among all ranks and its further environment variables."""
         if self.places:
             return self.places[number]
         assert self.store is not None
@@ -193,20 +193,20 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """True if every rank has exited, and none will come in its place."""
+        """True if every rank has exited and none will be started in its place."""
         if self.alive or self.is_held:
             return False
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     @property
     def may_start_again(self) -> bool:
-        """True if it can be, once, without anybody's notice: no rank has come to the user's code."""
+        """True if it can be started again unnoticed, which is done once: no rank has come to the user's code."""
         if self.reason or self.is_held or self.launch.places or self._was_taken_back:
             return False
         return not any(rank.said_started for rank in self.ranks)
 
     def take_back(self) -> None:
-        """Makes it what it was before it was started. Its ranks are gone."""
+        """Reset it to what it was before it was started. Its ranks are gone."""
         self._was_taken_back = True
         for rank in self.alive:
             rank.close()
@@ -216,7 +216,7 @@ class Run:
         self._let_go_of_logs()
 
     def rest(self) -> None:
-        """Forgets its ranks, which are gone, and how they came to end: all may be started once more."""
+        """Forget its ranks, which are gone, and why they ended, so that all can be started again."""
         self.ranks.clear()
         self.reason, self._how = "", None
         self._steps, self._next_step_s, self._cause_deadline_s = [], None, None
@@ -226,58 +226,58 @@ class Run:
             self.store = None
 
     def started(self) -> None:
-        """Its time runs from now on."""
+        """Start its clock and hold its log folder."""
         self._log_folder = log_keeping.hold(self.launch.log_folder)
         if self.launch.timeout_s is not None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
     def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:
-        """Begins to end it. The first reason stays; a later end counts only if it is a stronger one."""
+        """Begin to end it. The first reason stays; a later call counts only if it asks for a stronger end."""
         if self._how is not None and _STRENGTH[how] <= _STRENGTH[self._how]:
             return
         self._how = how
         self.reason = self.reason or (reason or _REASONS[how])
         for rank in self.alive:
             if rank.said_finished:
-                rank.connection.shutdown()  # it waits for nothing but to be let go
+                rank.connection.shutdown()  # it only waits for its release
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
 
     def become_part(self) -> None:
-        """Its ranks have the places that came with it, and so has rank 0's store, if that is to be here."""
+        """Take the ranks' places, and the socket of the store if rank 0 is here, from the launch."""
         of_all = 1 + self.launch.world_size
         listening = [socket.socket(fileno=descriptor) for descriptor in self.descriptors[of_all:]]
         del self.descriptors[of_all:]
         self.begin_at(self.launch.places, listening.pop() if listening else None)
 
     def begin_at(self, places: Sequence[tuple[RankPlace, dict[str, str]]], store: socket.socket | None) -> None:
-        """All ranks are about to be started, at these places."""
+        """Take the places at which all ranks are about to be started."""
         self.places, self.store = places, store
         for result in self.descriptors[1:]:
-            os.ftruncate(result, 0)  # what those before had begun to write
+            os.ftruncate(result, 0)  # earlier processes may have begun to write
 
     def put(self, rank: Rank) -> None:
-        """Takes a rank, in place of an earlier one of the same number if there was one."""
+        """Add a rank, or put it in the place of an earlier one of the same number."""
         self.ranks[rank.number : rank.number + 1] = [rank]
         if self._is_interrupted_at_start:
             rank.signal(signal.SIGINT)
 
     def refuse(self, broken: messages.Broken) -> None:
-        """It could not be started as a whole."""
+        """End it, because it could not be started as a whole."""
         self.refusal = self.refusal or broken
         self.end("kill", "failed")
 
     def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in the ranks that run the user's code, and leaves the rest to them."""
+        """Raise KeyboardInterrupt in the ranks that run the user's code, and do nothing more."""
         self._is_interrupted_at_start = not self.ranks
         for rank in self.alive:
             if not rank.said_finished and not rank.said_failed:
                 rank.signal(signal.SIGINT)
 
     def rank_failed(self, rank: Rank) -> None:
-        """A rank has raised something, or is gone without a result. Unless the run keeps on, the others end as well.
+        """End the other ranks, unless the run keeps them: this one has raised, or is gone without a result.
 
-        Not at once if it has only lost its peer, whose own end is on its way: stopped now, the peer couldn't say why.
+        If it has only lost its peer, the others get a moment, so that the peer can still report why it ended.
         """
         if self.keeps:
             rank.must_exit_s = time.monotonic() + _EXIT_DEADLINE_S
@@ -287,15 +287,15 @@ class Run:
             self.end("stop", "failed")
 
     def release(self) -> None:
-        """Every rank has finished: lets them go. They wait for it, since rank 0 serves the store that all use."""
+        """Release the ranks: all have finished. They wait for this, since rank 0 serves the store that all use."""
         for rank in self.alive:
             rank.connection.shutdown()
         self._steps, self._next_step_s = [signal.SIGKILL], time.monotonic() + _EXIT_DEADLINE_S
 
     def tick(self, now_s: float) -> None:
-        """Does what has become due."""
+        """Do what has become due."""
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
-            self.end("interrupt", "timeout")  # which says where each rank stood
+            self.end("interrupt", "timeout")  # the interrupt shows where each rank stood
         if self._cause_deadline_s is not None and now_s > self._cause_deadline_s and not self.reason:
             self.end("stop", "failed")
         if self._next_step_s is not None and now_s > self._next_step_s:
@@ -305,7 +305,7 @@ class Run:
                 rank.signal(signal.SIGKILL)
 
     def with_new_output(self, now_s: float) -> list[tuple[Rank, int]]:
-        """The ranks that have written something, each with its log's size; none if it is too soon to look again."""
+        """Return the ranks that have written something, each with its log's size; none if a look is not due."""
         if now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -313,12 +313,12 @@ class Run:
         return [(rank, size) for rank, size in grown if size is not None]
 
     def ended(self) -> None:
-        """It is over: its logs are for the user, and older ones may go."""
+        """Release its logs and remove the oldest logs of others. The run is over."""
         self._let_go_of_logs()
         log_keeping.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
-        """Closes what came with the launch, and the store's socket."""
+        """Close the descriptors that came with the launch, and the store's socket."""
         close_all(self.descriptors)
         self.descriptors.clear()
         if self.store is not None:
@@ -341,5 +341,46 @@ class Run:
 
 
 def reason_of(how: messages.How) -> messages.Reason:
-    """What a run that never started ended by."""
+    """Return the reason of the end of a run that never started."""
     return _REASONS[how]
+
+
+def open_rank(
+    launch: messages.Launch, number: int, say: Callable[[events.Output], None]
+) -> tuple[Rank, Connection, str]:
+    """Open the connection and the files that the agent and a rank share.
+
+    Args:
+        launch: The run's launch.
+        number: The rank.
+        say: Function that takes the rank's output.
+
+    Returns:
+        The rank, which owns the agent's ends; the rank's end of the connection, for the caller to close; and a message
+        to the user if the rank can't have a log file, otherwise an empty one.
+
+    Raises:
+        OSError: The system has no room for them. Nothing is left open.
+    """
+    with contextlib.ExitStack() as opened:
+        ours, theirs = Connection.pair()
+        opened.callback(ours.close)
+        opened.callback(theirs.close)
+        ours.set_blocking(False)
+        log, complaint = open_log(launch.log_folder, number)
+        opened.callback(os.close, log)
+        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), say), dump_file(number))
+        opened.pop_all()
+    return rank, theirs, complaint
+
+
+def fork_order(run: Run, rank: Rank, theirs: Connection) -> tuple[bytes, list[int]]:
+    """Return the message to the template that forks a rank, and its descriptors."""
+    payload, *results = run.descriptors
+    place, variables = run.place_of(rank.number)
+    listening = [run.store.fileno()] if run.store is not None and place.rank == 0 else []
+    fork = messages.Fork(
+        job_id=run.launch.job_id, rank=rank.number, place=place, listens=bool(listening), variables=variables
+    )
+    files = [payload, results[rank.number], theirs.fileno(), rank.log.descriptor, rank.dump, *listening]
+    return messages.encode(fork), files

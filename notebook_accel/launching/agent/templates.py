@@ -1,4 +1,4 @@
-"""The agent's account of templates: which one is for new runs, which only have their last ranks to wait for."""
+"""The agent's record of its templates: one for new runs, and others that only wait for their last ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from notebook_accel.launching.agent.loop import Loop
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.processes import bootstrap, close_all, pidfd_send_signal, resume_if_stopped
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
 
 __all__ = ["TemplateProcess", "Templates"]
 
-_READY_DEADLINE_S = 180.0  # a fork of the kernel, too, may have to import torch
+_READY_DEADLINE_S = 180.0  # even a fork of the kernel may have to import torch
 _SEND_DEADLINE_S = 10.0
 _LOOK_PERIOD_S = 0.5
 
@@ -28,15 +27,15 @@ class TemplateProcess:
     """One template, as the agent sees it.
 
     Attributes:
-        connection: The agent's end of the line to it.
+        connection: The agent's end of the connection to it.
         pid: Its process's number.
-        deadline_s: When it has to be ready, in seconds of ``time.monotonic()``.
-        process: Its process; ``None`` for one that the kernel has forked, which reaps it, too.
-        pidfd: Of such a one.
-        is_ready: Whether it has said so.
-        refusal: Why it can't be used, if it has said that.
-        error: What the system said when its line could not be read.
-        files: The files of what it has imported, as they were then.
+        deadline_s: The time of ``time.monotonic()`` by which it has to be ready.
+        process: Its process; ``None`` for one that the kernel has forked and reaps.
+        pidfd: The pidfd of one that the kernel has forked.
+        is_ready: True once it has reported that it can fork ranks.
+        refusal: The reason why it can't be used, if it has reported one.
+        error: The system's error when its connection couldn't be read.
+        files: The files of its imported packages, as they were then.
         runs: The runs whose ranks it forks.
     """
 
@@ -53,11 +52,11 @@ class TemplateProcess:
 
     @property
     def is_stale(self) -> bool:
-        """True if a package that it has imported was installed again, changed or taken away since."""
+        """True if a package that it has imported was reinstalled, changed or removed since."""
         return any(_identity(path) != identity for path, identity in self.files.items())
 
     def kill(self) -> None:
-        """Kills it. Its end is noticed by its line's."""
+        """Kill it. The end of its connection shows its end."""
         with contextlib.suppress(OSError):
             if self.process is not None:
                 self.process.kill()
@@ -65,7 +64,7 @@ class TemplateProcess:
                 pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills it and forgets it."""
+        """Kill it and wait for its end."""
         self.connection.close()
         self.kill()
         if self.process is not None:
@@ -90,16 +89,16 @@ class Templates:
     """Starts templates, and ends those that nobody needs any more.
 
     Args:
-        loop: The agent's.
+        loop: The agent's event loop.
         became_ready: Called when the template for new runs can fork ranks.
         not_started: Called with the system's error when the template for new runs couldn't be started.
-        heard: Called with what a template says of a rank.
+        heard: Called with a template's message about a rank.
         lost: Called when a template has gone, before it is dropped.
     """
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoop,
         *,
         became_ready: Callable[[], None],
         not_started: Callable[[OSError], None],
@@ -123,11 +122,11 @@ class Templates:
 
     @property
     def is_one_coming(self) -> bool:
-        """True if there is a template for new runs, be it ready or not."""
+        """True if there is a template for new runs, ready or not."""
         return self._current is not None
 
     def start(self, prepare: messages.Prepare) -> None:
-        """Starts a template, which is the one for new runs from now on."""
+        """Start a template for new runs, in place of the one before."""
         before, self._current = self._current, None
         if before is not None:
             self.drop_if_unused(before)
@@ -152,7 +151,7 @@ class Templates:
         return self._add(template)
 
     def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
-        """Takes over a template that the kernel has forked for one run. What it is told, it does when it is ready."""
+        """Take over a template that the kernel has forked for one run. It does its orders once it is ready."""
         return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
 
     def _add(self, template: TemplateProcess) -> TemplateProcess:
@@ -166,30 +165,30 @@ class Templates:
         return template
 
     def start_if_needed(self) -> None:
-        """Starts one like the last, if there is none for new runs, or if what it has imported is not what there is."""
+        """Start a template like the last one if there is none for new runs, or if its imports are outdated."""
         if self._current is None or self._current.is_stale:
             assert self._prepare is not None, "a kernel prepares before it launches"
             self.start(self._prepare)
 
     def of(self, run: Run) -> TemplateProcess:
-        """The template that forks a run's ranks."""
+        """Return the template that forks a run's ranks."""
         return next(template for template in self._all if run in template.runs)
 
     def end_unready_fork_for(self, run: Run) -> None:
-        """A run is to end: kills the fork of the kernel that was to fork its ranks, if it may never come so far."""
+        """Kill the fork of the kernel that serves a run, unless it is ready: it may never get so far. The run ends."""
         for template in self._all:
             if run in template.runs and template.pidfd >= 0 and not template.is_ready:
                 template.kill()
 
     def release(self, run: Run) -> None:
-        """A run has ended; the template that forked its ranks goes if nobody needs it any more."""
+        """Note that a run has ended. Its template ends too if nobody needs it any more."""
         for template in list(self._all):
             if run in template.runs:
                 template.runs.remove(run)
                 self.drop_if_unused(template)
 
     def tick(self, now_s: float) -> None:
-        """Lets go on what somebody has stopped; kills what was not ready in time: its end is noticed as any other."""
+        """Continue templates that somebody has stopped, and kill those that weren't ready in time."""
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -199,17 +198,17 @@ class Templates:
                 template.kill()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all templates."""
         for template in list(self._all):
             self._drop(template)
 
     def drop_if_unused(self, template: TemplateProcess) -> None:
-        """A template that is no longer the one for new runs goes when its last run has ended."""
+        """End a template that isn't the one for new runs and whose last run has ended."""
         if template is not self._current and not template.runs and template in self._all:
             self._drop(template)
 
     def _drop(self, template: TemplateProcess) -> None:
-        """Ends a template. A rank that it may still have dies with it, by the signal that it asked for."""
+        """End a template. Its ranks die with it, by the signal that they asked Linux for."""
         self._loop.unwatch(template.connection.fileno())
         self._all.remove(template)
         if template is self._current:

@@ -27,7 +27,7 @@ from typing import Any
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import stack_dumps
+from notebook_accel.launching.processes import arm_stacks
 from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -82,7 +82,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
     payload, result, connection, log, dump, *listening = descriptors
     streams.take_over(log)
-    stack_dumps.arm(dump)
+    arm_stacks(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
     link = Connection.from_descriptor(connection)

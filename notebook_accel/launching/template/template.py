@@ -1,9 +1,8 @@
-"""The template: a process that was started clean, has imported torch, and forks ranks on request.
-
-The elastic process of a run that may restart is forked here too.
+"""The template: a fresh process that has imported torch and forks ranks on request.
 
 It has one thread and has touched no device, so a fork of it is as good as a fresh interpreter and a thousand times
-faster. It does nothing else: what can go wrong in a rank goes wrong in the rank.
+faster. It also forks the elastic process of a run on several nodes. It does nothing else, so that errors happen in
+ranks and not here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 
 from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group, pidfd_open
 from notebook_accel.launching.ranks import interruption, worker
-from notebook_accel.launching.template import huge_pages, preloading
+from notebook_accel.launching.template import preloading
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
@@ -36,8 +35,8 @@ class Template:
 
     Args:
         agent: The connection to the agent. When it closes, every rank is killed.
-        inherited: What the ranks run, if this is a fork of the kernel.
-        later: What to do while nobody waits for anything, a step at a time.
+        inherited: The ranks' function or cell, if this process is a fork of the kernel.
+        later: Steps that are done while no rank runs and nobody waits.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class Template:
         self._ranks: dict[int, tuple[str, int, int]] = {}  # pidfd -> job, rank, pid
 
     def serve(self) -> None:
-        """Until the agent has gone."""
+        """Fork and reap ranks until the agent has gone."""
         try:
             self._say_ready()
             while True:
-                is_free = self._later is not None and not self._ranks  # which have the processors to themselves
+                is_free = self._later is not None and not self._ranks  # ranks get the processors for themselves
                 ready = self._selector.select(0 if is_free else None)
                 if is_free and not ready:
                     self._do_next()
@@ -68,7 +67,7 @@ class Template:
         except ClosedError:
             pass
         finally:
-            # The agent's end is seen twice: its line closes, and then comes SIGCONT, which must not cut this short.
+            # The agent's end shows twice: its connection closes, and SIGCONT comes, which must not cut this short.
             try:
                 self._kill_ranks()
             except SystemExit:
@@ -76,20 +75,20 @@ class Template:
                 raise
 
     def _kill_ranks(self) -> None:
-        """Kills them and all that they have started, undisturbed."""
+        """Kill the ranks and all that they have started."""
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         for _, _, pid in self._ranks.values():
             kill_group(pid)
 
     def _say_ready(self) -> None:
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
-        # A fork of the kernel serves one run, and has no time to become too old.
+        # A fork of the kernel serves one run only, so its imports don't become outdated.
         files = preloading.files() if self._inherited is None else {}
         self._agent.send(messages.encode(messages.Ready(files=files)))
 
     def _do_next(self) -> None:
         assert self._later is not None
-        if next(self._later, self._later) is self._later:  # there is nothing left
+        if next(self._later, self._later) is self._later:  # no step is left
             self._later = None
             self._say_ready()
         _leave_nothing_to_undo()
@@ -100,7 +99,7 @@ class Template:
         rank = order.rank if isinstance(order, messages.Fork) else messages.ELASTIC
         try:
             pid = self._forked(order, rank, message)
-        except OSError as error:  # no more processes or open files: this rank can't be, others still are
+        except OSError as error:  # no more processes or open files: only this rank is refused
             said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=rank, why=str(error))
         else:
             said = messages.Forked(job_id=order.job_id, rank=rank, pid=pid)
@@ -112,7 +111,7 @@ class Template:
         if not message.is_whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         template_pid = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until a rank takes it, instead of ignoring it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the rank handles it
         try:
             pid = os.fork()
             if pid == 0:
@@ -130,7 +129,7 @@ class Template:
         return pid
 
     def _become(self, order: messages.ToTemplate, descriptors: list[int], template_pid: int) -> None:
-        """In the child. Never returns."""
+        """Run the rank, or the elastic process, in the child. Never returns."""
         status = 1
         try:
             os.setsid()
@@ -142,9 +141,9 @@ class Template:
             gc.enable()
             if isinstance(order, messages.Fork):
                 status = worker.run(order, descriptors, self._inherited)
-            else:  # by its name: it imports torch, as nothing else does in here
+            else:  # imported by name, since it is the only module here that imports torch
                 status = importlib.import_module(_ELASTIC_PROCESS).run(order, descriptors)
-        except BaseException:  # noqa: BLE001 - the worker catches the user's, so this is ours: say it where it is seen
+        except BaseException:  # noqa: BLE001 - the worker catches the user's errors, so this is one of ours
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
@@ -156,7 +155,7 @@ class Template:
         job_id, rank, pid = self._ranks.pop(watch)
         self._selector.unregister(watch)
         os.close(watch)
-        # The rank is a zombie: its number is still its own, so this reaches its workers and nobody else's.
+        # The rank is a zombie, so its number is still its own and this kills its workers only.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         kill_group(pid, has_tidied_up=ended is not None and ended.si_status == 0)
         _, status, usage = os.wait4(pid, 0)
@@ -170,52 +169,52 @@ class Template:
 
 
 def _leave_nothing_to_undo() -> None:
-    """What libraries have set up here is not a rank's to take down at its exit: torch's operators alone take 40 ms."""
+    """Forget the libraries' finalizers, so that no rank runs them at its exit: torch's alone take 40 ms."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def come_under(parent_pid: int) -> None:
-    """Makes this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
+    """Make this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
-    end_with_parent(parent_pid)  # through the `finally` that ends what ranks have started
+    interruption.hold_back()  # a rank inherits this, so that an interrupt isn't lost before it is set up
+    end_with_parent(parent_pid)  # through the `finally` that kills the ranks
 
 
 def serve(agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None) -> None:
-    """Says that ranks can be forked, and forks them until the agent has gone. See ``Template``."""
+    """Report that ranks can be forked, and fork them until the agent has gone. See ``Template``."""
     _leave_nothing_to_undo()
     gc.disable()
     Template(agent, inherited, later).serve()
 
 
 def _make_better() -> Iterator[object]:
-    """What makes ranks start faster and is not needed for them to start: one step for each time that this is asked."""
+    """Do, one step each time, what makes ranks start faster and isn't needed for their start."""
     for name in preloading.LATER:
         with contextlib.suppress(ImportError):  # another version of torch
             importlib.import_module(name)
         yield name
-    for address, length in huge_pages.stretches():
-        huge_pages.collapse(address, length)
+    for address, length in preloading.memory_blocks():
+        preloading.collapse(address, length)
         yield address
 
 
 def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
-    """Runs the template. Called in a new interpreter by the agent, with the modules that the user wants preloaded."""
+    """Run the template. The agent calls this in a new interpreter, with the modules that the user wants preloaded."""
     come_under(int(agent_pid))
-    # What torch's C++ code logs when a peer goes, 30 lines of addresses, the rank's exception says better.
+    # When a peer goes, torch's C++ code logs 30 lines of addresses. The rank's exception says it better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # What is preloaded may ask for GPUs when it is imported, and must not wake the driver: no fork could use it then.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have the notebook's variables, and not this one
+    # A preloaded module may ask for GPUs. That must not initialise the driver, which no fork could use then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks get the notebook's variables instead
     agent = Connection.from_descriptor(int(agent_descriptor))
     preloading.import_needed()
     preloading.import_welcome()
     worker.openblas_counts()
     try:
         preloading.import_named(preload)
-    except preloading.RefusedError as error:
+    except preloading.PreloadError as error:
         agent.send(messages.encode(messages.Unusable(why=str(error))))
         os._exit(1)
     gc.collect()
     serve(agent, later=_make_better())
-    os._exit(0)  # nothing here needs an interpreter's end, and with torch loaded that takes a while
+    os._exit(0)  # the interpreter's own end takes long with torch loaded, and nothing here needs it

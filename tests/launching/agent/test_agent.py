@@ -24,7 +24,7 @@ import os, subprocess
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.launching.agent import agent, forking, runs
+from notebook_accel.launching.agent import agent, runs
 
 launch = messages.Launch(
     job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
@@ -32,7 +32,7 @@ launch = messages.Launch(
 kernel, theirs = Connection.pair()
 made = agent.Agent(theirs, os.getpid())
 run = runs.Run(launch, [])
-rank, line, _ = forking.open_rank(launch, 0, lambda _: None)
+rank, line, _ = runs.open_rank(launch, 0, lambda _: None)
 run.put(rank)
 process = subprocess.Popen(["sleep", "60"])
 line.send(events.encode(events.Started(pid=process.pid)))

@@ -16,7 +16,7 @@ import pytest
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
 from notebook_accel.launching.agent.runs import Rank
-from notebook_accel.launching.stack_dumps import dump_file
+from notebook_accel.launching.processes import dump_file
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.protocol.channel import Connection
 from tests import kernels, processes
@@ -128,8 +128,8 @@ def test_rank_that_does_not_answer_is_named_and_not_waited_for_too_long() -> Non
 
 _MANY_STACKS = """
 import faulthandler, signal, sys, threading, time
-from notebook_accel.launching import stack_dumps
-stack_dumps.arm(int(sys.argv[1]))
+from notebook_accel.launching.processes import arm_stacks
+arm_stacks(int(sys.argv[1]))
 def deep(depth):
     deep(depth - 1) if depth else time.sleep(60)
 for _ in range(90): threading.Thread(target=deep, args=(80,), daemon=True).start()

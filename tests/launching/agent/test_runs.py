@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel.launching.agent.forking import open_rank
-from notebook_accel.launching.agent.runs import Rank, Run
+from notebook_accel.launching.agent.runs import Rank, Run, open_rank
 from notebook_accel.protocol import agent_messages as messages
 from tests import processes
 

@@ -18,9 +18,7 @@ from torch.distributed.elastic.agent.server import api
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
-from notebook_accel.launching.agent.forking import open_rank
-from notebook_accel.launching.agent.loop import Loop
-from notebook_accel.launching.agent.runs import Run
+from notebook_accel.launching.agent.runs import Run, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.elastic import elastic_agent
 from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
@@ -28,7 +26,7 @@ from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
 from notebook_accel.protocol.agent_messages import Elastic, Meeting
-from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.channel import Connection, EventLoop
 
 
 def meeting() -> Meeting:
@@ -54,7 +52,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.told: list[msgspec.Struct] = []
-        self._loop = Loop()
+        self._loop = EventLoop()
         self.runs = ElasticRuns(
             self._loop,
             owning_errors=lambda _: contextlib.nullcontext(),

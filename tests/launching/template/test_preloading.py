@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 
-from notebook_accel.launching.template import huge_pages
+from notebook_accel.launching.template import preloading
 
 HUGE_BYTES = 2 << 20
 
@@ -16,8 +16,8 @@ def huge_bytes() -> int:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("AnonHugePages"))
 
 
-def test_stretches_are_whole_huge_pages_of_this_processs_own_memory() -> None:
-    found = list(huge_pages.stretches())
+def test_memory_blocks_are_whole_huge_pages_of_this_processs_own_memory() -> None:
+    found = list(preloading.memory_blocks())
     assert found
     for address, length in found:
         assert (address % HUGE_BYTES, length % HUGE_BYTES) == (0, 0)
@@ -30,7 +30,7 @@ def test_content_stays_and_forks_write_to_pages_of_their_own() -> None:
         before = huge_bytes()
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         aligned = -(-start // HUGE_BYTES) * HUGE_BYTES
-        huge_pages.collapse(aligned, 6 * HUGE_BYTES)
+        preloading.collapse(aligned, 6 * HUGE_BYTES)
         # Where the system has no huge pages to give, nothing changes, which is as good.
         assert huge_bytes() - before in (0, *range(HUGE_BYTES, 7 * HUGE_BYTES, HUGE_BYTES))
         pid = os.fork()
@@ -43,5 +43,5 @@ def test_content_stays_and_forks_write_to_pages_of_their_own() -> None:
 
 def test_memory_that_cannot_be_moved_is_left() -> None:
     before = huge_bytes()
-    huge_pages.collapse(HUGE_BYTES, HUGE_BYTES)  # nothing is mapped there
+    preloading.collapse(HUGE_BYTES, HUGE_BYTES)  # nothing is mapped there
     assert huge_bytes() == before
