@@ -1,11 +1,11 @@
-"""What kernel, agent and template say to each other. Descriptors travel beside a message, in the order stated.
+"""Messages between kernel, agent and template. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Quit
 agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
 
-What the agent and a run's elastic process say to each other is in ``elastic_messages``.
+Messages between the agent and a run's elastic process are in ``elastic_messages``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ OnDeath = Literal["stop", "keep"]
 Reason = Literal["", "failed", "interrupted", "stopped", "terminated", "timeout", "template lost", "elastic lost"]
 
 Place: TypeAlias = tuple[RankPlace, dict[str, str]]
-"""A rank's place among all, and what its environment has besides."""
+"""A rank's place among all ranks, and its further environment variables."""
 
-ELASTIC = -1  # what stands in the place of a rank's number for the elastic process of a run
+ELASTIC = -1  # the rank number of a run's elastic process in messages
 
 Condition = Literal["said", "stopped", "mute", "unarmed", "ended"]
 
@@ -109,11 +109,11 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prepare(_Message, frozen=True, kw_only=True):
-    """Have a template ready that was started with this environment and import path. Later launches use it.
+    """Get a template ready, started with this environment and import path. Later launches use it.
 
     Attributes:
-        preload: Modules that it imports besides what every rank needs.
-        idle_timeout_s: How long after the last run, or after this, the agent says that it is idle.
+        preload: Modules that it imports besides those that every rank needs.
+        idle_timeout_s: Seconds after the last run, or after this message, until the agent reports that it is idle.
     """
 
     environment: dict[str, str]
@@ -123,7 +123,7 @@ class Prepare(_Message, frozen=True, kw_only=True):
 
 
 class Launch(_Message, frozen=True, kw_only=True):
-    """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` takes the place of what was said before.
+    """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` replaces the earlier one.
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
     this node's part of a run on several nodes, the elastic process decides that. A run with ``places`` is a part too:
@@ -149,39 +149,39 @@ class Launch(_Message, frozen=True, kw_only=True):
 
 
 class Interrupt(_Message, frozen=True, kw_only=True):
-    """Raise KeyboardInterrupt in the ranks of a run, and nothing more: they go on as they see fit."""
+    """Raise KeyboardInterrupt in the ranks of a run, and do nothing more: what they do then is up to them."""
 
     job_id: str
 
 
 class Respawn(_Message, frozen=True, kw_only=True):
-    """Fork a rank that is gone once more."""
+    """Fork a dead rank once more."""
 
     job_id: str
     rank: int
 
 
 class End(_Message, frozen=True, kw_only=True):
-    """End a run: SIGINT first, or SIGTERM, or SIGKILL. The stronger ones follow by themselves after the grace."""
+    """End a run by SIGINT, SIGTERM or SIGKILL. The stronger signals follow by themselves after the grace."""
 
     job_id: str
     how: How
 
 
 class Release(_Message, frozen=True):
-    """Every rank of the run has finished, on all nodes: let those here go."""
+    """Release the ranks of a run here: every rank on all nodes has finished."""
 
     job_id: str
 
 
 class Inspect(_Message, frozen=True):
-    """Ask the ranks of a run where they stand. One answer may serve several askers."""
+    """Ask the ranks of a run for their stacks. One answer may serve several questions."""
 
     job_id: str
 
 
 class Quit(_Message, frozen=True):
-    """Stop what runs, with its grace, and go."""
+    """Stop all runs, with their grace, and end."""
 
 
 class Said(_Message, frozen=True, kw_only=True):
@@ -193,14 +193,14 @@ class Said(_Message, frozen=True, kw_only=True):
 
 
 class RankDump(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands.
+    """A rank's stacks.
 
     Attributes:
         rank: The rank.
         pid: Its process, ``None`` before it was forked.
-        condition: ``said``: it has answered. ``stopped``: it has no stack until it goes on. ``mute``: it has not
+        condition: ``said``: it has answered. ``stopped``: it has no stack until it continues. ``mute``: it has not
             answered in time. ``unarmed``: it can't be asked yet, or no longer. ``ended``: it is gone.
-        text: The stacks of its threads, as Python's fault handler writes them.
+        text: The stacks of its threads, in the format of Python's fault handler.
     """
 
     rank: int
@@ -210,22 +210,22 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspected(_Message, frozen=True, kw_only=True):
-    """Where the ranks stand."""
+    """The stacks of a run's ranks."""
 
     job_id: str
     ranks: list[RankDump]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's failure, in words: all that another node is told of it.
+    """A rank's failure in words, which is all that another node hears of it.
 
     Attributes:
-        where: The node, as a message calls it; filled in by who hears of it.
-        rank: The rank, over all nodes; ``None`` if it is the node that has gone.
-        what: What happened to it.
+        where: The node's name in messages, which the receiver fills in.
+        rank: The rank among all nodes; ``None`` if the node itself has gone.
+        what: The exception with its message, or how the process ended.
         traceback: Its traceback; empty if it has none.
-        lost_peer: Whether it only says that another rank has gone.
-        is_wanted: Whether somebody has ended the run there, so that nothing is started again.
+        lost_peer: True if it only says that another rank has gone.
+        is_wanted: True if somebody has ended the run there, so that nothing is started again.
     """
 
     what: str
@@ -237,7 +237,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_a_line(self) -> str:
-        """What and where."""
+        """The failure and its place in one line."""
         who = self.where if self.rank is None else f"rank {self.rank} on {self.where}"
         return f"{who}: {self.what}" if who else self.what
 
@@ -246,10 +246,10 @@ class Starting(_Message, frozen=True, kw_only=True):
     """The ranks of a run are started again, or those of a run on several nodes for the first time; none is left.
 
     Attributes:
-        restarts: How often they have been started again because of a failure.
-        first_rank: The number of the first one here among all.
-        world_size: Of all nodes.
-        cause: The failure on another node because of which they are started again, if it was there.
+        restarts: Number of restarts so far that a failure caused.
+        first_rank: The number of this node's first rank among all.
+        world_size: Number of ranks on all nodes.
+        cause: The failure on another node that caused this restart, if it was there.
     """
 
     job_id: str
@@ -260,10 +260,10 @@ class Starting(_Message, frozen=True, kw_only=True):
 
 
 class AboutNodes(_Message, frozen=True, kw_only=True):
-    """How the other nodes of a run stand, a line for each, or whom it waits for.
+    """The status of a run's other nodes, one line for each, or the nodes for which this one waits.
 
     Attributes:
-        is_news: Whether more has changed than the steps that they have done.
+        is_news: True if more has changed than their steps.
     """
 
     job_id: str
@@ -272,10 +272,10 @@ class AboutNodes(_Message, frozen=True, kw_only=True):
 
 
 class RunEnded(_Message, frozen=True, kw_only=True):
-    """Every process of the run is gone and everything that it said has been said.
+    """Every process of the run is gone, and all its events and output were sent.
 
     Attributes:
-        elsewhere: The failure on another node that it has ended by, if it was there.
+        elsewhere: The failure on another node that has ended it, if one has.
     """
 
     job_id: str
@@ -284,10 +284,10 @@ class RunEnded(_Message, frozen=True, kw_only=True):
 
 
 class Broken(_Message, frozen=True, kw_only=True):
-    """No template can be had, or a run could not be started or go on. ``why`` and ``fix`` are as an error's.
+    """There is no template, or a run couldn't be started or go on. ``why`` and ``fix`` are those of an error.
 
     Attributes:
-        was_running: Whether ranks had come to the user's code.
+        was_running: True if ranks had come to the user's code.
     """
 
     text: str
@@ -298,7 +298,7 @@ class Broken(_Message, frozen=True, kw_only=True):
 
 
 class Idle(_Message, frozen=True):
-    """Nothing has run for so long that agent and template should go, unless a launch is on its way."""
+    """Nothing has run for the idle timeout: agent and template should end, unless a launch is on its way."""
 
 
 class Fork(_Message, frozen=True, kw_only=True):
@@ -308,9 +308,9 @@ class Fork(_Message, frozen=True, kw_only=True):
     ``listens``.
 
     Attributes:
-        rank: Its number in this run's messages: its local rank.
-        place: Its place among all.
-        variables: What its environment has besides.
+        rank: Its number in this run's messages, which is its local rank.
+        place: Its place among all ranks.
+        variables: Its further environment variables.
     """
 
     job_id: str
@@ -338,7 +338,7 @@ class ForkElastic(_Message, frozen=True, kw_only=True):
 
 
 class Ready(_Message, frozen=True, kw_only=True):
-    """Ranks can be forked. Said again when more is imported.
+    """Ranks can be forked. The template sends it again when it has imported more.
 
     Attributes:
         files: The imported packages' own files, with modification time in ns and inode.
@@ -348,7 +348,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Unusable(_Message, frozen=True, kw_only=True):
-    """What was to be preloaded can't be, and the template ends. ``why`` says which module and the reason."""
+    """The template ends because a module can't be preloaded. ``why`` names the module and the reason."""
 
     why: str
 
@@ -362,7 +362,7 @@ class Forked(_Message, frozen=True, kw_only=True):
 
 
 class NotForked(_Message, frozen=True, kw_only=True):
-    """The rank could not be forked. ``why`` is what the system says."""
+    """The rank couldn't be forked. ``why`` is the system's message."""
 
     job_id: str
     rank: int
@@ -372,7 +372,7 @@ class NotForked(_Message, frozen=True, kw_only=True):
 class Exited(_Message, frozen=True, kw_only=True):
     """The rank is gone, and so is every process of its group.
 
-    ``status`` is as from ``os.waitstatus_to_exitcode``; ``peak_bytes`` is the most memory that it had.
+    ``status`` is that of ``os.waitstatus_to_exitcode``; ``peak_bytes`` is its peak memory.
     """
 
     job_id: str
@@ -394,25 +394,25 @@ _for_template: msgspec.msgpack.Decoder[ToTemplate] = msgspec.msgpack.Decoder(ToT
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The message as bytes."""
+    """Return the message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_for_agent(body: bytes) -> ToAgent:
-    """What the kernel told the agent."""
+    """Decode the kernel's message to the agent."""
     return _for_agent.decode(body)
 
 
 def decode_for_kernel(body: bytes) -> ToKernel:
-    """What the agent told the kernel."""
+    """Decode the agent's message to the kernel."""
     return _for_kernel.decode(body)
 
 
 def decode_from_template(body: bytes) -> FromTemplate:
-    """What the template told the agent."""
+    """Decode the template's message to the agent."""
     return _from_template.decode(body)
 
 
 def decode_for_template(body: bytes) -> ToTemplate:
-    """What the agent told the template."""
+    """Decode the agent's message to the template."""
     return _for_template.decode(body)

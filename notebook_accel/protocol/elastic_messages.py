@@ -1,11 +1,11 @@
-"""What the agent and the elastic process of a run say to each other. Descriptors travel beside a message.
+"""Messages between the agent and the elastic process of a run. Descriptors travel beside a message.
 
 agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
 elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
 
-Both write at any time, so two messages can cross. Each one about ranks therefore says which attempt it is about, and
-whoever reads about another attempt than its own drops that: it was written before its writer knew better. The agent
-answers every StartRanks with RanksStand or Leave, and every StopRanks of a present attempt with RanksEnded.
+Both send at any time, so two messages can cross. Each message about ranks therefore has the number of the attempt, and
+its reader drops a message about another attempt than the present one, because it is outdated. The agent answers every
+StartRanks with RanksStand or Leave, and every StopRanks of the present attempt with RanksEnded.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class _OfAttempt(_Message, frozen=True, kw_only=True):
 
 
 class StartRanks(_OfAttempt, frozen=True, kw_only=True):
-    """Start all ranks of this node, none of which is there.
+    """Start all ranks of this node, none of which exists.
 
-    Descriptor: where the global rank 0 is one of them, the listening socket for the ranks' store.
+    Descriptor: the listening socket of the ranks' store, if the global rank 0 is one of them.
 
     Attributes:
-        places: Each rank's place, and what its environment has besides.
-        restarts: How often ranks have been started again because of a failure.
-        cause: The failure on another node because of which they are, if it was there.
+        places: Each rank's place and further environment variables.
+        restarts: Number of restarts so far that a failure caused.
+        cause: The failure on another node that caused this restart, if it was there.
     """
 
     places: list[tuple[RankPlace, dict[str, str]]]
@@ -59,16 +59,16 @@ class StartRanks(_OfAttempt, frozen=True, kw_only=True):
 
 
 class StopRanks(_OfAttempt, frozen=True, kw_only=True):
-    """Stop the ranks of this node, and say ``RanksEnded`` when they are gone."""
+    """Stop the ranks of this node, and send ``RanksEnded`` when they are gone."""
 
 
 class Over(_Message, frozen=True, kw_only=True):
-    """Nothing more will be started: the elastic process goes.
+    """The elastic process ends and starts nothing more.
 
     Attributes:
-        has_succeeded: Whether every rank has finished, on all nodes. Then those here may go.
-        refusal: Why the run could not be started, if that is how it ends.
-        failure: The failure on another node that it ends by, if it does.
+        has_succeeded: True if every rank on all nodes has finished, so that those here may go.
+        refusal: The reason why the run couldn't be started, if that ends it.
+        failure: The failure on another node, if that ends it.
     """
 
     has_succeeded: bool = False
@@ -80,7 +80,7 @@ class RanksStand(_OfAttempt, frozen=True, kw_only=True):
     """The ranks of this node are being started, or have done more steps.
 
     Attributes:
-        steps: Those of the slowest rank and of the fastest, ``None`` if they count none yet.
+        steps: Steps of the slowest and of the fastest rank, ``None`` if they count none yet.
     """
 
     steps: tuple[int, int] | None = None
@@ -90,20 +90,20 @@ class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
     """All ranks of this node are gone, and not all have finished.
 
     Attributes:
-        failure: Which one failed first, ``None`` if none did, and they were stopped.
+        failure: The failure of the rank that failed first; ``None`` if they were stopped.
     """
 
     failure: Failure | None = None
 
 
 class Leave(_Message, frozen=True, kw_only=True):
-    """The run ends here, since somebody wants it: tell the other nodes why, and go."""
+    """End, because somebody ends the run here, and tell the other nodes why."""
 
     why: str
 
 
 class RanksFinished(_OfAttempt, frozen=True, kw_only=True):
-    """Every rank of this node has its result, and waits to be let go."""
+    """Every rank of this node has its result and waits for its release."""
 
 
 FromElastic: TypeAlias = StartRanks | StopRanks | AboutNodes | Over

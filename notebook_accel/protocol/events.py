@@ -1,10 +1,10 @@
-"""What a rank can say while it runs. The only vocabulary between a rank and whoever watches it.
+"""Events that a rank sends while it runs, which is all that its watchers hear of it.
 
-Events are small, typed and encoded with msgpack, never pickled: whoever reads them executes nothing. The one pickle in
-here, ``Failed.exception``, stays bytes until the job that owns the rank opens it.
+Events are small, typed and encoded with msgpack, never pickled, so reading them executes nothing. The only pickle,
+``Failed.exception``, stays bytes until the job that owns the rank opens it.
 
 Times are seconds of ``time.monotonic()``, which on Linux is one clock for all processes of a machine, so that events of
-different ranks can be ordered. Those of ranks on another machine are put by the kernel's clock as they reach it.
+different ranks can be ordered. The kernel converts the times of ranks on another machine to its own clock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Started(_Event, frozen=True, kw_only=True):
 
     Attributes:
         pid: Its process.
-        node: Which of the run's nodes it is on, from 0.
+        node: Number of its node in the run, from 0.
     """
 
     pid: int
@@ -57,18 +57,17 @@ class Started(_Event, frozen=True, kw_only=True):
 
 
 class Progress(_Event, frozen=True, kw_only=True):
-    """Where the rank stands.
+    """The rank's progress.
 
     Attributes:
         step: Steps done in this epoch (or of this bar).
-        total: Steps of this epoch, ``None`` if it isn't known.
-        epoch: The epoch that is running, from 1; ``None`` if the source has no epochs.
-        epochs: How many epochs there will be, ``None`` if it isn't known.
-        steps: Steps done since the rank was started, over all epochs and loaders. The rate is made from this.
-        label: What is being counted, such as a bar's description.
-        device: The device that the rank computes on, such as ``cpu`` or ``cuda:0``; empty if not known yet.
-        compiling: Whether the device's compiler is at work on the running step, which says nothing of how long later
-            steps take.
+        total: Steps of this epoch, ``None`` if unknown.
+        epoch: The running epoch, from 1; ``None`` if the source has no epochs.
+        epochs: Number of epochs, ``None`` if unknown.
+        steps: Steps since the rank was started, over all epochs and loaders. The rate comes from this.
+        label: Name of the counted thing, such as a bar's description.
+        device: The device on which the rank computes, such as ``cpu`` or ``cuda:0``; empty if unknown yet.
+        compiling: True while the device's compiler works on the running step, which says nothing about later steps.
     """
 
     step: int
@@ -82,18 +81,18 @@ class Progress(_Event, frozen=True, kw_only=True):
 
 
 class Metrics(_Event, frozen=True, kw_only=True):
-    """The latest reported value of each metric, and the step (over all epochs) that they belong to."""
+    """The latest value of each metric, and the step (over all epochs) to which they belong."""
 
     step: int
     values: dict[str, float]
 
 
 class Output(_Event, frozen=True, kw_only=True):
-    """Whole lines that the rank wrote, to whichever stream, without the last newline.
+    """Whole lines that the rank wrote to its standard output or error, without the last newline.
 
     Attributes:
         text: The lines.
-        left_out: How many lines before them are in the rank's log only, since they were too many for a notebook.
+        left_out: Number of lines before them that are in the rank's log only, because a notebook couldn't take so many.
     """
 
     text: str
@@ -101,14 +100,14 @@ class Output(_Event, frozen=True, kw_only=True):
 
 
 class Display(_Event, frozen=True, kw_only=True):
-    """Something the rank displayed.
+    """An object that the rank displayed.
 
     Attributes:
-        data: A mime bundle. Binary data is base64 text, as Jupyter has it.
-        metadata: What Jupyter is to know about it, such as an image's width.
-        display_id: Under which it can be changed later; empty if it can't.
-        is_update: Whether it takes the place of what was displayed with that id.
-        log_bytes: How long the rank's log was then: what stands in it before comes before.
+        data: A MIME bundle. Binary data is base64 text, as in Jupyter.
+        metadata: Jupyter's metadata, such as an image's width.
+        display_id: The id for later updates; empty if there is none.
+        is_update: True if it replaces the earlier display with that id.
+        log_bytes: Length of the rank's log at that time: lines before it come before the display.
     """
 
     data: dict[str, Any]
@@ -119,12 +118,12 @@ class Display(_Event, frozen=True, kw_only=True):
 
 
 class Memory(_Event, frozen=True, kw_only=True):
-    """Memory in use by the rank, of what its device has, in bytes.
+    """Memory that the rank uses.
 
     Attributes:
-        used_bytes: What is in use.
-        total_bytes: What there is.
-        kind: Which memory that is.
+        used_bytes: Bytes in use.
+        total_bytes: Bytes that the device or host has.
+        kind: The host's or the device's memory.
         utilisation: Per cent of the last second in which the device computed, ``None`` where nothing measures it.
     """
 
@@ -141,10 +140,10 @@ class Failed(_Event, frozen=True, kw_only=True):
         kind: The exception's class name, such as ``ValueError``.
         message: The exception's text.
         traceback: The formatted traceback, the user's frames only.
-        line: The innermost line of the user's, such as ``In[7], line 12``; empty if there is none.
-        exception: The exception pickled, empty if it can't be.
-        lost_peer: Whether it only says that another rank has gone, so that the cause is elsewhere.
-        saved: Whether the names that were to be pulled are in the rank's result file, as they were at the failure.
+        line: The user's innermost line, such as ``In[7], line 12``; empty if there is none.
+        exception: The pickled exception; empty if it can't be pickled.
+        lost_peer: True if it only says that another rank has gone, so that the cause is elsewhere.
+        saved: True if the rank's result file has the variables to pull, with their values at the failure.
     """
 
     kind: str
@@ -163,13 +162,13 @@ class Finished(_Event, frozen=True, kw_only=True):
 
 
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
-    """How little host memory there was, in the seconds before a rank's end.
+    """The shortage of host memory in the seconds before a rank's end.
 
     Attributes:
-        free_bytes: The least that was free.
-        limit_bytes: What there is in all.
-        is_machine: Whether that is the machine's memory, or what the container may have of it.
-        was_seen: Whether the system has counted a process that it killed for want of memory.
+        free_bytes: The fewest free bytes.
+        limit_bytes: The limit.
+        is_machine: True if the limit is the machine's memory, false if it is the container's.
+        was_seen: True if the system has counted a process that it killed because memory ran out.
     """
 
     free_bytes: int
@@ -179,14 +178,14 @@ class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(_Event, frozen=True, kw_only=True):
-    """The rank's process is gone. Said by the agent, since a rank that is killed can't say it.
+    """The rank's process is gone. The agent sends it, since a killed rank can't.
 
     Attributes:
         exit_code: Its exit status, ``None`` if a signal ended it.
         signal: The signal's number, ``None`` if it exited.
-        stopped: Whether the agent had sent the signal, because the run was to end.
-        peak_bytes: The most host memory that it had, 0 if not known.
-        shortage: If there was hardly any left.
+        stopped: True if the agent had sent the signal to end the run.
+        peak_bytes: Its peak host memory, 0 if unknown.
+        shortage: The shortage of memory, if there was one.
     """
 
     exit_code: int | None = None
@@ -197,12 +196,12 @@ class Ended(_Event, frozen=True, kw_only=True):
 
 
 class Silent(_Event, frozen=True, kw_only=True):
-    """The rank has done no step for long, and ranks wait for each other. Said by the job, which asks where they stand.
+    """The rank has done no step for long, and ranks wait for each other. The job sends it, having asked for stacks.
 
     Attributes:
-        since_s: When it did its last step.
-        at: Where it stands, such as ``In[7], line 12 in evaluate``; empty if that isn't known.
-        waits_in: The collective that it waits in for the others; empty if it is one that others wait for.
+        since_s: Time of its last step.
+        at: Its position, such as ``In[7], line 12 in evaluate``; empty if unknown.
+        waits_in: The collective in which it waits for the others; empty if others wait for it.
     """
 
     since_s: float
@@ -211,12 +210,12 @@ class Silent(_Event, frozen=True, kw_only=True):
 
 
 class Restarting(_Event, frozen=True, kw_only=True):
-    """All ranks are started once more, since this one has failed. Said by the job, which has heard why.
+    """All ranks are started again because this one has failed. The job sends it.
 
     Attributes:
-        number: Which restart of the run it is, from 1; 0 if it counts as none, since no rank has failed.
-        of: How many there may be.
-        why: Which rank failed first, and of what; or what else is the reason.
+        number: Number of this restart, from 1; 0 if no rank has failed, so that it doesn't count.
+        of: Most restarts of the run.
+        why: The reason, such as the rank that failed first and its exception.
     """
 
     number: int
@@ -225,16 +224,16 @@ class Restarting(_Event, frozen=True, kw_only=True):
 
     @property
     def in_words(self) -> str:
-        """In a line."""
+        """The restart in one line."""
         what = f"restart {self.number} of {self.of}" if self.number else "all ranks are started again"
         return f"{what}: {plain_text(self.why)}"
 
 
 class Nodes(_Event, frozen=True, kw_only=True):
-    """How the other nodes of the run stand, a line for each, or whom this one waits for.
+    """The status of the run's other nodes, one line for each, or the nodes for which this one waits.
 
     Attributes:
-        is_news: Whether more has changed than the steps that they have done.
+        is_news: True if more has changed than their steps.
     """
 
     lines: list[str]
@@ -242,11 +241,11 @@ class Nodes(_Event, frozen=True, kw_only=True):
 
 
 class Respawning(_Event, frozen=True, kw_only=True):
-    """A rank that has died is started once more while the others go on. Sent by the job, which orders it."""
+    """A dead rank is started once more while the others go on. The job, which orders that, sends it."""
 
 
 class Numbered(_Event, frozen=True, kw_only=True):
-    """The place of this node's ranks among all. Sent by the job, when the nodes have agreed on it.
+    """The place of this node's ranks among all. The job sends it when the nodes have agreed on it.
 
     Attributes:
         first_rank: The number of this node's first rank.
@@ -258,7 +257,7 @@ class Numbered(_Event, frozen=True, kw_only=True):
 
 
 class Working(_Event, frozen=True, kw_only=True):
-    """The ranks that have something to do from now on; the others wait for work. Sent by the job of a session.
+    """The ranks that have something to do from now on; the others wait for work. A session's job sends it.
 
     Attributes:
         ranks: Their numbers on this node.
@@ -286,14 +285,14 @@ Event: TypeAlias = (
 )
 
 SAMPLES = (Progress, Metrics, Memory)
-"""What there is much of, of which only the newest matters, and nothing is urgent."""
+"""Events that are many and not urgent, of which only the newest matters."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(event: Event) -> bytes:
-    """The event as bytes. Text that UTF-8 can't hold, such as parts of some file names, is written with escapes."""
+    """Return the event as bytes. Text that UTF-8 can't hold, as in some file names, gets escapes."""
     try:
         return _encoder.encode(event)
     except UnicodeEncodeError:
@@ -311,7 +310,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Event:
-    """The event that ``encode`` made these bytes from.
+    """Decode an event.
 
     Raises:
         msgspec.DecodeError: The bytes are no event.

@@ -1,7 +1,7 @@
-"""The agent's account of runs on several nodes: each has an elastic process, which says when ranks are started.
+"""The agent's record of runs on several nodes. Each has an elastic process, which decides when ranks are started.
 
-The agent forks, reads, stops and reaps the ranks of such a run as those of every other. What it leaves to the elastic
-process is the question what follows when they are gone. An end that somebody wanted is followed by nothing.
+The agent forks, reads, stops and reaps the ranks of such a run like those of any other. Only when they are gone, the
+elastic process decides what follows. After an end that somebody wanted nothing follows.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class _Elastic:
 
     Attributes:
         run: Its run.
-        line: The agent's end of the line to it.
+        line: The agent's end of the connection to it.
         pid: Its process, ``None`` before it was forked and when it is gone.
-        attempt: The attempt that it was last to have ranks started for, 0 before the first.
-        has_ranks: Whether ranks were started whose end it hasn't been told.
-        knows_results: Whether it has been told that all of them have their results.
-        is_ending: Whether it has said its last word, or is being killed: its end says nothing then.
-        wanted: By what the run ends because somebody wanted it.
-        elsewhere: The failure on another node that the run ends by.
-        must_go_s: When it is killed if it hasn't gone, in seconds of ``time.monotonic()``.
+        attempt: The last attempt for which it had ranks started, 0 before the first.
+        has_ranks: True if ranks were started whose end wasn't reported to it.
+        knows_results: True if it was told that all ranks have their results.
+        is_ending: True if it has sent its last message or is being killed, so that its end means nothing.
+        wanted: The reason of an end that somebody wanted.
+        elsewhere: The failure on another node that ends the run.
+        must_go_s: The time of ``time.monotonic()`` at which it is killed unless it has gone.
     """
 
     run: Run
@@ -75,7 +75,7 @@ class _Elastic:
             kill_group(self.pid)
 
     def send_away(self, now_s: float) -> None:
-        """The run ends by what somebody wants: other nodes, if there are any, are to hear of it."""
+        """End the run because somebody wants it, and let the other nodes know."""
         self.run.reason = self.wanted or self.run.reason
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
         self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
@@ -85,9 +85,9 @@ class ElasticRuns:
     """The runs that have an elastic process.
 
     Args:
-        loop: The agent's.
-        owning_errors: The seam in which a run's errors end that run.
-        start_ranks: Starts all ranks of a run at the places that it has now.
+        loop: The agent's event loop.
+        owning_errors: Context manager in which a run's errors end that run only.
+        start_ranks: Starts all ranks of a run at their present places.
         tell_kernel: Sends the kernel a message.
     """
 
@@ -107,7 +107,7 @@ class ElasticRuns:
         self._next_look_s = 0.0
 
     def begin(self, run: Run, template: TemplateProcess) -> None:
-        """Has a run's elastic process forked. The run is held until that process is gone."""
+        """Order the fork of a run's elastic process. The run is held until that process is gone."""
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
         elastic = _Elastic(run, ours)
@@ -126,13 +126,13 @@ class ElasticRuns:
             try:
                 template.connection.send(messages.encode(order), [theirs.fileno()])
             except (ClosedError, TimeoutError):
-                template.kill()  # what follows from its end is done where it is noticed
+                template.kill()  # its end is handled where it is noticed
             except OSError:
-                self._gone(elastic)  # it won't come: nothing is to wait for it
+                self._gone(elastic)  # it won't come, and nothing must wait for it
                 raise
 
     def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
-        """Takes what a template says of an elastic process."""
+        """Take a template's message about an elastic process."""
         elastic = self._all[said.job_id]
         if isinstance(said, messages.Forked):
             elastic.pid = said.pid
@@ -144,18 +144,18 @@ class ElasticRuns:
         self._gone(elastic)
 
     def lost(self, run: Run) -> None:
-        """The template of a run is gone, and its elastic process with it."""
+        """Note that a run's template is gone, and its elastic process with it."""
         if run.launch.job_id in self._all:
             self._gone(self._all[run.launch.job_id])
 
     def end(self, run: Run, reason: messages.Reason) -> None:
-        """The run is to end, whatever its ranks are at."""
+        """Note that somebody wants a run to end."""
         if run.launch.job_id in self._all:
             elastic = self._all[run.launch.job_id]
             elastic.wanted = elastic.wanted or reason
 
     def tick(self, now_s: float) -> None:
-        """Tells elastic processes what has become of their ranks; lets go on what somebody has stopped."""
+        """Report to elastic processes what has become of their ranks; continue those that somebody has stopped."""
         is_time = now_s >= self._next_look_s
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -167,11 +167,11 @@ class ElasticRuns:
                     _tell_steps(elastic)
 
     def failure_elsewhere(self, run: Run) -> messages.Failure | None:
-        """The failure on another node that a run has ended by, if it has."""
+        """Return the failure on another node that has ended a run, if one has."""
         return self._all[run.launch.job_id].elsewhere if run.launch.job_id in self._all else None
 
     def forget(self, run: Run) -> None:
-        """The run is over."""
+        """Forget a run that is over."""
         self._all.pop(run.launch.job_id, None)
 
     def _look(self, elastic: _Elastic, now_s: float) -> None:
@@ -218,7 +218,7 @@ class ElasticRuns:
             elif not elastic.is_ending:
                 elastic.send_away(time.monotonic())
         elif isinstance(said, elastic_messages.StopRanks):
-            # Without ranks, the answer is on its way: the last of them were ending when this was written.
+            # Without ranks the answer is on its way: the last of them were ending when this was sent.
             if elastic.has_ranks and said.attempt == elastic.attempt:
                 run.end("stop", "failed")
         elif isinstance(said, messages.AboutNodes):
@@ -253,7 +253,7 @@ class ElasticRuns:
 
     def _gone(self, elastic: _Elastic) -> None:
         elastic.pid = None
-        self._read(elastic)  # its last word
+        self._read(elastic)  # its last message
         if not elastic.is_ending:
             elastic.run.end("kill", "elastic lost")
         elastic.is_ending = True
@@ -263,7 +263,7 @@ class ElasticRuns:
 
 
 def _tell_steps(elastic: _Elastic) -> None:
-    """Tells it how far the ranks are, for other nodes."""
+    """Send an elastic process the ranks' steps, for other nodes."""
     counted = [rank.steps for rank in elastic.run.ranks if rank.steps is not None]
     if not counted or not elastic.has_ranks:
         return
@@ -273,7 +273,7 @@ def _tell_steps(elastic: _Elastic) -> None:
 
 
 def _first_failure(run: Run) -> messages.Failure | None:
-    """Which of the ranks failed first. One that only lost its peer comes after every other."""
+    """Return the failure of the rank that failed first. One that only lost its peer comes after every other."""
     died = [rank for rank in run.ranks if rank.failure is None and rank.status and not rank.was_told_to_end]
     raised = sorted(
         (rank.failure.lost_peer, rank.failure.time_s, rank.number) for rank in run.ranks if rank.failure is not None

@@ -39,10 +39,10 @@ from notebook_accel.protocol.channel import ClosedError, Connection
 
 __all__ = ["ElasticAgent", "LeaveError", "Line", "run"]
 
-_MEETING_S = 60.0  # for what follows at once when all nodes are there
+_MEETING_S = 60.0  # for the steps that follow at once when all nodes are there
 _LEAVING_S = 5.0
-_CAUSE_S = 10.0  # for a node, which may be busy, to say why its rank has gone
-_ANSWER_S = 600.0  # for our agent to do as it was told; far longer than a killed rank with much memory takes to go
+_CAUSE_S = 10.0  # for a node, which may be busy, to report why its rank has gone
+_ANSWER_S = 600.0  # for our agent to follow an order; far longer than a killed rank with much memory takes to go
 _ROLE = "default_role"  # as torch elastic's launcher calls it
 _SHORTEST_S = 1e-3
 _LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
@@ -53,11 +53,11 @@ class LeaveError(Exception):
 
 
 class Line:
-    """The line to the agent.
+    """The connection to the agent.
 
     Args:
-        connection: Its end here.
-        order: What the agent has ordered.
+        connection: This process's end.
+        order: The agent's order.
     """
 
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
@@ -70,19 +70,19 @@ class Line:
         self._connection.send(messages.encode(message), descriptors)
 
     def hear(self) -> list[elastic_messages.ToElastic]:
-        """What the agent has said, after at most the interval at which it is to be asked."""
+        """Return the agent's messages, after a wait of at most the monitor interval."""
         return [elastic_messages.for_elastic.decode(frame.body) for frame in self._connection.receive()]
 
     @property
     def has_news(self) -> bool:
-        """True if ``hear`` would not have to wait."""
+        """True if ``hear`` wouldn't wait."""
         return bool(select.select([self._connection.fileno()], [], [], 0)[0])
 
     def say_that_it_waits(self, line: str) -> None:
-        """Says for whom this node waits, and looks whether it is to go on waiting.
+        """Report for which nodes this one waits, and check that it may go on waiting.
 
         Raises:
-            LeaveError: It isn't.
+            LeaveError: The run is to end.
         """
         self.say_about_nodes([line], is_news=[line] != self._lines)
         if self.has_news:
@@ -91,22 +91,22 @@ class Line:
                     raise LeaveError(told.why)
 
     def say_about_nodes(self, lines: list[str], *, is_news: bool) -> None:
-        """Says how the other nodes stand, if that has changed."""
+        """Report the status of the other nodes if it has changed."""
         if lines != self._lines:
             self._lines = lines
             self.say(messages.AboutNodes(job_id=self._job_id, lines=lines, is_news=is_news))
 
 
 class ElasticAgent(api.SimpleElasticAgent):
-    """Starts and stops the ranks of this node through the agent.
+    """Torch elastic's agent, which starts and stops this node's ranks through our own.
 
     Args:
-        spec: As torch elastic has it.
-        line: To the agent.
-        order: What the agent has ordered.
+        spec: Torch elastic's specification of the workers.
+        line: The connection to our agent.
+        order: Our agent's order.
 
     Attributes:
-        elsewhere: The failure on another node because of which ranks here were stopped last, ``None`` if none was.
+        elsewhere: The failure on another node that was the last reason to stop ranks here; ``None`` if there was none.
     """
 
     def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
@@ -124,8 +124,8 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._master = (self._meeting.host, 0)
         self._attempt = 0
         self._answer_due_s: float | None = None
-        self._are_there = False  # ranks
-        self._are_stopped = False  # because of what happens elsewhere, which is no failure of theirs
+        self._are_there = False  # the ranks
+        self._are_stopped = False  # because of another node, which is no failure of these ranks
 
     @property
     def _restarts(self) -> int:
@@ -144,7 +144,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                     with rendezvous.refusals(self._meeting):
                         super()._rendezvous(worker_group)
             except GoneError as gone:
-                # A node that was lost while all were meeting may come back, where that is waited for at all.
+                # A node that was lost while all were meeting may come back. A run with restarts waits for it.
                 if self._worker_group.spec.max_restarts == 0 or time.monotonic() > deadline_s:
                     raise RefusedError(str(gone), fix="launch it on all nodes again") from None
             else:
@@ -165,7 +165,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             raise GoneError("A node has gone while all were meeting.") from error
 
     def _meet(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> None:
-        """All nodes show their cards, agree on how often ranks were started again, and learn where their store is."""
+        """Show the cards, agree on the number of restarts so far, and learn the address of the ranks' store."""
         spec = self._worker_group.spec
         cards = self._shown_cards(store, meeting, rank, size)
         soon_s = time.monotonic() + _MEETING_S
@@ -205,14 +205,14 @@ class ElasticAgent(api.SimpleElasticAgent):
                 waits_for=lambda missing: self._line.say_that_it_waits(rendezvous.waiting_for(missing, meeting)),
             )
         except nodes.MisfitError as misfit:
-            with contextlib.suppress(GoneError):  # the others need this one's card to say the same
+            with contextlib.suppress(GoneError):  # the others need this node's card to find the same
                 nodes.leave(store, rank, range(size), time.monotonic() + _LEAVING_S, serves=self._serves(rank))
             raise RefusedError(str(misfit), fix="launch the same, with the same packages, on all nodes") from None
         except TimeoutError as late:
             raise rendezvous.not_there(late.args[0], meeting) from None
 
     def _serves(self, rank: int) -> bool:
-        """Return whether the store at which the nodes have met may go with this process."""
+        """Return whether the nodes' store may end with this process."""
         return rank == 0 or self._meeting.backend != "static"
 
     # Ranks ---------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _place(self, group: api.WorkerGroup, worker: api.Worker) -> tuple[RankPlace, dict[str, str]]:
-        """A rank's place, and the variables with which torchrun says the rest."""
+        """Return a rank's place, and the further environment variables that torchrun sets."""
         spec, size = group.spec, group.spec.local_world_size
         place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, size, *self._master)
         variables = {
@@ -297,7 +297,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             raise RefusedError(text, why="A process that the system can't end keeps the others waiting.")
 
     def _end_everywhere(self, why: str) -> None:
-        """Has the other nodes hear, with the last that this one says, that nothing is to be started again."""
+        """Tell the other nodes, with this node's last report, to start nothing again."""
         stopped = messages.Failure(what=why, is_wanted=True)
         self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
 
@@ -305,7 +305,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         return [] if self._nodes is None else list(self._nodes.others)
 
     def _look_around(self, around: Nodes) -> None:
-        """Hears of failures on other nodes, and says how these stand."""
+        """Take failures on other nodes, and report their status."""
         failures = []
         for rank, _, standing in around.others:
             if standing is not None and standing.state == "failed" and standing.failure is not None:
@@ -325,7 +325,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         )
 
     def _has_failed_for_good(self) -> bool:
-        """Whether ranks here have failed, and if they have only lost one elsewhere, it has had the time to say why."""
+        """Return whether ranks here have failed, and another node had the time to report it if the cause is there."""
         if self._here.state != "failed" or self._here.failure is None:
             return False
         waits = self._nodes is not None and self._here.failure.lost_peer
@@ -336,20 +336,20 @@ class ElasticAgent(api.SimpleElasticAgent):
             self._are_stopped = True
             self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
             self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
-        while self._are_there:  # the agent ends them, by SIGKILL in the end
+        while self._are_there:  # our agent ends them, by SIGKILL in the end
             self._hear()
             with contextlib.suppress(GoneError):
                 if self._nodes is not None:
                     self._nodes.pulse(self._here)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Nothing: what is still there, the agent ends with the run."""
+        """Do nothing: our agent ends the ranks with the run."""
 
     def _exit_barrier(self) -> None:
-        """Nothing: ranks have succeeded when those of all nodes have."""
+        """Do nothing: ranks have succeeded when those of all nodes have."""
 
     def leave(self) -> None:
-        """Lets the other nodes hear the last of this one, and none come any more."""
+        """Send this node's last report to the others, and close the rendezvous."""
         handler = self._worker_group.spec.rdzv_handler
         if self._nodes is not None and self._meeting.backend != "static":
             with contextlib.suppress(RuntimeError, TimeoutError):
@@ -375,7 +375,7 @@ def _in_words(name: str, standing: Standing | None) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Where the ranks' store is to be."""
+    """Return a listening socket for the ranks' store."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=4096)
@@ -388,14 +388,14 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     # SIGTERM stays ignored, as in the template: the agent ends this process when it has stopped the ranks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    # Where torch elastic shares its own store with ranks, as here they have another one, a node that comes later waits
-    # for ever for an address that is said in the first round only (seen with torch 2.13).
+    # If torch elastic shared its own store with the ranks, which have another one here, a node that comes later would
+    # wait for ever for an address that is written in the first round only (seen with torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    api._get_fq_hostname = socket.gethostname  # its events have a full name, and to ask for that can take long
+    api._get_fq_hostname = socket.gethostname  # its events want the full name, and asking for that can take long
     line = Line(Connection.from_descriptor(descriptors[0]), order)
     try:
         line.say(_run(order, line))
-    except (ClosedError, LeaveError):  # the agent has gone, and ends its ranks so; or it ends them itself
+    except (ClosedError, LeaveError):  # the agent has gone and took its ranks along, or it ends them itself
         return 1
     return 0
 
@@ -411,7 +411,7 @@ def _run(order: messages.ForkElastic, line: Line) -> elastic_messages.Over:
         return elastic_messages.Over(refusal=refused.broken)
     except (ClosedError, LeaveError):
         raise
-    except Exception as error:  # noqa: BLE001 - of torch elastic, which has many
+    except Exception as error:  # noqa: BLE001 - torch elastic raises many kinds
         text = f"The process that decides about this run's restarts has failed: {type(error).__name__}: {error}"
         return elastic_messages.Over(refusal=messages.Broken(text=text, why=traceback.format_exc()))
     finally:
@@ -431,8 +431,8 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
         role=_ROLE,
         local_world_size=order.world_size,
         rdzv_handler=handler,
-        entrypoint="ranks",  # in events that nobody takes
+        entrypoint="ranks",  # only events have it, which nobody reads
         max_restarts=options.max_restarts,
-        # It sleeps so long before each look; the look itself waits for what the agent says.
+        # Torch elastic sleeps so long before each look. The look itself waits for our agent's messages.
         monitor_interval=_SHORTEST_S,
     )

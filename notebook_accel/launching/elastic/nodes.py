@@ -1,10 +1,10 @@
-"""What the nodes of a run say to each other: plain messages in the store at which they meet, never pickled.
+"""Messages between the nodes of a run: plain values in the store at which they meet, never pickles.
 
-Before ranks start, each node shows a card, and a difference that would make another run of it ends it on all of them.
-From then on each says how it stands about once a second, which is also how the others know that it is there: nothing
-that a node waits for here goes without a deadline.
+Before ranks start, each node shows a card. If two cards differ in a way that would make the training another one, the
+run ends on all nodes. From then on each node writes its status about once a second, which is also its heartbeat. Every
+wait here has a deadline.
 
-Nothing in here knows torch: a store is what has ``set``, ``get`` and ``check``.
+This module doesn't know torch: a store is anything that has ``set``, ``get`` and ``check``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 GO = "go"
-"""The key that says that all nodes are there; its value is how often ranks have been started again."""
+"""The key that is set when all nodes are there. Its value is the number of restarts so far."""
 
 _T = TypeVar("_T")
 _POLL_S = 0.1
@@ -50,32 +50,32 @@ _NAMES = {
 
 
 class Store(Protocol):
-    """What of torch's stores is used here."""
+    """The part of torch's stores that is used here."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key."""
+        """Set a key."""
 
     def get(self, key: str) -> bytes:
-        """A key's value; waits until it has one."""
+        """Return a key's value, and wait until it has one."""
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are there."""
 
 
 class GoneError(Exception):
-    """A node has gone, or doesn't answer. The text says which."""
+    """A node has gone or doesn't answer. The text says which one."""
 
 
 class MisfitError(Exception):
-    """Two nodes would not train the same. The text says in what they differ."""
+    """Two nodes would not train the same. The text says in which options or packages they differ."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be the same on all nodes, and who shows it.
+    """A node's options and packages, which have to be the same on all nodes, and its name.
 
     Attributes:
         host: The node's name.
-        restarts: How often its ranks have been started again.
+        restarts: Number of times that its ranks were started again.
     """
 
     num_nodes: str
@@ -88,7 +88,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
 
     def misfit(self, other: Card) -> str:
-        """In what two nodes differ, as this one says it; empty if they fit."""
+        """Return how two nodes differ, from this one's point of view; empty if they fit."""
         found = [
             f"{shown} is {getattr(self, name)} here and {getattr(other, name)} there"
             for name, shown in _NAMES.items()
@@ -98,14 +98,14 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node stands.
+    """A node's status.
 
     Attributes:
-        beat: Counts what the node has said: as long as it rises, the node is there.
-        state: What its ranks do.
-        ranks: How many it has.
-        steps: Those of its slowest rank and of its fastest, if they count any.
-        failure: Which of its ranks failed first.
+        beat: Counts the node's reports: as long as it rises, the node is there.
+        state: The state of its ranks.
+        ranks: Number of its ranks.
+        steps: Steps of its slowest and of its fastest rank, if they count any.
+        failure: The failure of the rank that failed first.
     """
 
     beat: int
@@ -120,16 +120,16 @@ _standing = msgspec.msgpack.Decoder(Standing)
 
 
 class Patience:
-    """Calls what may never return, such as a store whose machine has stopped, and waits only so long.
+    """Calls functions that may never return, such as those of a store whose machine has stopped, with a deadline.
 
-    A thread that is left behind in such a call is no harm to a process that ends then.
+    A thread that stays in such a call does no harm, since the process ends soon after.
     """
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-store")
 
     def call(self, function: Callable[[], _T], timeout_s: float) -> _T:
-        """What the function returns.
+        """Return the function's result.
 
         Raises:
             TimeoutError: It hasn't returned by then.
@@ -147,9 +147,9 @@ class Guarded:
 
     Args:
         store: The store.
-        patience: In which its calls are made.
-        deadline_s: How long each may take.
-        where: Who serves it, as a message says it.
+        patience: The caller with a deadline.
+        deadline_s: The longest that each call may take.
+        where: The node that serves it, in the words of an error.
     """
 
     def __init__(self, store: Any, patience: Patience, deadline_s: float, where: str) -> None:
@@ -161,7 +161,7 @@ class Guarded:
     def _call(self, function: Callable[[], _T]) -> _T:
         try:
             return self._patience.call(function, self._deadline_s)
-        except (TimeoutError, RuntimeError, OSError) as error:  # how torch says that a connection is lost
+        except (TimeoutError, RuntimeError, OSError) as error:  # torch raises these when a connection is lost
             raise GoneError(f"{self._where} has gone, or doesn't answer any more.") from error
 
     def set(self, key: str, value: bytes) -> None:
@@ -177,22 +177,22 @@ class Guarded:
 def show_cards(
     store: Store, rank: int, size: int, card: Card, *, deadline_s: float, waits_for: Callable[[list[int]], None]
 ) -> dict[int, Card]:
-    """Shows this node's card and waits for those of the others.
+    """Show this node's card and wait for those of the others.
 
     Args:
-        store: Of this round alone.
-        rank: This node's.
+        store: The store of this round alone.
+        rank: This node's number.
         size: Number of nodes.
-        card: This node's.
-        deadline_s: When all have to be there, in seconds of ``time.monotonic()``.
-        waits_for: Called with the nodes that are missing, whenever some are.
+        card: This node's card.
+        deadline_s: The time of ``time.monotonic()`` by which all have to be there.
+        waits_for: Called with the missing nodes, as long as there are some.
 
     Returns:
         The card of each node.
 
     Raises:
         MisfitError: A card differs from this one.
-        TimeoutError: Not all have come. Its argument is the list of those that haven't.
+        TimeoutError: Some nodes haven't come. Its argument is the list of them.
         GoneError: The store has gone.
     """
     store.set(f"card/{rank}", msgspec.msgpack.encode(card))
@@ -213,10 +213,10 @@ def show_cards(
 
 
 def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
-    """The value of a key that is about to be set.
+    """Return the value of a key that another node is about to set.
 
     Raises:
-        GoneError: It hasn't been by then, in seconds of ``time.monotonic()``.
+        GoneError: It isn't set by this time of ``time.monotonic()``.
     """
     while not store.check([key]):
         if time.monotonic() > deadline_s:
@@ -226,21 +226,20 @@ def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
 
 
 class Nodes:
-    """The nodes of one round: how each of them stands.
+    """The status of each node in one round.
 
     Args:
-        store: Of this round alone.
-        rank: This node's.
-        cards: Of all.
-        silence_s: After how long without a word a node is taken to have gone.
+        store: The store of this round alone.
+        rank: This node's number.
+        cards: The cards of all nodes.
+        silence_s: A node that is silent for so long counts as gone.
 
     Attributes:
-        store: Of this round alone.
-        rank: This node's.
+        rank: This node's number.
     """
 
     def __init__(self, store: Store, rank: int, cards: dict[int, Card], silence_s: float) -> None:
-        self.store = store
+        self._store = store
         self.rank = rank
         self._cards = cards
         self._silence_s = silence_s
@@ -254,19 +253,19 @@ class Nodes:
 
     @property
     def others(self) -> Iterator[tuple[int, str, Standing | None]]:
-        """Each other node, its host, and how it stands; ``None`` before it has said so."""
+        """Each other node with its host and its status, ``None`` before its first report."""
         for rank, (standing, _) in self._standings.items():
             yield rank, self._cards[rank].host, standing
 
     def name(self, rank: int) -> str:
-        """``node 1 (HOST)``."""
+        """Return a node's name for messages, such as ``node 1 (HOST)``."""
         return f"node {rank} ({self._cards[rank].host})"
 
     def pulse(self, mine: Standing) -> None:
-        """Says how this node stands and hears how the others do, if that is due or this node's state has changed.
+        """Write this node's status and read those of the others, if that is due or this node's state has changed.
 
         Raises:
-            GoneError: One has not been heard of for too long, or the store has gone.
+            GoneError: A node has been silent for too long, or the store has gone.
         """
         now_s = time.monotonic()
         if now_s < self._due_s and self._said is not None and mine.state == self._said.state:
@@ -275,37 +274,37 @@ class Nodes:
         self._beat += 1
         self._said = mine
         said = msgspec.structs.replace(mine, beat=self._beat)
-        self.store.set(f"standing/{self.rank}", msgspec.msgpack.encode(said))
+        self._store.set(f"standing/{self.rank}", msgspec.msgpack.encode(said))
         for rank in self._standings:
             self._hear(rank, now_s)
 
     def _hear(self, rank: int, now_s: float) -> None:
         before, heard_s = self._standings[rank]
-        if self.store.check([f"standing/{rank}"]):
-            standing = _standing.decode(self.store.get(f"standing/{rank}"))
+        if self._store.check([f"standing/{rank}"]):
+            standing = _standing.decode(self._store.get(f"standing/{rank}"))
             if before is None or standing.beat != before.beat:
                 self._standings[rank] = standing, now_s
                 return
-        is_done = before is not None and before.state == "finished" and self.store.check([f"left/{rank}"])
+        is_done = before is not None and before.state == "finished" and self._store.check([f"left/{rank}"])
         if now_s - heard_s > self._silence_s and not is_done:
             raise GoneError(
                 f"{self.name(rank).capitalize()} has gone: nothing was heard of it for {self._silence_s:g} s."
             )
 
     def leave(self, deadline_s: float, *, serves: bool) -> None:
-        """Says that this node has heard all that it needs. See ``leave``."""
-        leave(self.store, self.rank, self._cards, deadline_s, serves=serves)
+        """Tell the others that this node needs them no more. See ``leave``."""
+        leave(self._store, self.rank, self._cards, deadline_s, serves=serves)
 
 
 def leave(store: Store, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:
-    """Says that a node has heard all that it needs; if it serves the store, waits for the others to say so.
+    """Tell the other nodes that this one needs them no more; if it serves the store, wait until they say the same.
 
     Args:
-        store: Of the round.
-        rank: The node.
-        nodes: All nodes.
-        deadline_s: How long at most, in seconds of ``time.monotonic()``.
-        serves: Whether the others need this node for that.
+        store: The store of the round.
+        rank: This node's number.
+        nodes: The numbers of all nodes.
+        deadline_s: The time of ``time.monotonic()`` at which the wait ends.
+        serves: True if the store may go with this node.
     """
     store.set(f"left/{rank}", b"1")
     others = [f"left/{other}" for other in nodes if other != rank]

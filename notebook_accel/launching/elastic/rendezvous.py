@@ -34,12 +34,12 @@ from notebook_accel.protocol.agent_messages import Broken, Elastic, Meeting
 __all__ = ["RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
 
 _POLL_S = 0.2
-_ANSWER_S = 10.0  # that a store has for each question
+_ANSWER_S = 10.0  # for each answer of a store
 _HANDSHAKE_S = 6.0
 
 
 class RefusedError(Exception):
-    """The run can't be started, for the reason that the user is told."""
+    """The run can't be started. ``broken`` is the message to the user."""
 
     def __init__(self, text: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(text)
@@ -47,13 +47,13 @@ class RefusedError(Exception):
 
 
 class Static(RendezvousHandler):
-    """The rendezvous of several nodes that are numbered: node 0 serves the store, and the others come to it.
+    """The rendezvous of numbered nodes: node 0 serves the store, and the others connect to it.
 
     Args:
-        options: The run's.
-        meeting: Where and how.
-        patience: In which stores are called.
-        waits: Called with a line that says for whom this node waits.
+        options: The run's options.
+        meeting: The place and the way in which nodes meet.
+        patience: The caller of stores, with a deadline.
+        waits: Called with a line that says for which node this one waits.
     """
 
     def __init__(self, options: Elastic, meeting: Meeting, patience: Patience, waits: Callable[[str], None]) -> None:
@@ -71,7 +71,7 @@ class Static(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -100,7 +100,7 @@ class Static(RendezvousHandler):
         return RendezvousInfo(store, meeting.node_rank, meeting.most, info)
 
     def forget_store(self) -> None:
-        """Whoever serves the store has gone. Another one may take its place."""
+        """Forget the store: the node that served it has gone, and another process may take its place."""
         if self._meeting.node_rank != 0:
             self._store = None
 
@@ -112,7 +112,7 @@ class Static(RendezvousHandler):
             return self._round + 1
         while True:
             current = int(store.get(key)) if store.check([key]) else 0
-            # In one that has begun, this node's place is that of a process before this one.
+            # In a round that has begun, this node's place belongs to an earlier process.
             if current > self._round and not store.check([f"{self._run_id}/{current}/{GO}"]):
                 return current
             self._waits(waiting_for([0], self._meeting))
@@ -164,7 +164,7 @@ def _served(host: str, port: int) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # on this address alone; left to itself it listens on all
+        master_listen_fd=listening.detach(),  # on this address alone; by itself the store listens on all
         timeout=datetime.timedelta(seconds=_ANSWER_S),
     )
 
@@ -174,7 +174,7 @@ def _is_listened_at(host: str, port: int) -> bool:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except socket.gaierror as error:
         raise _unknown_host(host, error) from None
-    except OSError:  # nobody listens there yet, or no way leads there now
+    except OSError:  # nobody listens there yet, or no route leads there now
         return False
     return True
 
