@@ -132,7 +132,8 @@ class Magics:
         finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)
-        self._bind(given.out, outcome)
+        if given.out is not None:
+            self._shell.push({given.out: outcome})
         return None if isinstance(outcome, Results) and all(value is None for value in outcome) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
@@ -197,10 +198,6 @@ class Magics:
                 self._shell.ex(code)
         self._shell.user_ns.update(kept)
 
-    def _bind(self, name: str | None, value: Any) -> None:
-        if name is not None:
-            self._shell.push({name: value})
-
 
 def register(shell: InteractiveShell) -> None:
     """Register the magics in a shell, start warming the template, and import what the first launch will show."""
@@ -220,9 +217,11 @@ def register(shell: InteractiveShell) -> None:
     Magics.control.__doc__ = f"{commands.run.__doc__}\n{session_magics.HELP}"
     for kind, name, magic in magics.all():
         shell.magics_manager.register_function(magic, kind, name)
-    completion.register(shell, f"%%{_NAME}", flags=magics._parser.flags)
-    every = dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS])
-    completion.register(shell, f"%{_NAME}", commands=every, options_of=commands.completions)
+    choices = {f"--{option.name}": option.choices for option in configuration.fields()}
+    flags = {flag: choices.get(flag, ()) for flag in sorted(magics._parser.flags)}
+    completion.register(shell, f"%%{_NAME}", lambda _: flags)
+    every = list(dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS]))
+    completion.register(shell, f"%{_NAME}", commands.options_of, every)
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()

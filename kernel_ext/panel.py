@@ -19,10 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from kernel_ext import front_end, output, render
-from kernel_ext.chart import chart_html
 from kernel_ext.front_end import LiveClicks
 from kernel_ext.output import Choice, OutputLog
-from kernel_ext.table import MOST_ROWS, table_html
+from kernel_ext.style import STYLE
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
 from notebook_accel.launching.views.view import line_prefix
@@ -36,7 +35,7 @@ __all__ = ["PanelView", "open_view", "warm"]
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
-_VIEWS = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
+_VIEWS: dict[str, Literal["output", "stacks", "log"]] = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
 _MEAN, _EACH = "Mean", "Each rank"
 
 
@@ -71,15 +70,15 @@ class PanelView:
         self._drawn = _Drawn()
         self._has_changed = False  # something that people choose
         self._clicked: Literal["", "stop", "interrupt"] = ""
-        self._widgets = _PanelWidgets(
-            job.world_size,
-            on_stop=self._on_stop,
-            on_interrupt=self._on_interrupt,
-            on_ask=self._stacks.ask,
-            on_change=self._on_change,
-        )
+        self._widgets = widgets = _PanelWidgets(job.world_size)
+        widgets.stop.on_click(lambda _: self._on_stop())
+        widgets.interrupt.on_click(lambda _: self._on_interrupt())
+        widgets.ask_again.on_click(lambda _: self._stacks.ask())
+        widgets.view.observe(lambda change: self._stacks.ask() if change["new"] == "Stacks" else None, "value")
+        for widget in widgets.choices:
+            widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
-        for widget in self._widgets.clickable:
+        for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
@@ -100,12 +99,7 @@ class PanelView:
 
     def _close(self) -> None:
         self._shown.take_events()
-        now_s = time.monotonic()
-        self._shown.show_summary(now_s, self._hint())
-        facts = self._shown.facts(now_s, self._hint())
-        with self._job.state_lock:
-            html = render.summary_parts_html(facts, self._state, self._shown.output, now_s)
-        self._widgets.close(html)
+        self._widgets.close(self._shown.show_summary(self._hint()))
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
         facts = self._shown.facts(now_s, self._hint())  # before the lock: the job's error takes another one
@@ -118,7 +112,7 @@ class PanelView:
         widgets, state, drawn = self._widgets, self._state, self._drawn
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
-        widgets.table.value = table_html(state, now_s, is_folded=widgets.is_folded)
+        widgets.table.value = render.table_html(state, now_s, is_folded=not widgets.fold.value)
         drawn.output |= events.Output in kinds
         drawn.metrics |= events.Metrics in kinds
         if has_changed or not widgets.body.value or self._is_body_due(now_s):
@@ -134,9 +128,9 @@ class PanelView:
         )
         if has_changed or is_chart_due:
             drawn.metrics, drawn.chart_s = False, now_s
-            widgets.chart.value = chart_html(
-                state, widgets.metric, of_ranks=widgets.has_each_rank, is_titled=not widgets.names_chart
-            )
+            of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
+            metric = widgets.metric.value or ""
+            widgets.chart.value = render.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
     def _is_body_due(self, now_s: float) -> bool:
         """Return whether the part below the table has changed by itself. A log file is read once a second at most."""
@@ -248,60 +242,34 @@ def warm() -> None:
 
 
 class _PanelWidgets:
-    """The panel's widgets, and what people choose and click in them.
+    """The panel's widgets, in which people choose and click.
 
-    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted and
-    passed on to the panel's callbacks. Widgets change when the panel is drawn, in one thread.
-
-    Args:
-        world_size: Number of ranks.
-        on_stop: Called by the button Stop.
-        on_interrupt: Called by the button Interrupt.
-        on_ask: Asks for the ranks' stacks.
-        on_change: Called after every other choice. All four run in a click's thread and must be quick.
+    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted there.
+    Widgets change when the panel is drawn, in one thread.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        on_stop: Callable[[], None],
-        on_interrupt: Callable[[], None],
-        on_ask: Callable[[], None],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, world_size: int) -> None:
         import ipywidgets  # not above: plain scripts import this module too, to find that they need no panel
 
         self.header, self.table, self.errors, self.body, self.chart = (ipywidgets.HTML() for _ in range(5))
-        self._stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
-        self._stop.on_click(lambda _: on_stop())
-        self._interrupt = ipywidgets.Button(
+        self.stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
+        self.interrupt = ipywidgets.Button(
             description="Interrupt", tooltip="Raise KeyboardInterrupt in every rank, so that each can clean up"
         )
-        self._interrupt.on_click(lambda _: on_interrupt())
-        self._fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
-        self._view = ipywidgets.ToggleButtons(
+        self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
+        self.view = ipywidgets.ToggleButtons(
             options=list(_VIEWS),
             tooltips=["What the ranks print", "Where every rank stands now", "The ranks' log files"],
         )
-        self._rank = ipywidgets.Dropdown(
+        self.rank = ipywidgets.Dropdown(
             description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
         )
-        self._search = ipywidgets.Text(description="Search", placeholder="search")
-        self._again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
-        self._again.on_click(lambda _: on_ask())
-        self._metric = ipywidgets.Dropdown(description="Metric", options=[])
-        self._curves = ipywidgets.ToggleButtons(
-            options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"]
-        )
-        self._view.observe(lambda change: on_ask() if change["new"] == "Stacks" else None, "value")
-        for widget in (self._fold, self._view, self._rank, self._search, self._metric, self._curves):
-            widget.observe(lambda _: on_change(), "value")
-        self.clickable = (
-            *(self._stop, self._interrupt, self._fold, self._view, self._rank, self._search, self._again),
-            *(self._metric, self._curves),
-        )
-        self._has_many, self._has_some = world_size > MOST_ROWS, world_size > 1
+        self.search = ipywidgets.Text(description="Search", placeholder="search")
+        self.ask_again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
+        self.metric = ipywidgets.Dropdown(description="Metric", options=[])
+        self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
+        self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
+        self._has_many, self._has_some = world_size > render.MOST_ROWS, world_size > 1
         self.root = self._laid_out()
 
     def _laid_out(self) -> Any:
@@ -312,42 +280,27 @@ class _PanelWidgets:
                 widget.add_class(name)
             return widget
 
-        named(self._stop, "nba-button", "nba-stop")
-        named(self._again, "nba-button", "nba-small")
-        named(self._fold, "nba-button", "nba-small", "nba-fold")
-        named(self._view, "nba-tabs")
-        named(self._curves, "nba-tabs")
-        named(self._interrupt, "nba-button")
-        self._tools = named(HBox([self._view, self._again, self._rank, self._search]), "nba-tools")
-        self._chart_tools = named(HBox([self._metric, self._curves]), "nba-tools")
+        named(self.stop, "nba-button", "nba-stop")
+        named(self.ask_again, "nba-button", "nba-small")
+        named(self.fold, "nba-button", "nba-small", "nba-fold")
+        named(self.view, "nba-tabs")
+        named(self.curves, "nba-tabs")
+        named(self.interrupt, "nba-button")
+        self._tools = named(HBox([self.view, self.ask_again, self.rank, self.search]), "nba-tools")
+        self._chart_tools = named(HBox([self.metric, self.curves]), "nba-tools")
         scroll = named(VBox([self.body]), "nba-scrollback")
         output = named(VBox([self._tools, self.errors, scroll]), "nba-output-pane")
         chart = named(VBox([self._chart_tools, self.chart]), "nba-chart-pane")
-        top = named(HBox([self.header, self._interrupt, self._stop]), "nba-top")
+        top = named(HBox([self.header, self.interrupt, self.stop]), "nba-top")
         bottom = named(HBox([output, chart]), "nba-bottom")
-        style = named(HTML(render.style_html()), "nba-style")
-        return named(VBox([style, top, self.table, self._fold, bottom]), "nba-panel")
+        style = named(HTML(f"<style>{STYLE}</style>"), "nba-style")
+        return named(VBox([style, top, self.table, self.fold, bottom]), "nba-panel")
 
     @property
     def choice(self) -> Choice:
         """The choice of what is shown below the table."""
-        rank = None if self._rank.value == -1 else self._rank.value
-        return Choice(_VIEWS[self._view.value], rank, self._search.value.strip())  # type: ignore[arg-type]
-
-    @property
-    def is_folded(self) -> bool:
-        """True if ranks may share rows."""
-        return not self._fold.value
-
-    @property
-    def metric(self) -> str:
-        """The chart's metric, empty for the first one."""
-        return self._metric.value or ""
-
-    @property
-    def has_each_rank(self) -> bool:
-        """True if the chart has a curve for each rank."""
-        return bool(self._curves.value == _EACH)
+        rank = None if self.rank.value == -1 else self.rank.value
+        return Choice(_VIEWS[self.view.value], rank, self.search.value.strip())
 
     @property
     def names_chart(self) -> bool:
@@ -363,21 +316,21 @@ class _PanelWidgets:
             clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
         """
-        if self._metric.options != metrics:
-            chosen = self._metric.value
-            self._metric.options = metrics
-            self._metric.value = chosen if chosen in metrics else next(iter(metrics), None)
-        self._stop.disabled = clicked == "stop"
-        self._interrupt.disabled = bool(clicked)
+        if self.metric.options != metrics:
+            chosen = self.metric.value
+            self.metric.options = metrics
+            self.metric.value = chosen if chosen in metrics else next(iter(metrics), None)
+        self.stop.disabled = clicked == "stop"
+        self.interrupt.disabled = bool(clicked)
         shown = {
-            self._stop: are_live,
-            self._interrupt: are_live,
-            self._fold: are_live and self._has_many,
+            self.stop: are_live,
+            self.interrupt: are_live,
+            self.fold: are_live and self._has_many,
             self._tools: are_live,
-            self._rank: self._has_some,
-            self._again: self._view.value == "Stacks",
+            self.rank: self._has_some,
+            self.ask_again: self.view.value == "Stacks",
             self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
-            self._curves: self._has_some,
+            self.curves: self._has_some,
         }
         for widget, is_shown in shown.items():
             widget.layout.display = "" if is_shown else "none"
@@ -404,8 +357,8 @@ def _close(widget: Any) -> None:
 class _ShownRun:
     """A run's output and its one place under the running cell. As a view it shows the summary when it is closed.
 
-    It serves the live panel, and alone is the view of a run that has ended before a panel opened: making widgets would
-    take longer than a short run.
+    The live panel uses it. Alone, it is the view of a run that ended before a panel opened: making widgets would take
+    longer than a short run.
 
     Args:
         job: The run. Nobody else may take its events.
@@ -460,13 +413,15 @@ class _ShownRun:
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
-    def show_summary(self, now_s: float, hint: str = "") -> None:
-        """Display the run's end as HTML and text that need no kernel."""
-        facts, state = self.facts(now_s, hint), self._job.state
+    def show_summary(self, hint: str = "") -> str:
+        """Display the run's end as HTML and text that need no kernel. Return the HTML, without the panel's own tag."""
+        now_s = time.monotonic()
+        facts, state = self.facts(now_s, hint), self._job.state  # before the lock: the job's error takes another one
         with self._job.state_lock:
             html = render.summary_html(facts, state, self.output, now_s)
             text = render.summary_text(facts, state, self.output, now_s)
-        self.show({"text/html": html, "text/plain": text})
+        self.show({"text/html": f'<div class="nba-panel">{html}</div>', "text/plain": text})
+        return html
 
     def refresh(self) -> None:
         """Take the events, so that they don't pile up."""
@@ -475,7 +430,7 @@ class _ShownRun:
     def close(self) -> None:
         """Display the summary. The run has ended."""
         self.take_events()
-        self.show_summary(time.monotonic())
+        self.show_summary()
 
     def _display(self, data: dict[str, Any], **options: Any) -> None:
         from IPython.display import display

@@ -93,7 +93,7 @@ def end(job, reason=""):
 """
 _RUNNING = {
     "panel_2": "show(train(2))",
-    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets._curves.value = 'Each rank'; view.refresh()",
+    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets.curves.value = 'Each rank'; view.refresh()",
     "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
     "panel_64_failing": "show(train(64, failed=(9,)))",
 }

@@ -21,7 +21,7 @@ while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 
     view.refresh()
     time.sleep(0.02)
 view.refresh()
-print("stop:", view._widgets._stop.comm.comm_id, repr(view._widgets._stop.layout.display))
+print("stop:", view._widgets.stop.comm.comm_id, repr(view._widgets.stop.layout.display))
 print("hint:", view._hint())
 while not Control.calls and not {is_over} and time.monotonic() < deadline:
     view.refresh()

@@ -1,13 +1,17 @@
-"""The header and the summary, as HTML and as text, from synthetic runs."""
+"""Tests of the header, the summary, the table of ranks and the chart, as HTML and as text, from synthetic runs."""
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernel_ext.output import output_html
-from kernel_ext.table import table_html
+from kernel_ext.render import chart_html, table_html, ticks
+from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.kernel_ext import documents as made
 from tests.kernel_ext.documents import ATTACK, Document, Run, header_html, summary_html, summary_text
@@ -169,24 +173,9 @@ def test_any_text_is_well_formed_html(text: str) -> None:
     run = Run(1)
     run.apply(0, events.Output(text=text))
     run.apply(0, events.Failed(kind="E", message=text, traceback=""))
-    assert {tag for tag, _ in Document(summary_html(made.facts(), run, 0.0)).elements} <= {
-        *(
-            "div",
-            "style",
-            "span",
-            "table",
-            "caption",
-            "thead",
-            "tbody",
-            "tr",
-            "th",
-            "td",
-            "pre",
-            "details",
-            "summary",
-            "b",
-        )
-    }
+    allowed = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+    allowed |= {"div", "style", "span", "pre", "details", "summary", "b"}
+    assert {tag for tag, _ in Document(summary_html(made.facts(), run, 0.0)).elements} <= allowed
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
@@ -257,3 +246,204 @@ def test_summary_of_many_ranks_has_a_row_for_each_folded_away() -> None:
     assert summary.text.count("ValueError: boom") == 2
     assert len(summary.having(scope="row")) == 2 + 64
     assert len(summary_text(made.facts(status="failed"), run, 5.0).splitlines()) > 64
+
+
+def test_table_has_a_row_a_rank_with_labelled_bars() -> None:
+    table = Document(table_html(made.training(world_size=8).state, 5.0))
+    assert len(table.having(scope="row")) == 8
+    bars = table.having(role="progressbar")
+    assert [bar["aria-label"] for bar in bars] == [f"Steps of rank {rank}" for rank in range(8)]
+    assert {(bar["aria-valuemin"], bar["aria-valuenow"], bar["aria-valuemax"]) for bar in bars} == {("0", "50", "100")}
+    meters = table.having(role="meter")
+    assert meters[3]["aria-label"] == "Device memory of rank 3"
+    assert (meters[3]["aria-valuenow"], meters[3]["aria-valuetext"]) == ("56", "9.0 / 16 GiB")
+    assert "50 / 100" in table.text
+    assert "9.0 / 16 GiB" in table.text
+
+
+def test_table_of_ranks_that_have_said_nothing() -> None:
+    table = Document(table_html(RunState(2), 0.0))
+    assert table.text.count("starting") == 2
+    assert table.having(role="progressbar") == []
+
+
+def test_a_total_that_is_not_known_has_no_bar() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=1234, steps=1234))
+    table = Document(table_html(state, 0.0))
+    assert table.having(role="progressbar") == []
+    assert "1,234" in table.text
+
+
+def test_more_steps_than_the_total_fill_the_bar_and_no_more() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=15, total=10, steps=15))
+    assert Document(table_html(state, 0.0)).having(style="width:100.0%")
+
+
+def test_a_failed_rank_says_why_below_its_row() -> None:
+    state = made.training().state
+    state.apply(1, events.Failed(kind="ValueError", message="boom", traceback="", line="In[7], line 12"))
+    text = Document(table_html(state, 5.0)).text
+    assert "failed" in text
+    assert "ValueError: boom (In[7], line 12)" in text
+
+
+def test_many_metrics_share_a_column() -> None:
+    state = RunState(1)
+    state.apply(0, events.Metrics(step=1, values={f"m{index}": float(index) for index in range(7)}))
+    table = Document(table_html(state, 0.0))
+    assert "other metrics" in table.text
+    assert "m5 5, m6 6" in table.text
+
+
+def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
+    state = made.training(world_size=3).state
+    state.apply(1, events.Progress(time_s=6.0, step=100, total=100, steps=200))
+    for rank, steps in ((0, 900), (1, 1000), (2, 200)):
+        for second in (7.0, 8.0):
+            state.apply(rank, events.Progress(time_s=second, step=50, total=100, steps=steps + int(second)))
+    table = Document(table_html(state, 8.0))
+    assert len(table.having(**{"class": "nba-behind-row"})) == 1
+    assert table.having(title="700 steps behind the others")
+    assert table.text.count("behind") == 1
+
+
+def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
+    state = made.training(world_size=64).state
+    state.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
+    folded = Document(table_html(state, 5.0))
+    assert len(folded.having(scope="row")) == 2
+    assert "ValueError: boom" in folded.text
+    assert "63 ranks" in folded.text
+    assert folded.having(title="ranks 0\N{EN DASH}8, 10\N{EN DASH}63")
+    cells = [cell for tag, cell in folded.elements if tag == "li"]
+    assert len(cells) == 64
+    assert cells[9]["aria-label"] == "rank 9: failed, 50 / 100"
+    assert "9✗" in folded.text
+    assert len(Document(table_html(state, 5.0, is_folded=False)).having(scope="row")) == 64
+
+
+def test_ranks_of_one_node_share_a_row_where_there_are_several() -> None:
+    state = made.training(world_size=64).state
+    for rank in range(64):
+        state.apply(rank, events.Started(time_s=0.1, pid=rank, node=rank // 16))
+    folded = Document(table_html(state, 0.2))
+    assert len(folded.having(scope="row")) == 4
+    assert all(f"node {node}: 16 ranks" in folded.text for node in range(4))
+    assert folded.having(title="ranks 16\N{EN DASH}31")
+
+
+def test_ranks_that_share_a_row_show_what_they_have_in_common() -> None:
+    state = RunState(20)
+    for rank in range(20):
+        for second in range(2):
+            steps = 100 * second + rank
+            state.apply(rank, events.Progress(time_s=float(second), step=steps, total=500, steps=steps))
+        state.apply(rank, events.Metrics(time_s=1.0, step=1, values={"loss": float(rank)}))
+        memory = events.Memory(time_s=1.0, used_bytes=rank << 30, total_bytes=40 << 30, kind="device", utilisation=rank)
+        state.apply(rank, memory)
+    words = Document(table_html(state, 1.0)).text
+    for expected in ("20 ranks", "100\N{EN DASH}119 / 500", "9.5", "19 / 40 GiB", "10 %"):
+        assert expected in words
+
+
+def test_utilisation_has_a_column_only_where_it_is_known() -> None:
+    state = made.training().state
+    assert "busy" not in Document(table_html(state, 5.0)).text
+    memory = events.Memory(time_s=5.0, used_bytes=1, total_bytes=2, kind="device", utilisation=87.4)
+    state.apply(1, memory)
+    assert "busy" in Document(table_html(state, 5.0)).text
+    assert "87 %" in Document(table_html(state, 5.0)).text
+
+
+def test_time_since_the_last_sign_of_life() -> None:
+    state = made.training().state
+    assert Document(table_html(state, 6.0)).text.count("now") == 2
+    state.apply(0, events.Memory(time_s=64.0, used_bytes=1, total_bytes=2, kind="device"))
+    assert "01:00 ago" in Document(table_html(state, 65.0)).text
+    for rank in range(2):
+        state.apply(rank, events.Finished(time_s=65.0, result_bytes=1))
+    assert "seen" not in Document(table_html(state, 65.0)).text
+
+
+def test_chart_needs_two_points_and_says_what_it_shows() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=0, steps=0))
+    state.apply(0, events.Metrics(step=0, values={"loss": 2.0}))
+    assert chart_html(state) == ""
+    state.apply(0, events.Metrics(step=50, values={"loss": 0.5}))
+    chart = Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 50 steps: from 2 to 0.5"
+    assert "50 steps" in chart.text
+
+
+def test_chart_of_a_run_without_steps_is_over_its_reports() -> None:
+    state = RunState(1)
+    for loss in (2.0, 1.0, 0.5):
+        state.apply(0, events.Metrics(step=0, values={"loss": loss}))
+    chart = Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 3 reports: from 2 to 0.5"
+    assert "3 reports" in chart.text
+
+
+@given(st.lists(st.floats(), min_size=2, max_size=20))
+@example([0.0, 5e-324])
+@example([-1.7e308, 1.7e308])
+@example([1.0, 1.0 + 1e-15])
+def test_a_curve_stays_inside_its_drawing(values: list[float]) -> None:
+    state = RunState(1)
+    for step, value in enumerate(values):
+        state.apply(0, events.Metrics(step=step, values={"loss": value}))
+    path = re.search(r'class="nba-curve" d="M([^"]*)"', chart_html(state))
+    if path is None:
+        assert len(state.history["loss"].mean.points) < 2
+        return
+    for point in path[1].split("L"):
+        x, y = map(float, point.split())
+        assert 0 <= x <= 280
+        assert 0 <= y <= 132
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0.28, 2.4, [0, 1, 2]),
+        (0.0, 1.0, [0, 0.5, 1.0]),
+        (90.1, 97.5, [92, 94, 96]),
+        (-3.0, 5.0, [-2, 0, 2, 4]),
+    ],
+)
+def test_ticks_are_round_and_few(low: float, high: float, marks: list[float]) -> None:
+    assert ticks(low, high) == marks
+
+
+@given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
+def test_ticks_of_any_range_are_few(one: float, other: float) -> None:
+    assert 1 <= len(ticks(min(one, other), max(one, other))) <= 5
+
+
+@pytest.mark.parametrize(("world_size", "labels"), [(2, 2), (8, 8), (20, 0)])
+def test_few_curves_of_ranks_have_their_number_at_their_end(world_size: int, labels: int) -> None:
+    state = RunState(world_size)
+    for step in range(1, 4):
+        for rank in range(world_size):
+            state.apply(rank, events.Metrics(step=step, values={"loss": 1.0 + rank / 100 / step}))
+    chart = chart_html(state, of_ranks=True)
+    document = Document(chart)
+    assert sum(tag == "path" for tag, _ in document.elements) == world_size + 1
+    found = [attributes for tag, attributes in document.elements if tag == "text" and "class" in attributes]
+    assert len(found) == labels
+    heights = sorted(float(attributes["y"] or 0) for attributes in found)
+    assert all(after - before >= 9.9 for before, after in itertools.pairwise(heights))  # none covers another
+    assert all(0 < height < 132 for height in heights)
+    assert 'class="nba-c0"' not in chart_html(state)
+
+
+def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:
+    state = RunState(1)
+    for step in (1, 2):
+        state.apply(0, events.Metrics(step=step, values={"accuracy": 0.5, "loss": 1.0}))
+    assert "accuracy over" in chart_html(state, "accuracy")
+    assert "loss over" in chart_html(state, "no such metric")
+    assert "nba-chart-title" not in chart_html(state, is_titled=False)
