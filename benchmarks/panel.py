@@ -72,7 +72,7 @@ for second in range(0, 86_400, {every_s}):
         job.deliver(rank, events.Progress(step=step, total=100_000, epoch=1 + epoch, steps=steps, **at))
         job.deliver(rank, events.Metrics(step=steps, values=values, **at))
         job.deliver(rank, events.Output(text=f"step {{steps}}", **at))
-    view._shown.take_events()  # what a refresh does, without a picture for each of so many seconds
+    view._take_events()  # what a refresh does, without a picture for each of so many seconds
     if second % 3600 < {every_s}:
         view.refresh()
         sizes.append(resident_mib())

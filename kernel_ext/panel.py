@@ -1,17 +1,14 @@
 """The live panel under a cell: a run's state in widgets that follow it.
 
 Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, plain HTML replaces the
-widgets, so that a saved notebook shows it without a kernel. A page that was reloaded in the meantime can't be told to
-replace them; for such a page the outermost widget stays open and shows that HTML too.
+widgets, so that a saved notebook shows it without a kernel. A page that was reloaded meanwhile can't be made to replace
+them; for such a page the outermost widget stays open and shows that HTML too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import dataclasses
 import functools
-import importlib
 import threading
 import time
 import uuid
@@ -30,7 +27,7 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["PanelView", "open_view", "warm"]
+__all__ = ["PanelView", "open_view"]
 
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
@@ -39,7 +36,7 @@ _VIEWS: dict[str, Literal["output", "stacks", "log"]] = {"Output": "output", "St
 _MEAN, _EACH = "Mean", "Each rank"
 
 
-def open_view(job: Job) -> PanelView | _ShownRun | None:
+def open_view(job: Job) -> PanelView | _SummaryView | None:
     """Open the panel of a run. Return ``None`` where nobody would see it.
 
     The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
@@ -48,15 +45,17 @@ def open_view(job: Job) -> PanelView | _ShownRun | None:
     if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
         return None
     if job.done:
-        return _ShownRun(job)
+        return _SummaryView(job)
     try:
         return PanelView(job)
     except ImportError:  # no ipywidgets
         return None
 
 
-class PanelView:
-    """A run's panel. Constructing it displays it under the running cell.
+class _SummaryView:
+    """The view of a run that ended before a panel opened: its summary, in one place under the run's cell.
+
+    Making widgets would take longer than a short run.
 
     Args:
         job: The run. Nobody else may take its events.
@@ -64,62 +63,147 @@ class PanelView:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._shown = _ShownRun(job)
-        self._state = job.state
-        self._stacks = _AskedStacks(job, self._on_change)
-        self._drawn = _Drawn()
+        self._output = OutputLog(job.world_size, functools.partial(line_prefix, job))
+        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
+        # a context variable (since version 7).
+        self._cell_context = contextvars.copy_context()
+        self._display_id = uuid.uuid4().hex
+        self._is_there = False
+
+    def refresh(self) -> None:
+        """Take the events, so that they don't pile up."""
+        self._take_events()
+
+    def close(self) -> None:
+        """Display the summary. The run has ended."""
+        self._take_events()
+        self._show_summary()
+
+    def _in_cell(self, act: Callable[[], None]) -> None:
+        """Call a function whose messages to front ends belong under the run's cell."""
+        self._cell_context.copy().run(act)
+
+    def _take_events(self) -> set[type[events.Event]]:
+        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
+        kinds: set[type[events.Event]] = set()
+        for rank, event in self._job.events():
+            kinds.add(type(event))
+            if isinstance(event, events.Output):
+                self._output.take(rank, event)
+            elif isinstance(event, events.Display):
+                options = {"display_id": event.display_id or None, "update": event.is_update}
+                self._display(event.data, metadata=event.metadata, **options)
+        return kinds
+
+    def _facts(self, now_s: float, hint: str = "") -> render.RunFacts:
+        """Return what is shown besides the ranks' own state."""
+        job = self._job
+        end_s = now_s if job.ended_s is None else job.ended_s
+        error = job.error
+        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
+        return render.RunFacts(
+            name=job.name,
+            devices=job.devices,
+            precision=job.config.mixed_precision,
+            status=job.status,
+            elapsed_s=end_s - job.started_s,
+            hint=hint,
+            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
+            traceback=traceback,
+            is_background=job.is_background,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
+        )
+
+    def _show(self, data: dict[str, Any]) -> None:
+        """Display a mime bundle in the run's place, replacing what is there."""
+        self._display(data, display_id=self._display_id, update=self._is_there)
+        self._is_there = True
+
+    def _show_summary(self, hint: str = "") -> str:
+        """Display the run's end as HTML and text that need no kernel. Return the HTML, without the panel's own tag."""
+        now_s = time.monotonic()
+        facts, state = self._facts(now_s, hint), self._job.state  # before the lock: the job's error takes another one
+        with self._job.state_lock:
+            html = render.summary_html(facts, state, self._output, now_s)
+            text = render.summary_text(facts, state, self._output, now_s)
+        self._show({"text/html": f'<div class="nba-panel">{html}</div>', "text/plain": text})
+        return html
+
+    def _display(self, data: dict[str, Any], **options: Any) -> None:
+        from IPython.display import display
+
+        self._in_cell(lambda: display(data, raw=True, **options))
+
+
+class PanelView(_SummaryView):
+    """A run's panel. Constructing it displays it under the running cell.
+
+    Args:
+        job: The run. Nobody else may take its events.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._has_changed = False  # something that people choose
         self._clicked: Literal["", "stop", "interrupt"] = ""
+        self._asking: threading.Thread | None = None
+        self._stacks: tuple[str, ...] = ()
+        self._stacks_said = "not asked yet"
+        # When parts were last drawn, and whether output and metrics have arrived since.
+        self._second, self._body_s, self._chart_s = -1, -_SLOW_PERIOD_S, -_SLOW_PERIOD_S
+        self._has_output = self._has_metrics = False
         self._widgets = widgets = _PanelWidgets(job.world_size)
         widgets.stop.on_click(lambda _: self._on_stop())
         widgets.interrupt.on_click(lambda _: self._on_interrupt())
-        widgets.ask_again.on_click(lambda _: self._stacks.ask())
-        widgets.view.observe(lambda change: self._stacks.ask() if change["new"] == "Stacks" else None, "value")
+        widgets.ask_again.on_click(lambda _: self._on_ask())
+        widgets.view.observe(lambda change: self._on_ask() if change["new"] == "Stacks" else None, "value")
         for widget in widgets.choices:
             widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
         for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
-        self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
+        self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
         """Draw what is new. Without events only the clock moves, once a second."""
-        self._shown.in_cell(self._refresh)
+        self._in_cell(self._refresh)
 
     def close(self) -> None:
         """Replace the widgets with the final state as plain HTML and text. The run has ended."""
-        self._shown.in_cell(self._close)
+        self._in_cell(self._close)
 
     def _refresh(self) -> None:
-        kinds = self._shown.take_events()
+        kinds = self._take_events()
         now_s = time.monotonic()
-        if kinds or self._has_changed or int(now_s - self._job.started_s) != self._drawn.second:
+        if kinds or self._has_changed or int(now_s - self._job.started_s) != self._second:
             self._draw(now_s, kinds)
 
     def _close(self) -> None:
-        self._shown.take_events()
-        self._widgets.close(self._shown.show_summary(self._hint()))
+        self._take_events()
+        self._widgets.close(self._show_summary(self._hint()))
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
-        facts = self._shown.facts(now_s, self._hint())  # before the lock: the job's error takes another one
+        facts = self._facts(now_s, self._hint())  # before the lock: the job's error takes another one
         with self._job.state_lock:
             self._draw_state(facts, now_s, kinds)
-        self._drawn.second = int(now_s - self._job.started_s)
+        self._second = int(now_s - self._job.started_s)
 
     def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
         # Setting a widget to the value that it has sends nothing.
-        widgets, state, drawn = self._widgets, self._state, self._drawn
+        widgets, state = self._widgets, self._job.state
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
         widgets.table.value = render.table_html(state, now_s, is_folded=not widgets.fold.value)
-        drawn.output |= events.Output in kinds
-        drawn.metrics |= events.Metrics in kinds
-        if has_changed or not widgets.body.value or self._is_body_due(now_s):
-            drawn.output, drawn.body_s = False, now_s
-            widgets.errors.value = output.errors_html(self._shown.output, widgets.choice)
+        self._has_output |= events.Output in kinds
+        self._has_metrics |= events.Metrics in kinds
+        period_s = _SLOW_PERIOD_S if widgets.choice.view == "log" else 0.0  # a log is read from a file
+        is_body_due = self._has_output and now_s - self._body_s >= period_s
+        if has_changed or is_body_due or not widgets.body.value:
+            self._has_output, self._body_s = False, now_s
+            widgets.errors.value = output.errors_html(self._output, widgets.choice)
             widgets.body.value = self._body_html()
-        is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
+        is_chart_due = self._has_metrics and now_s - self._chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
             are_live=self._is_clickable(),
             metrics=tuple(name for name in state.metric_names if name in state.history),
@@ -127,22 +211,17 @@ class PanelView:
             has_chart=bool(widgets.chart.value) or is_chart_due,
         )
         if has_changed or is_chart_due:
-            drawn.metrics, drawn.chart_s = False, now_s
+            self._has_metrics, self._chart_s = False, now_s
             of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
             metric = widgets.metric.value or ""
             widgets.chart.value = render.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
-    def _is_body_due(self, now_s: float) -> bool:
-        """Return whether the part below the table has changed by itself. A log file is read once a second at most."""
-        period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
-        return self._drawn.output and now_s - self._drawn.body_s >= period_s
-
     def _body_html(self) -> str:
         choice = self._widgets.choice
         if choice.view == "stacks":
-            return output.stacks_html(self._stacks.texts, self._stacks.said, choice)
+            return output.stacks_html(self._stacks, self._stacks_said, choice)
         if choice.view == "output":
-            return output.output_html(self._shown.output, choice)
+            return output.output_html(self._output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
             try:
@@ -188,57 +267,20 @@ class PanelView:
     def _on_change(self) -> None:
         self._has_changed = True
 
-
-@dataclasses.dataclass
-class _Drawn:
-    """Times at which parts were last drawn, and flags for output and metrics that arrived since."""
-
-    second: int = -1
-    body_s: float = -_SLOW_PERIOD_S
-    chart_s: float = -_SLOW_PERIOD_S
-    output: bool = False
-    metrics: bool = False
-
-
-class _AskedStacks:
-    """The ranks' stacks, asked for in the background so that drawing never waits.
-
-    Args:
-        job: The run.
-        on_change: Called when the answers are there, in another thread.
-
-    Attributes:
-        texts: Each rank's stack; empty before the first answer.
-        said: A line above them: ranks are being asked, when they answered, or why they could not.
-    """
-
-    def __init__(self, job: Job, on_change: Callable[[], None]) -> None:
-        self._job = job
-        self._on_change = on_change
-        self._asking: threading.Thread | None = None
-        self.texts: tuple[str, ...] = ()
-        self.said = "not asked yet"
-
-    def ask(self) -> None:
-        """Ask for the stacks, unless that is under way."""
+    def _on_ask(self) -> None:
+        """Ask for the ranks' stacks in the background, so that drawing never waits; unless that is under way."""
         if self._asking is None or not self._asking.is_alive():
-            self.said = "asking every rank …"
+            self._stacks_said = "asking every rank …"
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
             self._asking.start()
 
     def _ask(self) -> None:
         try:
-            self.texts = tuple(map(str, self._job.stacks()))
-            self.said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
+            self._stacks = tuple(map(str, self._job.stacks()))
+            self._stacks_said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
-            self.said = str(error)
+            self._stacks_said = str(error)
         self._on_change()
-
-
-def warm() -> None:
-    """Import ipywidgets if it is installed, so that the first panel needn't wait for it."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("ipywidgets")
 
 
 class _PanelWidgets:
@@ -352,87 +394,3 @@ def _close(widget: Any) -> None:
         if part is not None:
             _close(part) if hasattr(part, "layout") else part.close()
     widget.close()
-
-
-class _ShownRun:
-    """A run's output and its one place under the running cell. As a view it shows the summary when it is closed.
-
-    The live panel uses it. Alone, it is the view of a run that ended before a panel opened: making widgets would take
-    longer than a short run.
-
-    Args:
-        job: The run. Nobody else may take its events.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.output = OutputLog(job.world_size, functools.partial(line_prefix, job))
-        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
-        # a context variable (since version 7).
-        self._cell_context = contextvars.copy_context()
-        self._display_id = uuid.uuid4().hex
-        self._is_there = False
-
-    def in_cell(self, act: Callable[[], None]) -> None:
-        """Call a function whose messages to front ends belong under the run's cell."""
-        self._cell_context.copy().run(act)
-
-    def take_events(self) -> set[type[events.Event]]:
-        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
-        kinds: set[type[events.Event]] = set()
-        for rank, event in self._job.events():
-            kinds.add(type(event))
-            if isinstance(event, events.Output):
-                self.output.take(rank, event)
-            elif isinstance(event, events.Display):
-                options = {"display_id": event.display_id or None, "update": event.is_update}
-                self._display(event.data, metadata=event.metadata, **options)
-        return kinds
-
-    def facts(self, now_s: float, hint: str = "") -> render.RunFacts:
-        """Return what is shown besides the ranks' own state."""
-        job = self._job
-        end_s = now_s if job.ended_s is None else job.ended_s
-        error = job.error
-        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
-        return render.RunFacts(
-            name=job.name,
-            devices=job.devices,
-            precision=job.config.mixed_precision,
-            status=job.status,
-            elapsed_s=end_s - job.started_s,
-            hint=hint,
-            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
-            traceback=traceback,
-            is_background=job.is_background,
-            log_folder="" if job.log_folder is None else str(job.log_folder),
-        )
-
-    def show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the run's place, replacing what is there."""
-        self._display(data, display_id=self._display_id, update=self._is_there)
-        self._is_there = True
-
-    def show_summary(self, hint: str = "") -> str:
-        """Display the run's end as HTML and text that need no kernel. Return the HTML, without the panel's own tag."""
-        now_s = time.monotonic()
-        facts, state = self.facts(now_s, hint), self._job.state  # before the lock: the job's error takes another one
-        with self._job.state_lock:
-            html = render.summary_html(facts, state, self.output, now_s)
-            text = render.summary_text(facts, state, self.output, now_s)
-        self.show({"text/html": f'<div class="nba-panel">{html}</div>', "text/plain": text})
-        return html
-
-    def refresh(self) -> None:
-        """Take the events, so that they don't pile up."""
-        self.take_events()
-
-    def close(self) -> None:
-        """Display the summary. The run has ended."""
-        self.take_events()
-        self.show_summary()
-
-    def _display(self, data: dict[str, Any], **options: Any) -> None:
-        from IPython.display import display
-
-        self.in_cell(lambda: display(data, raw=True, **options))

@@ -85,7 +85,7 @@ def show(job):
     view.refresh()
 
 def end(job, reason=""):
-    for rank in view._state.ranks:
+    for rank in job.state.ranks:
         if not rank.has_ended:
             job.deliver(rank.rank, events.Ended(signal=15, stopped=True))
     job.end(reason)

@@ -102,7 +102,7 @@ def test_typing_is_checked_and_a_click_writes_what_was_shown(kernel: kernels.Ker
         "field('num_processes').value", "show(parts._fields['num_processes'].note)", "parts._button.disabled",
         "show(parts._status)",
     )  # fmt: skip
-    assert (name, disabled, status) == ("0", True, "Mend num_processes first.")
+    assert (name, disabled, status) == ("0", True, "Correct num_processes first.")
     assert str(note).startswith("Error: num_processes=0 can't be used: it has to be >= 1.")
     assert _values(kernel, "click()", "path.exists()") == [False]
 

@@ -17,7 +17,7 @@ from tests.kernel_ext import made_up
 pytestmark = pytest.mark.front_end
 
 # What a panel sends belongs to the cell that it stands under: here, to the running one.
-_HERE = "view._shown._cell_context = __import__('contextvars').copy_context()"
+_HERE = "view._cell_context = __import__('contextvars').copy_context()"
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -288,7 +288,7 @@ def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="said", text=text) for rank in range(2)])
-    view._stacks._asking.join(60)
+    view._asking.join(60)
     """
     _messages(kernel, dumps)
     shown = _see(kernel, "body")
