@@ -1,7 +1,6 @@
-"""Pictures of the panel, for the README and for a look at it. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
+"""Pictures of the panel, for the README and for inspection. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
 
-The runs are made up, event by event, since a machine for 64 ranks is rarely at hand. What draws them is the real panel
-in a real JupyterLab.
+The runs are fake, since a machine for 64 ranks is rarely at hand. The real panel in a real JupyterLab draws them.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.lab import Lab
-from tests.browser.notebook import expect, open_notebook, run_cell, wait_until_done
-from tests.kernel_ext import made_up
+from tests.browser.lab import Lab, expect, open_notebook, run_cell, wait_until_done
+from tests.kernel_ext import fake_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from playwright.sync_api import Page
 
-    from playwright.sync_api import Locator, Page
-
-    Screenshot = Callable[[Page | Locator, str], None]
+    from tests.browser.lab import Screenshot
 
 pytestmark = [
     pytest.mark.browser,
@@ -109,7 +105,7 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
     lab.use_theme(f"JupyterLab {theme}")
     name = f"pictures_{theme.lower()}.ipynb"
     scenes = {**_RUNNING, **_ENDED}
-    lab.write_notebook(name, [made_up.SETUP, _SCENES, *scenes.values()])
+    lab.write_notebook(name, [fake_runs.SETUP, _SCENES, *scenes.values()])
     page.set_viewport_size({"width": 1400, "height": 1600})
     open_notebook(page, lab, name)
     for index in (0, 1):

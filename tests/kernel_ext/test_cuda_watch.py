@@ -1,4 +1,4 @@
-"""Tests that note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
+"""Tests of the note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests import kernels
 
-# What torch does in the middle of its initialisation of CUDA (torch/cuda/__init__.py, `_lazy_init`).
+# Calls what torch calls while it initialises CUDA (torch/cuda/__init__.py, `_lazy_init`).
 INITIALISING = """
 def initialise():
     for call, _ in list(torch.cuda._queued_calls):

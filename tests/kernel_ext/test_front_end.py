@@ -1,4 +1,4 @@
-"""Clicks that come while a cell is running, in a real kernel. CI runs this with several versions of ipykernel."""
+"""Tests of clicks while a cell runs, in a real kernel. CI runs them with several versions of ipykernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import made_up
+from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
@@ -35,13 +35,13 @@ print("over:", Control.calls)
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(made_up.SETUP)
+        outcome = running.run(fake_runs.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
 
 def _version(kernel: kernels.Kernel) -> tuple[int, int]:
-    """The ipykernel's own, which need not be this process's."""
+    """Return the version of the kernel's ipykernel, which need not be this process's."""
     major, minor = kernel.value("__import__('ipykernel').version_info[:2]").strip("()").split(", ")
     return int(major), int(minor)
 

@@ -1,4 +1,4 @@
-"""The panel inside a real kernel: the messages that reach a front end, for a run whose events are made up."""
+"""Tests of the panel in a real kernel: the messages that reach a front end, for fake runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import made_up
+from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
@@ -24,7 +24,7 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(made_up.SETUP)
+        outcome = running.run(fake_runs.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
@@ -37,7 +37,7 @@ def _messages(kernel: kernels.Kernel, code: str) -> list[dict[str, Any]]:
 
 
 def _widget_values(messages: list[dict[str, Any]]) -> list[str]:
-    """What the widgets were changed to, one for each message that changed one."""
+    """Return the new values of widgets, one for each message that changed one."""
     states = [message["content"]["data"]["state"] for message in messages if message["msg_type"] == "comm_msg"]
     return [state["value"] for state in states if "value" in state]
 
@@ -221,7 +221,7 @@ _OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); 
 
 
 def _see(kernel: kernels.Kernel, part: str) -> str:
-    """What a widget shows after the next drawing."""
+    """Return a widget's value after the next drawing."""
     return kernel.run(f"view.refresh(); print(view._widgets.{part}.value)").stdout
 
 
@@ -280,7 +280,7 @@ def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kerne
 
 def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
-    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # which two more cells may take
+    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # two more cells may take that long
     _messages(kernel, "view._widgets.view.value = 'Stacks'")
     assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
     assert "asking every rank …" in _see(kernel, "body")

@@ -13,14 +13,14 @@ from kernel_ext.output import output_html
 from kernel_ext.render import chart_html, table_html, ticks
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
-from tests.kernel_ext import documents as made
-from tests.kernel_ext.documents import ATTACK, Document, Run, header_html, summary_html, summary_text
+from tests.kernel_ext import fake_runs
+from tests.kernel_ext.fake_runs import ATTACK, Document, Run, header_html, summary_html, summary_text
 from tests.launching.state import strategies
 
 
 def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
     header = Document(
-        header_html(made.facts(precision="bf16", hint="interrupt the kernel to stop"), made.training(), 5.0)
+        header_html(fake_runs.facts(precision="bf16", hint="interrupt the kernel to stop"), fake_runs.training(), 5.0)
     )
     words = " ".join(header.text.split())
     assert words == (
@@ -29,7 +29,7 @@ def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
 
 
 def test_header_of_an_ended_run_has_no_time_left() -> None:
-    header = Document(header_html(made.facts(status="succeeded", elapsed_s=3725.0), made.training(), 5.0))
+    header = Document(header_html(fake_runs.facts(status="succeeded", elapsed_s=3725.0), fake_runs.training(), 5.0))
     assert " ".join(header.text.split()) == "finished digits 2 CPUs · epoch 2 of 3 1:02:05 in all"
 
 
@@ -37,13 +37,13 @@ def test_time_left_says_when_it_is_only_the_epochs() -> None:
     run = Run(1)
     for second in range(6):
         run.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
-    assert "left in this epoch" in Document(header_html(made.facts(), run, 5.0)).text
+    assert "left in this epoch" in Document(header_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
     run = Run(2)
     run.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
-    lines = summary_text(made.facts(), run, 0.0).splitlines()
+    lines = summary_text(fake_runs.facts(), run, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "seen", "last", "output"]
     assert lines[3].split()[:4] == ["1", "running", "7", "8"]
 
@@ -66,15 +66,15 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
 def test_metrics_have_few_digits(value: float, text: str) -> None:
     run = Run(1)
     run.apply(0, events.Metrics(step=1, values={"loss": value}))
-    assert text in summary_text(made.facts(), run, 0.0).split()
+    assert text in summary_text(fake_runs.facts(), run, 0.0).split()
 
 
 def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
     run.apply(0, events.Finished(result_bytes=1))
     run.apply(1, events.Finished(result_bytes=1))
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert [number for number in range(40) if f"│ line {number}" not in summary.text] == []
     assert "28 earlier lines" in summary.text
     tags = [tag for tag, _ in summary.elements]
@@ -84,9 +84,9 @@ def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
 
 
 def test_summary_folds_nothing_of_a_screenful() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
-    summary = Document(summary_html(made.facts(), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(), run, 5.0))
     assert "line 0\n" in summary.text
     assert "details" not in {tag for tag, _ in summary.elements}
 
@@ -94,8 +94,8 @@ def test_summary_folds_nothing_of_a_screenful() -> None:
 @pytest.mark.parametrize("is_background", [False, True])
 def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
     traceback = f"\x1b[31mIn[7], line 12\x1b[0m\n{ATTACK}\n"
-    facts = made.facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
-    summary = Document(summary_html(facts, made.training(), 5.0))
+    facts = fake_runs.facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
+    summary = Document(summary_html(facts, fake_runs.training(), 5.0))
     assert f"In[7], line 12\n{ATTACK}" in summary.text
     assert "traceback of rank 1" in summary.text
     # Where a cell waits for the run, the cell raises it.
@@ -108,7 +108,7 @@ def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
 def test_summary_keeps_the_end_of_a_long_traceback() -> None:
     traceback = "\n".join(f"frame {number}" for number in range(1000))
     summary = Document(
-        summary_html(made.facts(status="failed", failed_rank=0, traceback=traceback), made.training(), 5.0)
+        summary_html(fake_runs.facts(status="failed", failed_rank=0, traceback=traceback), fake_runs.training(), 5.0)
     )
     assert "… 800 lines left out …\nframe 800\n" in summary.text
     assert "frame 999" in summary.text
@@ -116,34 +116,34 @@ def test_summary_keeps_the_end_of_a_long_traceback() -> None:
 
 
 def test_summary_says_how_many_lines_were_left_out() -> None:
-    run = made.training()
+    run = fake_runs.training()
     for number in range(1500):
         run.apply(0, events.Output(text=str(number)))
-    for shown in (Document(summary_html(made.facts(), run, 5.0)).text, summary_text(made.facts(), run, 5.0)):
+    for shown in (Document(summary_html(fake_runs.facts(), run, 5.0)).text, summary_text(fake_runs.facts(), run, 5.0)):
         assert "… 500 lines left out …" in shown
         assert "0 │ 0\n" in shown
         assert "0 │ 1499" in shown
-    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(made.facts(), run, 5.0)).text
+    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
     run = Run(2)
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
 
 
 def test_summary_of_a_silent_run_with_a_chart_keeps_the_chart_in_its_place() -> None:
-    summary = Document(summary_html(made.facts(status="succeeded"), made.training(), 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), fake_runs.training(), 5.0))
     classes = [attributes.get("class") for _, attributes in summary.elements]
     assert classes.index("nba-output-pane") < classes.index("nba-chart-pane")
     assert "no output" in summary.text
 
 
 def test_summary_in_text_is_an_aligned_table() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="hello"))
     run.apply(1, events.Ended(signal=9))
-    assert summary_text(made.facts(status="failed"), run, 5.0).splitlines() == [
+    assert summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
         "rank  state    step      steps/s  loss    memory        seen  last output",
         "0     running  50 / 100  10.0     0.3333  9.0 / 16 GiB  now   hello",
@@ -160,7 +160,7 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
         run.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
     run.apply(0, events.Output(text="\n".join([ATTACK] * 30)))
     run.apply(0, events.Failed(kind=ATTACK, message=ATTACK, traceback="", line=ATTACK))
-    facts = made.facts(name=ATTACK, devices=ATTACK)
+    facts = fake_runs.facts(name=ATTACK, devices=ATTACK)
     for source in (summary_html(facts, run, 5.0), output_html(run.output)):
         document = Document(source)
         assert ATTACK in document.text
@@ -175,7 +175,7 @@ def test_any_text_is_well_formed_html(text: str) -> None:
     run.apply(0, events.Failed(kind="E", message=text, traceback=""))
     allowed = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
     allowed |= {"div", "style", "span", "pre", "details", "summary", "b"}
-    assert {tag for tag, _ in Document(summary_html(made.facts(), run, 0.0)).elements} <= allowed
+    assert {tag for tag, _ in Document(summary_html(fake_runs.facts(), run, 0.0)).elements} <= allowed
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
@@ -183,13 +183,16 @@ def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]
     run = Run(3)
     for rank, event in sequence:
         run.apply(rank, event)
-    for source in (header_html(made.facts(), run, now_s), summary_html(made.facts(status="failed"), run, now_s)):
+    for source in (
+        header_html(fake_runs.facts(), run, now_s),
+        summary_html(fake_runs.facts(status="failed"), run, now_s),
+    ):
         assert "digits" in Document(source).text
-    assert summary_text(made.facts(), run, now_s).startswith("digits: running")
+    assert summary_text(fake_runs.facts(), run, now_s).startswith("digits: running")
 
 
 def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
-    run = made.training(world_size=3)
+    run = fake_runs.training(world_size=3)
     run.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
     run.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
     table = Document(table_html(run.state, 47.0))
@@ -198,7 +201,7 @@ def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
     assert note in table.text
     assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
     assert table.having(title="waits in all_reduce")
-    text = summary_text(made.facts(), run, 47.0)
+    text = summary_text(fake_runs.facts(), run, 47.0)
     assert f"rank 1: {note}" in text
     assert "rank 0:" not in text
 
@@ -207,49 +210,49 @@ def test_output_that_was_left_out_names_the_logs() -> None:
     run = Run(2)
     run.apply(0, events.Output(text="first"))
     run.apply(0, events.Output(text="last", left_out=1234))
-    facts = made.facts(status="succeeded", log_folder="/tmp/logs")
+    facts = fake_runs.facts(status="succeeded", log_folder="/tmp/logs")
     gap = "… 1,234 lines left out; the whole output is in /tmp/logs …"
     assert gap in summary_text(facts, run, 5.0)
     assert gap in Document(summary_html(facts, run, 5.0)).text
 
 
 def test_header_counts_restarts() -> None:
-    run = made.training()
-    assert "restart" not in header_html(made.facts(), run, 5.0)
+    run = fake_runs.training()
+    assert "restart" not in header_html(fake_runs.facts(), run, 5.0)
     for pid in (2, 3):
         run.apply(1, events.Started(time_s=5.0, pid=pid))
-    assert "2 restarts" in Document(header_html(made.facts(), run, 5.0)).text
+    assert "2 restarts" in Document(header_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_why_ranks_were_started_again_is_shown_and_can_do_no_harm() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
-    header = Document(header_html(made.facts(), run, 5.0))
+    header = Document(header_html(fake_runs.facts(), run, 5.0))
     assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
-    assert header_html(made.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
-    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), run, 5.0).splitlines()
+    assert header_html(fake_runs.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
+    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(fake_runs.facts(), run, 5.0).splitlines()
 
 
 def test_summary_has_the_errors_before_the_output() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert summary.text.index("1 line that looks like an error") < summary.text.index("earlier lines")
     assert "1 │ ERROR <first>" in summary.text
 
 
 def test_summary_of_many_ranks_has_a_row_for_each_folded_away() -> None:
-    run = made.training(world_size=64)
+    run = fake_runs.training(world_size=64)
     run.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
-    summary = Document(summary_html(made.facts(status="failed"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="failed"), run, 5.0))
     assert "all 64 ranks" in summary.text
     assert summary.text.count("ValueError: boom") == 2
     assert len(summary.having(scope="row")) == 2 + 64
-    assert len(summary_text(made.facts(status="failed"), run, 5.0).splitlines()) > 64
+    assert len(summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines()) > 64
 
 
 def test_table_has_a_row_a_rank_with_labelled_bars() -> None:
-    table = Document(table_html(made.training(world_size=8).state, 5.0))
+    table = Document(table_html(fake_runs.training(world_size=8).state, 5.0))
     assert len(table.having(scope="row")) == 8
     bars = table.having(role="progressbar")
     assert [bar["aria-label"] for bar in bars] == [f"Steps of rank {rank}" for rank in range(8)]
@@ -282,7 +285,7 @@ def test_more_steps_than_the_total_fill_the_bar_and_no_more() -> None:
 
 
 def test_a_failed_rank_says_why_below_its_row() -> None:
-    state = made.training().state
+    state = fake_runs.training().state
     state.apply(1, events.Failed(kind="ValueError", message="boom", traceback="", line="In[7], line 12"))
     text = Document(table_html(state, 5.0)).text
     assert "failed" in text
@@ -298,7 +301,7 @@ def test_many_metrics_share_a_column() -> None:
 
 
 def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
-    state = made.training(world_size=3).state
+    state = fake_runs.training(world_size=3).state
     state.apply(1, events.Progress(time_s=6.0, step=100, total=100, steps=200))
     for rank, steps in ((0, 900), (1, 1000), (2, 200)):
         for second in (7.0, 8.0):
@@ -310,7 +313,7 @@ def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
 
 
 def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
-    state = made.training(world_size=64).state
+    state = fake_runs.training(world_size=64).state
     state.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
     folded = Document(table_html(state, 5.0))
     assert len(folded.having(scope="row")) == 2
@@ -325,7 +328,7 @@ def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
 
 
 def test_ranks_of_one_node_share_a_row_where_there_are_several() -> None:
-    state = made.training(world_size=64).state
+    state = fake_runs.training(world_size=64).state
     for rank in range(64):
         state.apply(rank, events.Started(time_s=0.1, pid=rank, node=rank // 16))
     folded = Document(table_html(state, 0.2))
@@ -349,7 +352,7 @@ def test_ranks_that_share_a_row_show_what_they_have_in_common() -> None:
 
 
 def test_utilisation_has_a_column_only_where_it_is_known() -> None:
-    state = made.training().state
+    state = fake_runs.training().state
     assert "busy" not in Document(table_html(state, 5.0)).text
     memory = events.Memory(time_s=5.0, used_bytes=1, total_bytes=2, kind="device", utilisation=87.4)
     state.apply(1, memory)
@@ -358,7 +361,7 @@ def test_utilisation_has_a_column_only_where_it_is_known() -> None:
 
 
 def test_time_since_the_last_sign_of_life() -> None:
-    state = made.training().state
+    state = fake_runs.training().state
     assert Document(table_html(state, 6.0)).text.count("now") == 2
     state.apply(0, events.Memory(time_s=64.0, used_bytes=1, total_bytes=2, kind="device"))
     assert "01:00 ago" in Document(table_html(state, 65.0)).text
