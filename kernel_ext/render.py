@@ -16,14 +16,7 @@ from typing import TypeAlias
 
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.style import STYLE
-from notebook_accel.formatting import (
-    format_clock,
-    format_duration,
-    format_size,
-    plain_lines,
-    plain_text,
-    rank_spans,
-)
+from notebook_accel.formatting import format_clock, format_duration, format_size, plain_lines, plain_text, rank_spans
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 
