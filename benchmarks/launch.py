@@ -47,7 +47,7 @@ def work():
 
 
 @dataclasses.dataclass(frozen=True)
-class _Method:
+class _LaunchMethod:
     """One way to start ranks.
 
     Attributes:
@@ -135,20 +135,20 @@ def launch(): return notebook_launcher(work, num_processes=2, start_method="{met
 """
 
 _METHODS = (
-    _Method("os.fork", "torch", _FORK),
-    _Method("ours, spawn", "notebook_accel", _OURS.format(method="spawn"), typing_s=3.0),
-    _Method("ours, fork", "notebook_accel", _OURS.format(method="fork"), typing_s=3.0),
-    _Method("ours, spawn at once", "notebook_accel", _OURS.format(method="spawn")),
-    _Method("forkserver, torch preloaded", "torch", _FORKSERVER),
-    _Method("Accelerate notebook_launcher", "accelerate", _ACCELERATE),
-    _Method("torch.multiprocessing.spawn", "torch", _SPAWN, later=2),
-    _Method("torchrun", "torch", _TORCHRUN, later=2),
-    _Method("torchrunx", "torchrunx", _TORCHRUNX, later=2),
-    _Method("ipyparallel, cold", "ipyparallel", _IPYPARALLEL, later=2),
+    _LaunchMethod("os.fork", "torch", _FORK),
+    _LaunchMethod("ours, spawn", "notebook_accel", _OURS.format(method="spawn"), typing_s=3.0),
+    _LaunchMethod("ours, fork", "notebook_accel", _OURS.format(method="fork"), typing_s=3.0),
+    _LaunchMethod("ours, spawn at once", "notebook_accel", _OURS.format(method="spawn")),
+    _LaunchMethod("forkserver, torch preloaded", "torch", _FORKSERVER),
+    _LaunchMethod("Accelerate notebook_launcher", "accelerate", _ACCELERATE),
+    _LaunchMethod("torch.multiprocessing.spawn", "torch", _SPAWN, later=2),
+    _LaunchMethod("torchrun", "torch", _TORCHRUN, later=2),
+    _LaunchMethod("torchrunx", "torchrunx", _TORCHRUNX, later=2),
+    _LaunchMethod("ipyparallel, cold", "ipyparallel", _IPYPARALLEL, later=2),
 )
 
 
-def _code(method: _Method) -> str:
+def _code(method: _LaunchMethod) -> str:
     """Return the code that a kernel runs before it is timed."""
     return f"import torch\n{_WORK}\n{method.prepare}"
 
@@ -184,7 +184,7 @@ def main() -> int:
     return 0
 
 
-def _read_arguments() -> tuple[list[_Method], int]:
+def _read_arguments() -> tuple[list[_LaunchMethod], int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", default="", help="parts of their names, with commas between; default: all")
@@ -199,7 +199,7 @@ def _read_arguments() -> tuple[list[_Method], int]:
     return chosen, given.rounds
 
 
-def _measure(method: _Method) -> tuple[list[Times], dict[str, int]]:
+def _measure(method: _LaunchMethod) -> tuple[list[Times], dict[str, int]]:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="benchmark-launch-"))
     said = folder / "said"
     said.mkdir()
@@ -252,7 +252,7 @@ def _in_words(times: Times) -> str:
     return f"{times[0]:.1f} / {times[1]:.1f} ms"
 
 
-def _print_table(title: str, chosen: list[_Method], times: dict[str, list[Times]]) -> None:
+def _print_table(title: str, chosen: list[_LaunchMethod], times: dict[str, list[Times]]) -> None:
     floor = _medians(times[_METHODS[0].name]) if times[_METHODS[0].name] else None
     print(f"\n{title}, {_RANKS} ranks, medians of {max(map(len, times.values()), default=0)} kernels")
     print(f"{'':30} {'first line':>12} {'x floor':>8} {'returned':>12} {'x floor':>8}")

@@ -131,18 +131,18 @@ print(json.dumps(found))
 """
 
 
-class _Method(NamedTuple):
+class _SessionMethod(NamedTuple):
     name: str
     code: str
     needs: str = "torch"
 
 
-_FLOOR = _Method("bare pipes, one copy", _PIPE)
+_FLOOR = _SessionMethod("bare pipes, one copy", _PIPE)
 _METHODS = (
     _FLOOR,
-    _Method("ours", _OURS),
-    _Method("ipyparallel", _IPYPARALLEL, "ipyparallel"),
-    _Method("nbdistributed", _NBDISTRIBUTED, "nbdistributed"),
+    _SessionMethod("ours", _OURS),
+    _SessionMethod("ipyparallel", _IPYPARALLEL, "ipyparallel"),
+    _SessionMethod("nbdistributed", _NBDISTRIBUTED, "nbdistributed"),
 )
 _FIGURES = ("cell", "100 MB", "start to first cell")
 
@@ -193,7 +193,7 @@ def _print_what_is_held(cells: int) -> int:
     return 0
 
 
-def _measure(method: _Method, ranks: int) -> dict[str, float]:
+def _measure(method: _SessionMethod, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, kernels.running(pathlib.Path(folder)) as kernel:
         assert kernel.run(_TIMED).status == "ok"
         outcome = kernel.run(_in_a_child(method, method.code.format(ranks=ranks)), _DEADLINE_S)
@@ -204,7 +204,7 @@ def _measure(method: _Method, ranks: int) -> dict[str, float]:
         return dict(json.loads(lines[-1]))
 
 
-def _in_a_child(method: _Method, code: str) -> str:
+def _in_a_child(method: _SessionMethod, code: str) -> str:
     """Run the floor in a process of its own, so that its children don't hold the kernel's sockets."""
     if method is not _FLOOR:
         return code

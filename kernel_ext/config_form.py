@@ -32,7 +32,7 @@ class ConfigForm:
 
     def __init__(self, draft: Draft | None = None) -> None:
         self._draft = draft or Draft()
-        self._widgets: _Widgets | None = None
+        self._widgets: _FormWidgets | None = None
 
     def __repr__(self) -> str:
         facts = "\n".join(f"{name}: {text}" for name, text in self._draft.machine.facts())
@@ -49,13 +49,13 @@ class ConfigForm:
         if not front_end.is_watched(front_end.kernel()):
             return {"text/plain": text}
         try:
-            self._widgets = self._widgets or _Widgets(self._draft)
+            self._widgets = self._widgets or _FormWidgets(self._draft)
         except ImportError:  # no ipywidgets
             return {"text/plain": text}
         return front_end.widget_view(self._widgets.root, text)
 
 
-class _Widgets:
+class _FormWidgets:
     """The form's widgets. Each change goes into the draft, whose state is then shown."""
 
     def __init__(self, draft: Draft) -> None:

@@ -12,7 +12,7 @@ from kernel_ext.render import RunFacts
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
-__all__ = ["ATTACK", "SETUP", "Document", "Run", "facts", "header_html", "summary_html", "summary_text", "training"]
+__all__ = ["ATTACK", "SETUP", "Document", "FakeRun", "facts", "header_html", "summary_html", "summary_text", "training"]
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
 
@@ -52,7 +52,7 @@ def facts(**changes: Any) -> RunFacts:
     return RunFacts(**{**given, **changes})
 
 
-class Run:
+class FakeRun:
     """The state and the output of a run, from the same events."""
 
     def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
@@ -65,21 +65,21 @@ class Run:
             self.output.take(rank, event)
 
 
-def header_html(facts: RunFacts, run: Run, now_s: float) -> str:
+def header_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.header_html(facts, run.state, now_s)
 
 
-def summary_html(facts: RunFacts, run: Run, now_s: float) -> str:
+def summary_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.summary_html(facts, run.state, run.output, now_s)
 
 
-def summary_text(facts: RunFacts, run: Run, now_s: float) -> str:
+def summary_text(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.summary_text(facts, run.state, run.output, now_s)
 
 
-def training(world_size: int = 2, seconds: int = 6) -> Run:
+def training(world_size: int = 2, seconds: int = 6) -> FakeRun:
     """Return a run whose ranks do 10 steps a second, of 100 in epoch 2 of 3."""
-    run = Run(world_size)
+    run = FakeRun(world_size)
     for rank in range(world_size):
         run.apply(rank, events.Started(time_s=0.0, pid=1))
         for second in range(seconds):

@@ -14,7 +14,7 @@ from kernel_ext.render import chart_html, table_html, ticks
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
-from tests.kernel_ext.fake_runs import ATTACK, Document, Run, header_html, summary_html, summary_text
+from tests.kernel_ext.fake_runs import ATTACK, Document, FakeRun, header_html, summary_html, summary_text
 from tests.launching.state import strategies
 
 
@@ -34,14 +34,14 @@ def test_header_of_an_ended_run_has_no_time_left() -> None:
 
 
 def test_time_left_says_when_it_is_only_the_epochs() -> None:
-    run = Run(1)
+    run = FakeRun(1)
     for second in range(6):
         run.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
     assert "left in this epoch" in Document(header_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
-    run = Run(2)
+    run = FakeRun(2)
     run.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
     lines = summary_text(fake_runs.facts(), run, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "seen", "last", "output"]
@@ -64,7 +64,7 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
     ],
 )
 def test_metrics_have_few_digits(value: float, text: str) -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Metrics(step=1, values={"loss": value}))
     assert text in summary_text(fake_runs.facts(), run, 0.0).split()
 
@@ -127,7 +127,7 @@ def test_summary_says_how_many_lines_were_left_out() -> None:
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
-    run = Run(2)
+    run = FakeRun(2)
     summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
 
@@ -154,7 +154,7 @@ def test_summary_in_text_is_an_aligned_table() -> None:
 
 
 def test_nothing_from_a_rank_becomes_an_element() -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Progress(step=1, total=2, steps=1, label=ATTACK, device=ATTACK))
     for step in (1, 2):
         run.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
@@ -170,7 +170,7 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
 
 @given(st.text(max_size=200))
 def test_any_text_is_well_formed_html(text: str) -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Output(text=text))
     run.apply(0, events.Failed(kind="E", message=text, traceback=""))
     allowed = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
@@ -180,7 +180,7 @@ def test_any_text_is_well_formed_html(text: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
 def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]], now_s: float) -> None:
-    run = Run(3)
+    run = FakeRun(3)
     for rank, event in sequence:
         run.apply(rank, event)
     for source in (
@@ -207,7 +207,7 @@ def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
 
 
 def test_output_that_was_left_out_names_the_logs() -> None:
-    run = Run(2)
+    run = FakeRun(2)
     run.apply(0, events.Output(text="first"))
     run.apply(0, events.Output(text="last", left_out=1234))
     facts = fake_runs.facts(status="succeeded", log_folder="/tmp/logs")
