@@ -187,7 +187,7 @@ def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
         is_folded: Whether many ranks may share rows.
     """
     table = _Table(state, now_s)
-    groups = table.groups() if is_folded else [[rank] for rank in state.ranks]
+    groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
     heads = "".join(
         f'<th scope="col" class="{column.kind}">{html.escape(column.head)}</th>' for column in table.columns
     )
@@ -248,11 +248,8 @@ class _Table:
 
     def groups(self) -> list[list[RankState]]:
         """Return the ranks that share a row, by their lowest rank; alarming states first."""
-        ranks = self._state.ranks
-        if len(ranks) <= MOST_ROWS:
-            return [[rank] for rank in ranks]
         found: dict[tuple[str, int], list[RankState]] = {}
-        for rank in ranks:
+        for rank in self._state.ranks:
             found.setdefault((self._word(rank), rank.node if self._is_by_node else 0), []).append(rank)
         groups: list[list[RankState]] = []
         for _, group in sorted(found.items(), key=lambda item: item[0][0] not in _ALARMING):
