@@ -1,15 +1,20 @@
-"""How long it takes from a cell to the first line of the user's function on the last rank, and back.
+"""Measures the time from a cell to the first line of the user's function on the last rank, and back.
 
     python -m benchmarks.launch --rounds 7
 
-Every way to start ranks is measured in a fresh kernel with torch imported, in every round, in turn. The first launch of
-a kernel and later ones are told apart. Ratios are to a plain ``os.fork`` of the same kernel, the floor.
+Each round measures every way to start ranks, one after the other, in a fresh kernel that has imported torch. A kernel's
+first launch and its later ones are listed apart. Ratios are to a plain ``os.fork`` of the same kernel, the floor.
+
+Each method is code for a kernel: ``prepare`` runs once, ``launch()`` is timed. Every ``launch`` makes two processes
+call ``work``, which notes when its first line ran, and returns when both have ended. Methods that can send a function
+of the notebook get one; the others import the same function from a module.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -19,24 +24,145 @@ import sys
 import tempfile
 import time
 
-from benchmarks.launch_methods import METHODS, RANKS, Method, code
 from tests import kernels, processes
 
-_READING_S = 5.0  # between the first launch and the later ones: the user reads what came of it
+_READING_S = 5.0  # between the first launch and the later ones, as if the user read the result
 _DEADLINE_S = 180.0
 _LAUNCH = "import time\nstarted = time.monotonic_ns()\nlaunch()\nreturned = time.monotonic_ns()"
 
 Times = tuple[float, float]  # to the first line on the last rank, and to the return, in ms
 
 
+_RANKS = 2
+
+_WORK = """
+import os, time
+def work():
+    now = time.monotonic_ns()
+    rank = os.environ.get("RANK", "")
+    with open(os.path.join(os.environ["BENCHMARK_FOLDER"], f"{rank}-{os.getpid()}"), "w") as file:
+        file.write(str(now))
+    return rank
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _LaunchMethod:
+    """One way to start ranks.
+
+    Attributes:
+        name: The name in the table.
+        needs: A module that the method imports.
+        prepare: Code that runs in the kernel before anything is timed, and defines ``launch()``.
+        typing_s: Pause after ``prepare`` in seconds, as if the user typed; processes may become ready meanwhile.
+        later: Number of launches after the first.
+    """
+
+    name: str
+    needs: str
+    prepare: str
+    typing_s: float = 0.0
+    later: int = 5
+
+
+_FORK = """
+def launch():
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["RANK"] = str(rank)
+            try: work()
+            finally: os._exit(0)
+        pids.append(pid)
+    for pid in pids: os.waitpid(pid, 0)
+"""
+
+_FORKSERVER = """
+import multiprocessing
+from benchmarks import work as module
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "benchmarks.work"])
+def launch():
+    processes = [context.Process(target=module.work_as, args=(rank,)) for rank in range(2)]
+    for process in processes: process.start()
+    for process in processes: process.join()
+"""
+
+_ACCELERATE = """
+import socket
+from accelerate import notebook_launcher
+def launch():
+    with socket.create_server(("127.0.0.1", 0)) as free: port = str(free.getsockname()[1])
+    notebook_launcher(work, (), num_processes=2, use_port=port)
+"""
+
+_SPAWN = """
+import torch.multiprocessing
+from benchmarks import work as module
+def launch(): torch.multiprocessing.spawn(module.work_as, nprocs=2)
+"""
+
+_TORCHRUN = """
+import subprocess, sys
+from benchmarks import work as module
+command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", module.__file__]
+def launch(): subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+_TORCHRUNX = """
+import torchrunx
+def launch():
+    launcher = torchrunx.Launcher(
+        hostnames=["localhost"], workers_per_host=2, backend="gloo",
+        extra_env_vars={"BENCHMARK_FOLDER": os.environ["BENCHMARK_FOLDER"], "PYTHONPATH": os.environ["PYTHONPATH"]},
+    )
+    launcher.run(work)
+"""
+
+_IPYPARALLEL = """
+import ipyparallel
+def launch():
+    with ipyparallel.Cluster(n=2, log_level=50) as client:
+        client[:].use_cloudpickle()
+        client[:].apply_sync(work)
+"""
+
+_OURS = """
+%load_ext notebook_accel
+from notebook_accel import notebook_launcher
+def launch(): return notebook_launcher(work, num_processes=2, start_method="{method}", use_cpu=True, view="panel")
+"""
+
+_METHODS = (
+    _LaunchMethod("os.fork", "torch", _FORK),
+    _LaunchMethod("ours, spawn", "notebook_accel", _OURS.format(method="spawn"), typing_s=3.0),
+    _LaunchMethod("ours, fork", "notebook_accel", _OURS.format(method="fork"), typing_s=3.0),
+    _LaunchMethod("ours, spawn at once", "notebook_accel", _OURS.format(method="spawn")),
+    _LaunchMethod("forkserver, torch preloaded", "torch", _FORKSERVER),
+    _LaunchMethod("Accelerate notebook_launcher", "accelerate", _ACCELERATE),
+    _LaunchMethod("torch.multiprocessing.spawn", "torch", _SPAWN, later=2),
+    _LaunchMethod("torchrun", "torch", _TORCHRUN, later=2),
+    _LaunchMethod("torchrunx", "torchrunx", _TORCHRUNX, later=2),
+    _LaunchMethod("ipyparallel, cold", "ipyparallel", _IPYPARALLEL, later=2),
+)
+
+
+def _code(method: _LaunchMethod) -> str:
+    """Return the code that a kernel runs before it is timed."""
+    return f"import torch\n{_WORK}\n{method.prepare}"
+
+
 def main() -> int:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     chosen, rounds = _read_arguments()
     first: dict[str, list[Times]] = collections.defaultdict(list)
     later: dict[str, list[Times]] = collections.defaultdict(list)
     memory: dict[str, int] = {}
     for number in range(rounds):
-        for method in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:  # no place is the best one
+        for method in (
+            chosen[number % len(chosen) :] + chosen[: number % len(chosen)]
+        ):  # each method comes first in some round
             try:
                 launches, memory_now = _measure(method)
             except AssertionError as error:
@@ -58,28 +184,28 @@ def main() -> int:
     return 0
 
 
-def _read_arguments() -> tuple[list[Method], int]:
+def _read_arguments() -> tuple[list[_LaunchMethod], int]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", default="", help="parts of their names, with commas between; default: all")
     given = parser.parse_args()
     parts = [part.strip() for part in given.methods.split(",") if part.strip()]
-    chosen = [method for method in METHODS if not parts or any(part in method.name for part in parts)]
+    chosen = [method for method in _METHODS if not parts or any(part in method.name for part in parts)]
     for method in [method for method in chosen if importlib.util.find_spec(method.needs) is None]:
         print(f"!!! {method.name} is NOT measured: {method.needs} can't be imported.", file=sys.stderr)
         chosen.remove(method)
     if not chosen:
-        parser.error("nothing to measure; there are: " + ", ".join(method.name for method in METHODS))
+        parser.error("nothing to measure; there are: " + ", ".join(method.name for method in _METHODS))
     return chosen, given.rounds
 
 
-def _measure(method: Method) -> tuple[list[Times], dict[str, int]]:
+def _measure(method: _LaunchMethod) -> tuple[list[Times], dict[str, int]]:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="benchmark-launch-"))
     said = folder / "said"
     said.mkdir()
     try:
         with kernels.running(folder, _environment(said)) as kernel:
-            prepared = kernel.run(code(method), _DEADLINE_S)
+            prepared = kernel.run(_code(method), _DEADLINE_S)
             assert prepared.status == "ok", prepared.traceback
             time.sleep(method.typing_s)
             launches = [_launch(kernel, said)]
@@ -103,12 +229,12 @@ def _launch(kernel: kernels.Kernel, said: pathlib.Path) -> Times:
     assert launched.status == "ok", launched.traceback
     started, returned = (int(kernel.value(name)) for name in ("started", "returned"))
     lines = [int(file.read_text()) for file in said.iterdir()]
-    assert len(lines) == RANKS, f"{len(lines)} ranks have run"
+    assert len(lines) == _RANKS, f"{len(lines)} ranks have run"
     return (max(lines) - started) / 1e6, (returned - started) / 1e6
 
 
 def _memory(kernel: kernels.Kernel) -> dict[str, int]:
-    """What agent and template cost when nothing runs: their own pages, which go when they go."""
+    """Return the private memory of agent and template while nothing runs."""
     found = {}
     for process in kernel.descendants():
         name = "agent" if processes.is_agent(process) else "template" if processes.is_template(process) else ""
@@ -126,9 +252,9 @@ def _in_words(times: Times) -> str:
     return f"{times[0]:.1f} / {times[1]:.1f} ms"
 
 
-def _print_table(title: str, chosen: list[Method], times: dict[str, list[Times]]) -> None:
-    floor = _medians(times[METHODS[0].name]) if times[METHODS[0].name] else None
-    print(f"\n{title}, {RANKS} ranks, medians of {max(map(len, times.values()), default=0)} kernels")
+def _print_table(title: str, chosen: list[_LaunchMethod], times: dict[str, list[Times]]) -> None:
+    floor = _medians(times[_METHODS[0].name]) if times[_METHODS[0].name] else None
+    print(f"\n{title}, {_RANKS} ranks, medians of {max(map(len, times.values()), default=0)} kernels")
     print(f"{'':30} {'first line':>12} {'x floor':>8} {'returned':>12} {'x floor':>8}")
     for method in chosen:
         if not times[method.name]:

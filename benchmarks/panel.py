@@ -1,11 +1,10 @@
-"""What the panel costs the kernel, and reporting the ranks: ranks that do nothing but count and report.
+"""Measures the cost of the panel in the kernel and of reporting in the ranks, which only count and report.
 
     python -m benchmarks.panel [--ranks 64] [--steps_per_s 10000] [--seconds 20]
 
-The ranks are real ones of a real launch in a real kernel whose front end shows widgets, and everything between them is
-what every run has. The kernel's cost is the CPU time of its process while they run, beside an idle kernel's; a rank's
-is that of its sampling thread and of counting. Both are shares of one core. Memory is the kernel's after each hour of a
-day of events, which are made up, and come at once.
+A real kernel, whose front end shows widgets, launches real ranks. The kernel's cost is its process's CPU time while
+they run, beside an idle kernel's; a rank's cost is that of its sampling thread and of counting. Both are shares of one
+core. Memory is the kernel's after each hour of a simulated day of events, which arrive all at once.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def counting_s(counter):
 sampling, counting_s(counter) * {steps_per_s}
 """
 
-# A day of what {ranks} ranks say, with a report from each every {every_s} s instead of five a second.
+# A day of events of {ranks} ranks, with a report from each every {every_s} s instead of five a second.
 _DAY = """
 import time
 from kernel_ext.panel import PanelView
@@ -83,7 +82,7 @@ sizes
 
 
 def run(kernel: kernels.Kernel, code: str) -> str:
-    """Runs a cell as somebody before a notebook does; what its last expression's value looks like."""
+    """Run a cell as a front end with a user does. Return the representation of its value."""
     outcome = kernel.run(code.strip("\n"), _DEADLINE_S, allow_stdin=True)
     if outcome.status != "ok":
         raise RuntimeError(outcome.traceback)
@@ -91,20 +90,20 @@ def run(kernel: kernels.Kernel, code: str) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process so far, with all of its threads."""
+    """Return the CPU time of a process and all its threads so far."""
     fields = pathlib.Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share(pids: dict[str, int], seconds: float) -> dict[str, float]:
-    """What each process takes of one core, from now on for so long."""
+    """Measure each process's share of one core, from now on for some seconds."""
     before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
     time.sleep(seconds)
     return {name: (cpu_s(pid) - before[name]) / (time.monotonic() - began_s) for name, pid in pids.items()}
 
 
 def main() -> None:
-    """Measures it and prints it."""
+    """Measure and print the shares and the memory."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--steps_per_s", type=int, default=10_000)
@@ -125,8 +124,8 @@ def main() -> None:
         print(f"{given.ranks} ranks, {given.steps_per_s:,} steps a second each; shares of one core:")
         for name in pids:
             print(f"  {name}: {busy[name]:.1%} (idle: {idle[name]:.1%})")
-        print(f"  a rank's sampling thread: {sampling[len(sampling) // 2]:.2%} (median), {sampling[-1]:.2%} (most)")
-        print(f"  a rank's counting: {max(of_counting for _, of_counting in results):.2%} (most)")
+        print(f"  a rank's sampling thread: {sampling[len(sampling) // 2]:.2%} (median), {sampling[-1]:.2%} (maximum)")
+        print(f"  a rank's counting: {max(of_counting for _, of_counting in results):.2%} (maximum)")
         sizes = ast.literal_eval(run(running, _DAY.format(**vars(given))))
         print("The kernel's memory in MiB, after each hour of a day: " + " ".join(f"{size:.0f}" for size in sizes))
 

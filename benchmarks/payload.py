@@ -1,10 +1,10 @@
-"""What it costs to give every rank a model, beside naive pickling, torch's shared tensors and a fork.
+"""Compares giving every rank a model with naive pickling, torch's shared tensors and a fork.
 
     python benchmarks/payload.py [--size_mib 1024] [--ranks 2 8] [--repeats 3]
 
 Each method starts with the model in the parent and its workers running, and ends when every worker has read all of it.
-Seconds are medians of interleaved repeats. Memory is what all processes together have more than before, at its peak, as
-the sum of their proportional set sizes, in a round of its own, since measuring it slows what is measured.
+Seconds are medians of interleaved repeats. Memory is the peak growth of all processes together, as the sum of their
+proportional set sizes. It is measured in a round of its own, since sampling it slows the processes down.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DEADLINE_S = 300.0
 
 
 def make_model(size_mib: int) -> list[torch.Tensor]:
-    """Tensors of this size in all, on pages that were written."""
+    """Make tensors of this total size, on pages that were written."""
     return [torch.full((size_mib * (1 << 20) // _TENSORS // 4,), 1.0) for _ in range(_TENSORS)]
 
 
 def read_all(model: list[torch.Tensor], folder: str, rank: int) -> None:
-    """What a worker does: it reads everything, says so, and stays until it may go."""
+    """Read everything as a worker, report it by a file, and wait for the end of the round."""
     torch.set_num_threads(1)
     total = sum(float(tensor[::512].sum()) for tensor in model)  # two numbers of each page
     pathlib.Path(folder, f"read-{rank}-{total:.0f}").touch()
@@ -48,7 +48,7 @@ def read_all(model: list[torch.Tensor], folder: str, rank: int) -> None:
 
 
 def launched(model: list[torch.Tensor], folder: str) -> None:
-    """The same, in a rank of ours."""
+    """Read everything in a rank of notebook_accel."""
     read_all(model, folder, int(os.environ["RANK"]))
 
 
@@ -60,15 +60,15 @@ def _wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(_POLL_S)
 
 
-# The methods: each is a context that holds its workers and gives what hands them the model. ---------------------------
+# The methods: each is a context that holds its workers and yields a function that hands them the model. ---------------
 
 Start = Callable[[list[torch.Tensor], str], object]
 
 
 @contextlib.contextmanager
 def ours(ranks: int) -> Iterator[Start]:
-    """``notebook_launcher``."""
-    notebook_launcher(os.getpid, (), ranks, use_cpu=True, view="none")  # the template is there from now on
+    """Use ``notebook_launcher``."""
+    notebook_launcher(os.getpid, (), ranks, use_cpu=True, view="none")  # starts the template
     jobs: list[Any] = []
     yield lambda model, folder: jobs.append(
         notebook_launcher(launched, (model, folder), ranks, use_cpu=True, view="none", background=True)
@@ -79,7 +79,7 @@ def ours(ranks: int) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def pickled(ranks: int) -> Iterator[Start]:
-    """Cloudpickle's bytes through a pipe to each worker."""
+    """Send cloudpickle's bytes through a pipe to each worker."""
     with _workers(ranks, multiprocessing.get_context("spawn"), _read_pickled) as pipes:
 
         def start(model: list[torch.Tensor], folder: str) -> None:
@@ -92,7 +92,7 @@ def pickled(ranks: int) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def shared(ranks: int) -> Iterator[Start]:
-    """torch.multiprocessing, which moves the tensors to memory that everybody may write."""
+    """Use torch.multiprocessing, which moves the tensors to memory that every worker may write."""
     with _workers(ranks, torch.multiprocessing.get_context("spawn"), _read_shared) as pipes:
 
         def start(model: list[torch.Tensor], folder: str) -> None:
@@ -104,7 +104,7 @@ def shared(ranks: int) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def forked(ranks: int) -> Iterator[Start]:
-    """A plain fork of the parent, without anything around it."""
+    """Fork the parent."""
     pids: list[int] = []
 
     def start(model: list[torch.Tensor], folder: str) -> None:
@@ -182,9 +182,9 @@ print(max(peak, pss_mib()) - first, flush=True)
 
 
 def measure(method: str, ranks: int, size_mib: int, *, memory: bool) -> float:
-    """One round: seconds until every worker has read everything, or MiB at the peak.
+    """Return the seconds until every worker has read everything, or the peak in MiB.
 
-    A round has a model of its own, since torch's shared tensors change it for good.
+    Each round makes a new model, since torch's shared tensors change theirs for good.
     """
     model = make_model(size_mib)
     with tempfile.TemporaryDirectory() as folder, METHODS[method](ranks) as start:
@@ -209,7 +209,7 @@ def _start_sampler(folder: str) -> subprocess.Popen[str]:
 
 
 def copy_into_fresh_pages(size_mib: int) -> float:
-    """Seconds for one copy of the model: no way of sending it that copies it at all is faster."""
+    """Return the seconds for one copy of the model, the floor of every method that copies it."""
     model = make_model(size_mib)
     began = time.perf_counter()
     copies = [tensor.clone() for tensor in model]
@@ -219,7 +219,7 @@ def copy_into_fresh_pages(size_mib: int) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size_mib", type=int, default=1024)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])

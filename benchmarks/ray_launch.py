@@ -1,9 +1,9 @@
-"""What a launch on a warm Ray cluster costs beside plain Ray actors: two nodes on this machine, one rank on each.
+"""Compares a launch on a warm Ray cluster with plain Ray actors: two nodes on this machine, one rank on each.
 
     python -m benchmarks.ray_launch --rounds 7
 
-A plain actor imports torch and joins the group by itself, as code that uses Ray Core alone has it. For the payload, the
-floor is what Ray needs to bring the bytes to both nodes: one ``ray.put`` and two ``ray.get``.
+A plain actor imports ``torch.distributed`` by itself, as code that uses Ray Core alone would. For the payload, the
+floor is the time that Ray takes to bring the bytes to both nodes: one ``ray.put`` and two ``ray.get``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANKS_IN_A_BATCH = 1024
 
 
 def main() -> int:
-    """Measures and prints the tables."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
@@ -57,12 +57,12 @@ def _measure(ray: Any, rounds: int) -> None:
         ),
         "one put, two gets": lambda: _put_and_get(ray, model),
     }
-    ways["ours"]()  # the nodes' hosts are there from then on, as they are in a notebook after its first run
+    ways["ours"]()  # starts the nodes' hosts, as the first run in a notebook does
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            while ray.available_resources().get("CPU", 0) < 2:  # what the one before had is given back by and by
+            while ray.available_resources().get("CPU", 0) < 2:  # Ray takes a while to free the CPUs of the previous one
                 time.sleep(0.05)
             began_s = time.perf_counter()
             ways[name]()
@@ -121,7 +121,7 @@ class _Reader:
 
 
 def _measure_batches(rounds: int) -> None:
-    """What the kernel does with a message that has a sample of each of many ranks, as five times a second."""
+    """Measure the kernel's work on a message with samples of many ranks; it gets five a second."""
     said = [
         ray_messages.Said(rank, importlib.import_module("msgspec").Raw(events.encode(event)))
         for rank in range(_RANKS_IN_A_BATCH)

@@ -1,12 +1,12 @@
-"""What a cell costs in ranks that stay, beside ipyparallel and a bare pipe.
+"""Compares a cell of a session with ipyparallel and with a bare pipe.
 
     python -m benchmarks.session --rounds 7
     python -m benchmarks.session --cells 10000
 
-All of it is measured inside a real kernel. Each round takes a fresh kernel for every method, in turn; figures are
-medians over the rounds of each round's median. ipyparallel and nbdistributed are measured where they can be imported;
-the latter starts its workers with the ``python`` of PATH, which has to be this one.
-With ``--cells``, so many cells run in one session, and what its processes hold then is compared with before.
+Everything is measured inside a real kernel. Each round starts a fresh kernel for every method; figures are medians over
+the rounds of each round's median. ipyparallel and nbdistributed are measured where they can be imported; the latter
+starts its workers with the ``python`` of PATH, which has to be this one. With ``--cells`` that many cells run in one
+session, and the resources that its processes hold are compared before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def timed(act, times):
         took.append(1e3 * (time.perf_counter() - began))
     return statistics.median(took)
 """
-# Two children that answer what comes through their pipes: nothing that waits for two processes can be faster.
+# Children that answer through pipes: nothing that waits for as many processes can be faster.
 _PIPE = """
 import os
 def child():
@@ -64,7 +64,7 @@ os.killpg(0, 9)  # the children hold each other's pipes, and would stay
 _OURS = """
 %load_ext notebook_accel
 import torch
-_ = get_ipython().run_cell_magic("distributed", "-n 1 --view none", "1")  # agent and template are there from now on
+_ = get_ipython().run_cell_magic("distributed", "-n 1 --view none", "1")  # starts agent and template
 began = time.perf_counter()
 get_ipython().run_line_magic("distributed", "start -n {ranks} --use_cpu --view none")
 get_ipython().run_cell_magic("distributed", "", "pass")
@@ -80,7 +80,7 @@ found["100 MB"] = timed(push, 5)
 get_ipython().run_line_magic("distributed", "stop")
 print(json.dumps(found))
 """
-# What each process of a session holds: memory of its own in MiB, descriptors, threads.
+# The resources of each process of a session: private memory in MiB, descriptors, threads.
 _HELD = """
 %load_ext notebook_accel
 import gc, os
@@ -131,29 +131,31 @@ print(json.dumps(found))
 """
 
 
-class _Method(NamedTuple):
+class _SessionMethod(NamedTuple):
     name: str
     code: str
     needs: str = "torch"
 
 
-_FLOOR = _Method("bare pipes, one copy", _PIPE)
+_FLOOR = _SessionMethod("bare pipes, one copy", _PIPE)
 _METHODS = (
     _FLOOR,
-    _Method("ours", _OURS),
-    _Method("ipyparallel", _IPYPARALLEL, "ipyparallel"),
-    _Method("nbdistributed", _NBDISTRIBUTED, "nbdistributed"),
+    _SessionMethod("ours", _OURS),
+    _SessionMethod("ipyparallel", _IPYPARALLEL, "ipyparallel"),
+    _SessionMethod("nbdistributed", _NBDISTRIBUTED, "nbdistributed"),
 )
 _FIGURES = ("cell", "100 MB", "start to first cell")
 
 
 def main() -> int:
-    """Measures and prints the tables."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--methods", nargs="+", help="only these, such as ours")
-    parser.add_argument("--cells", type=int, default=0, help="look what is left of so many cells instead")
+    parser.add_argument(
+        "--cells", type=int, default=0, help="instead, compare the resources held before and after so many cells"
+    )
     given = parser.parse_args()
     if given.cells:
         return _print_what_is_held(given.cells)
@@ -168,7 +170,9 @@ def main() -> int:
     for ranks in given.ranks:
         found: dict[str, list[dict[str, float]]] = {method.name: [] for method in chosen}
         for number in range(given.rounds):
-            for method in chosen[number % len(chosen) :] + chosen[: number % len(chosen)]:  # no place is the best one
+            for method in (
+                chosen[number % len(chosen) :] + chosen[: number % len(chosen)]
+            ):  # each method comes first in some round
                 figures = _measure(method, ranks)
                 if figures:
                     found[method.name].append(figures)
@@ -189,7 +193,7 @@ def _print_what_is_held(cells: int) -> int:
     return 0
 
 
-def _measure(method: _Method, ranks: int) -> dict[str, float]:
+def _measure(method: _SessionMethod, ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, kernels.running(pathlib.Path(folder)) as kernel:
         assert kernel.run(_TIMED).status == "ok"
         outcome = kernel.run(_in_a_child(method, method.code.format(ranks=ranks)), _DEADLINE_S)
@@ -200,8 +204,8 @@ def _measure(method: _Method, ranks: int) -> dict[str, float]:
         return dict(json.loads(lines[-1]))
 
 
-def _in_a_child(method: _Method, code: str) -> str:
-    """The floor's children must not hold the kernel's sockets, so its parent is a process of its own."""
+def _in_a_child(method: _SessionMethod, code: str) -> str:
+    """Run the floor in a process of its own, so that its children don't hold the kernel's sockets."""
     if method is not _FLOOR:
         return code
     return (

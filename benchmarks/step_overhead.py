@@ -1,4 +1,4 @@
-"""What a training step costs through each library, as a ratio to plain PyTorch.
+"""Measures the cost of a training step through each library, as a ratio to plain PyTorch.
 
     python benchmarks/step_overhead.py                 # --device cuda on a GPU machine
 
@@ -35,15 +35,15 @@ WINDOW = 4
 
 
 class Parts(NamedTuple):
-    """What a training loop is made of.
+    """The parts of a training loop.
 
     Attributes:
-        model: Computes.
-        optimizer: Moves its weights.
-        loader: Gives batches.
-        scheduler: Changes the learning rate.
-        backward: Computes gradients from a loss.
-        window: The context of a micro-batch, given its number from 0.
+        model: The network.
+        optimizer: The optimizer of its weights.
+        loader: The batches.
+        scheduler: The learning rate's schedule.
+        backward: Function that computes gradients from a loss.
+        window: Function that takes a micro-batch's number from 0 and returns its context.
     """
 
     model: Any
@@ -55,13 +55,13 @@ class Parts(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Some rows of the table.
+    """A setting, with some rows of the table.
 
     Attributes:
-        name: What they are called.
+        name: The rows' name.
         device: ``"cpu"`` or ``"cuda"``.
         precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        steps: Micro-batches of an accumulation window.
+        steps: Number of micro-batches of an accumulation window.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
 
 def settings(device: str) -> list[Setting]:
-    """What is measured on this device."""
+    """Return the settings that are measured on a device."""
     rows = [
         Setting("float32", device),
         Setting(f"accumulation of {WINDOW}", device, steps=WINDOW),
@@ -81,7 +81,7 @@ def settings(device: str) -> list[Setting]:
 
 
 def materials() -> tuple[Any, Any, Any, Any]:
-    """The same for everyone."""
+    """Make the model, optimizer, loader and scheduler that all contenders start with."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -92,7 +92,7 @@ def materials() -> tuple[Any, Any, Any, Any]:
 
 
 class _Autocast(torch.nn.Module):
-    """How one writes mixed precision without a library."""
+    """Mixed precision as one writes it without a library."""
 
     def __init__(self, model: torch.nn.Module, setting: Setting) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def _gated(optimizer: Any, scheduler: Any, steps: int) -> tuple[Any, Any, Callab
 
 
 def plain(setting: Setting) -> Parts:
-    """PyTorch and nothing else."""
+    """Make the parts with PyTorch alone."""
     model, optimizer, loader, scheduler = materials()
     model.to(setting.device)
     if setting.device != "cpu":
@@ -188,12 +188,12 @@ def plain(setting: Setting) -> Parts:
 
 
 def ours(setting: Setting) -> Parts:
-    """notebook_accel."""
+    """Make the parts with notebook_accel."""
     return _by_accelerator(notebook_accel.Accelerator, setting)
 
 
 def theirs(setting: Setting) -> Parts:
-    """Accelerate."""
+    """Make the parts with Accelerate."""
     accelerate = importlib.import_module("accelerate")
     # Without this a process can have no second Accelerator of another precision.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -214,7 +214,7 @@ def _by_accelerator(kind: Any, setting: Setting) -> Parts:
 
 
 def fabric(setting: Setting) -> Parts:
-    """Lightning Fabric."""
+    """Make the parts with Lightning Fabric."""
     made = importlib.import_module("lightning.fabric").Fabric(
         accelerator=setting.device,
         devices=1,
@@ -234,7 +234,7 @@ def fabric(setting: Setting) -> Parts:
 
 
 def full_loop(parts: Parts) -> None:
-    """One epoch as a user writes it."""
+    """Train one epoch as a user writes it."""
     model, optimizer, loader, scheduler, backward, window = parts
     for number, (x, y) in enumerate(loader):
         with window(number):
@@ -245,7 +245,7 @@ def full_loop(parts: Parts) -> None:
 
 
 def step_only(parts: Parts, x: torch.Tensor, y: torch.Tensor) -> None:
-    """As many steps on one batch."""
+    """Train as many steps on one batch."""
     model, optimizer, _, _, backward, window = parts
     for number in range(BATCHES):
         with window(number):
@@ -255,13 +255,13 @@ def step_only(parts: Parts, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def loader_only(parts: Parts) -> None:
-    """One epoch's batches."""
+    """Take one epoch's batches."""
     for _ in parts.loader:
         pass
 
 
 def ratios(runs: dict[str, Callable[[], Any]], blocks: int) -> dict[str, tuple[float, float, float]]:
-    """For each contender: median ratio to the first in CPU time and in wall time, and CPU µs a batch."""
+    """Return each contender's median ratio to the first in CPU time and in wall time, and its CPU µs a batch."""
     for run in runs.values():
         run()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
@@ -289,7 +289,7 @@ def ratios(runs: dict[str, Callable[[], Any]], blocks: int) -> dict[str, tuple[f
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """A process group with one rank, so that what our calls add shows without what ranks wait for."""
+    """Make a process group of one rank, so that the cost of a call shows without waiting for other ranks."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -299,7 +299,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def per_call(calls: int = 2000, repeats: int = 9) -> list[tuple[str, float, float]]:
-    """Name, µs and limit in µs of what a call adds on a group of one rank."""
+    """Return the name of each call, the µs that it adds on a group of one rank, and the limit in µs."""
     with group_of_one():
         accelerator = notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = accelerator.prepare(torch.nn.Linear(4, 4))
@@ -332,7 +332,7 @@ def per_call(calls: int = 2000, repeats: int = 9) -> list[tuple[str, float, floa
 
 
 def contenders() -> dict[str, Callable[[Setting], Parts]]:
-    """Those that are installed; says loudly which aren't."""
+    """Return the contenders that are installed, and print which aren't."""
     found: dict[str, Callable[[Setting], Parts]] = {"PyTorch": plain, "notebook_accel": ours}
     for package, make in (("accelerate", theirs), ("lightning", fabric)):
         try:
@@ -345,23 +345,22 @@ def contenders() -> dict[str, Callable[[Setting], Parts]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=31, help="paired blocks of each row; at least 7")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    told = parser.parse_args()
-    blocks = max(7, told.blocks)
+    given = parser.parse_args()
+    blocks = max(7, given.blocks)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Fabric's advice about workers
     makers = contenders()
-    x = torch.randn(BATCH_SIZE, 64, device=told.device)
-    y = torch.randint(0, 10, (BATCH_SIZE,), device=told.device)
+    x = torch.randn(BATCH_SIZE, 64, device=given.device)
+    y = torch.randint(0, 10, (BATCH_SIZE,), device=given.device)
     width = max(map(len, makers)) + 2
-    print(
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, {told.device}, one thread, {blocks} paired blocks"
-    )
+    versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}"
+    print(f"{versions}, {given.device}, one thread, {blocks} paired blocks")
     print(f"{'ratio of CPU time (of wall time)':44}" + "".join(f"{name:>{width}}" for name in makers))
-    for setting in settings(told.device):
+    for setting in settings(given.device):
         made = {name: make(setting) for name, make in makers.items()}
         kinds: list[tuple[str, Callable[[Parts], None]]] = [
             ("full loop", full_loop),

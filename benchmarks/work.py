@@ -1,11 +1,11 @@
-"""What ranks run that can't be sent a function of the notebook: says when its first line ran."""
+"""The function of the launch benchmark, for methods that can't send one of the notebook."""
 
 import os
 import time
 
 
 def work() -> None:
-    """The same as the notebook's."""
+    """Note when the first line ran, as the notebook's function does."""
     now = time.monotonic_ns()
     rank = os.environ.get("RANK", "")
     with open(os.path.join(os.environ["BENCHMARK_FOLDER"], f"{rank}-{os.getpid()}"), "w", encoding="utf-8") as file:
@@ -13,7 +13,7 @@ def work() -> None:
 
 
 def work_as(rank: int) -> None:
-    """As the rank that the starter says."""
+    """Work as the rank that the starter assigns."""
     os.environ["RANK"] = str(rank)
     work()
 

@@ -6,7 +6,6 @@ number; ``logs`` and ``stacks`` also take a rank.
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -14,31 +13,19 @@ from collections.abc import Callable, Sequence
 from IPython.core.error import UsageError
 
 from kernel_ext.config_form import ConfigForm
+from kernel_ext.render import aligned
 from notebook_accel import config as configuration
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.formatting import format_duration, format_size, plain_lines
+from notebook_accel.formatting import format_count, format_duration, format_size, plain_lines
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import launcher, registry
 from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["COMMANDS", "completions", "run"]
+__all__ = ["COMMANDS", "options_of", "run"]
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class _Arguments:
-    """The arguments after the command's name.
-
-    Attributes:
-        run: A run's name or number; empty for the only one in progress, or the last one.
-        rank: A rank; ``None`` for all.
-    """
-
-    run: str = ""
-    rank: int | None = None
 
 
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
@@ -71,29 +58,33 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
             f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}. "
             "%distributed? says what they do."
         )
-    return COMMANDS[command](_read(command, words))
+    return COMMANDS[command](*_read(command, words))
 
 
-def _read(command: str, words: list[str]) -> _Arguments:
-    """Parse the words after the command: a rank, for commands that take one, and ``--run``."""
-    given = _Arguments()
+def _read(command: str, words: list[str]) -> tuple[str, int | None]:
+    """Parse the words after the command.
+
+    Returns:
+        A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all.
+    """
+    name, rank = "", None
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
     while waiting:
         word = waiting.pop(0)
         if word == "--run" and command in _OF_A_RUN:
             if not waiting:
                 raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
-            given = dataclasses.replace(given, run=waiting.pop(0))
-        elif word.isdecimal() and command in _OF_A_RANK and given.rank is None:
-            given = dataclasses.replace(given, rank=int(word))
+            name = waiting.pop(0)
+        elif word.isdecimal() and command in _OF_A_RANK and rank is None:
+            rank = int(word)
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
             raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
-    return given
+    return name, rank
 
 
-def _status(given: _Arguments) -> None:
-    entries = [registry.find(given.run)] if given.run else registry.latest()
+def _status(name: str, _: int | None) -> None:
+    entries = [registry.find(name)] if name else registry.latest()
     if not entries:
         print("No run has been started.")
     for entry in entries:
@@ -119,36 +110,35 @@ def _print_run(entry: registry.Entry) -> None:
         used = "" if info.memory_used_bytes is None else format_size(info.memory_used_bytes)
         steps = "" if info.steps is None else f"{info.steps:,}"
         rows.append((str(info.rank), info.word, str(info.pid or ""), info.device, steps, used))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows):
+        print(f"  {line}")
     for info in job.ranks:
         if info.silent is not None:
             does = f"waits in {info.silent.waits_in}" if info.silent.waits_in else "keeps the others waiting"
             print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
 
 
-def _stop(given: _Arguments) -> None:
-    job = _running(given)
+def _stop(name: str, _: int | None) -> None:
+    job = _running(name)
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
 
 
-def _running(given: _Arguments) -> Job:
-    entry = registry.find(given.run, running=True)
+def _running(name: str) -> Job:
+    entry = registry.find(name, running=True)
     job = entry.job
     if job is None:  # it ended between the two lines above
         raise NotebookAccelError(f"The run {entry.name!r} has just ended.")
     return job
 
 
-def _logs(given: _Arguments) -> None:
-    entry = registry.find(given.run)
+def _logs(name: str, chosen: int | None) -> None:
+    entry = registry.find(name)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
-    for rank in _ranks(given, entry.name, len(entry.log_files)):
+    for rank in _ranks(chosen, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
         print(
@@ -157,36 +147,32 @@ def _logs(given: _Arguments) -> None:
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
-def _stacks(given: _Arguments) -> None:
-    job = _running(given)
-    ranks = _ranks(given, job.name, job.world_size)
+def _stacks(name: str, chosen: int | None) -> None:
+    job = _running(name)
+    ranks = _ranks(chosen, job.name, job.world_size)
     stacks = job.stacks()
     print("\n".join(str(stacks[rank]) for rank in ranks))
 
 
-def _ranks(given: _Arguments, name: str, world_size: int) -> Sequence[int]:
-    if given.rank is None:
+def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
+    if chosen is None:
         return range(world_size)
-    if given.rank >= world_size:
-        has = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        raise NotebookAccelError(f"The run {name!r} has no rank {given.rank}: it has {has}.")
-    return [given.rank]
+    if chosen >= world_size:
+        has = format_count(world_size, "rank")
+        raise NotebookAccelError(f"The run {name!r} has no rank {chosen}: it has {has}.")
+    return [chosen]
 
 
-def _config(_: _Arguments) -> ConfigForm:
-    return ConfigForm()
-
-
-def _doctor(_: _Arguments) -> None:
+def _doctor(*_: object) -> None:
     print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
-COMMANDS: dict[str, Callable[[_Arguments], ConfigForm | None]] = {
+COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,
     "stacks": _stacks,
-    "config": _config,
+    "config": lambda *_: ConfigForm(),
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
@@ -195,7 +181,7 @@ _OF_A_RUN = ("status", "stop", "logs", "stacks")
 _OF_A_RANK = ("logs", "stacks")
 
 
-def completions(command: str) -> dict[str, list[str]]:
+def options_of(command: str) -> dict[str, list[str]]:
     """Return the options that a command takes, each with its possible values."""
-    names = [entry.name for entry in registry.latest(_LISTED_RUNS)]
-    return {"--run": list(dict.fromkeys(names))} if command in _OF_A_RUN else {}
+    names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
+    return {"--run": list(names)} if command in _OF_A_RUN else {}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
-
-from notebook_accel import config
 
 if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.session import Session
@@ -25,28 +23,27 @@ _ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
 def register(
     shell: InteractiveShell,
     magic: str,
-    *,
-    flags: Iterable[str] = (),
-    commands: Iterable[str] = (),
-    options_of: Callable[[str], Mapping[str, list[str]]] = lambda _: {},
+    options_of: Callable[[str], Mapping[str, Sequence[str]]],
+    commands: Sequence[str] = (),
 ) -> None:
     """Complete a magic's line.
 
     Args:
         shell: The shell.
         magic: The magic's name, with its percent signs.
-        flags: Its flags.
-        commands: Its commands, the first word of its line.
-        options_of: Returns the flags that a command takes, each with its possible values.
+        options_of: Takes the line's first word and returns the flags that may follow, each with its possible values.
+        commands: Words that may come first.
     """
 
-    # IPython binds it to the shell like a method.
+    # IPython binds it to the shell like a method, and drops what doesn't begin as the last word does.
     def complete(_: InteractiveShell, event: SimpleNamespace) -> list[str]:
-        before = _words(event.text_until_cursor, event.symbol)
-        options = {f"--{option.name}": list(option.choices) for option in config.fields()} if flags else {}
-        options |= options_of(before[0]) if before and commands else {}
-        offered = sorted(flags) if flags else list(options)
-        return _completions(before, event.symbol, options, offered, list(commands))
+        line, last = event.text_until_cursor, event.symbol
+        before = line[: len(line) - len(last)].replace("=", " ").split()[1:]  # IPython splits words at "=" too
+        options = options_of(before[0] if before else "")
+        if before and options.get(before[-1]):
+            return list(options[before[-1]])
+        first = [] if before else list(commands)
+        return [*first, *options] if not last or last.startswith("-") else first
 
     unregister(shell, magic)
     shell.set_hook("complete_command", complete, str_key=magic)
@@ -57,24 +54,6 @@ def unregister(shell: InteractiveShell, magic: str) -> None:
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:
         dispatcher.strs.pop(magic, None)
-
-
-def _words(line: str, symbol: str) -> list[str]:
-    """Return the words between the magic and ``symbol``, the last word of the line up to the cursor.
-
-    IPython splits words at ``=`` too.
-    """
-    return line[: len(line) - len(symbol)].replace("=", " ").split()[1:]
-
-
-def _completions(
-    before: list[str], symbol: str, choices: Mapping[str, list[str]], flags: list[str], commands: list[str]
-) -> list[str]:
-    """Return what may stand in the place of ``symbol``. IPython drops what doesn't begin as the symbol does."""
-    if before and choices.get(before[-1]):
-        return choices[before[-1]]
-    first = [] if before else commands
-    return [*first, *flags] if not symbol or symbol.startswith("-") else first
 
 
 class SessionHelp:

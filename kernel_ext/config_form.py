@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernel_ext import front_end
-from kernel_ext.markup import FORM_STYLE
+from kernel_ext.style import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
@@ -32,19 +32,16 @@ class ConfigForm:
 
     def __init__(self, draft: Draft | None = None) -> None:
         self._draft = draft or Draft()
-        self._widgets: _Widgets | None = None
+        self._widgets: _FormWidgets | None = None
 
     def __repr__(self) -> str:
-        facts = [f"{name}: {text}" for name, text in self._draft.machine.facts()]
-        there = "is there" if self._draft.file_exists else "is not there yet"
-        return "\n".join([
-            "Nobody sees a form here. To write the configuration file, type in a terminal",
-            "  notebook-accel config",
-            "or in Python",
-            '  notebook_accel.write_basic_config(mixed_precision="no")',
-            f"The file {there}: {self._draft.path}",
-            *facts,
-        ])  # fmt: skip
+        facts = "\n".join(f"{name}: {text}" for name, text in self._draft.machine.facts())
+        exists = "exists" if self._draft.file_exists else "doesn't exist yet"
+        return (
+            "No form can be shown here. To write the configuration file, type in a terminal\n  notebook-accel config\n"
+            'or in Python\n  notebook_accel.write_basic_config(mixed_precision="no")\n'
+            f"The file {exists}: {self._draft.path}\n{facts}"
+        )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         del include, exclude
@@ -52,13 +49,13 @@ class ConfigForm:
         if not front_end.is_watched(front_end.kernel()):
             return {"text/plain": text}
         try:
-            self._widgets = self._widgets or _Widgets(self._draft)
+            self._widgets = self._widgets or _FormWidgets(self._draft)
         except ImportError:  # no ipywidgets
             return {"text/plain": text}
         return front_end.widget_view(self._widgets.root, text)
 
 
-class _Widgets:
+class _FormWidgets:
     """The form's widgets. Each change goes into the draft, whose state is then shown."""
 
     def __init__(self, draft: Draft) -> None:
@@ -95,13 +92,16 @@ class _Widgets:
 
         self._button.add_class("nba-write")
         self._more.add_class("nba-more")
-        rows = {
-            name: box(ipywidgets.HBox, "nba-field", field.input, field.note) for name, field in self._fields.items()
-        }
+        rows = {name: box(ipywidgets.HBox, "nba-field", each.input, each.note) for name, each in self._fields.items()}
         self._source_row = box(ipywidgets.HBox, "nba-field", self._source, self._problems)
         self._rare = box(ipywidgets.VBox, "nba-rare", *(row for name, row in rows.items() if name not in BASIC))
         style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{FORM_STYLE}</style>"))
-        top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(_header(self._draft)))
+        facts = html.escape(" · ".join(text for _, text in self._draft.machine.facts()))
+        header = (
+            '<div class="nba-header"><span class="nba-name" role="heading" aria-level="3">Configuration</span> '
+            f'<span class="nba-faint">{facts}</span></div>'
+        )
+        top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(header))
         basic = (rows[name] for name in BASIC)
         fields = box(ipywidgets.VBox, "nba-fields", self._source_row, *basic, self._more, self._rare)
         write = box(ipywidgets.HBox, "nba-writing", self._overwrite, self._button, self._status)
@@ -113,11 +113,14 @@ class _Widgets:
         """List what the form can start from. The fields stay as they are."""
         self._filling = True
         self._sources = self._draft.sources()
-        self._source.options = [(_label(source, self._draft), index) for index, source in enumerate(self._sources)]
+        self._source.options = [(self._label(source), index) for index, source in enumerate(self._sources)]
         current = (index for index, source in enumerate(self._sources) if source.path == self._draft.source.path)
         self._source.value = next(current, 0)
         self._source_row.layout.display = "" if len(self._sources) > 1 else "none"
         self._filling = False
+
+    def _label(self, source: DraftSource) -> str:
+        return source.label if source.path in (None, self._draft.path) else f"{source.label}, {_short(source.path)}"
 
     def _on_source(self) -> None:
         if not self._filling:
@@ -130,8 +133,8 @@ class _Widgets:
         for field in self._fields.values():
             field.fill()
         self._filling = False
-        defaults = {option.name: option.default for option in config.fields() if option.name not in BASIC}
-        self._more.value = any(self._draft.values[name] != default for name, default in defaults.items())
+        rare = (option for option in config.fields() if option.name not in BASIC)
+        self._more.value = any(self._draft.values[option.name] != option.default for option in rare)
         self._show_more()
         self._show()
 
@@ -159,7 +162,7 @@ class _Widgets:
         lines = () if wrong else draft.lines()
         is_replacing = draft.file_exists and any(line.mark != " " for line in lines)
         if wrong:
-            state, reason = "is written when every field is right", f"Mend {', '.join(wrong)} first."
+            state, reason = "is written when every field is right", f"Correct {', '.join(wrong)} first."
             self._more.value = self._more.value or not set(wrong) <= set(BASIC)
         elif is_replacing:
             state, reason = "would change", "" if self._overwrite.value else "Tick the box to replace it."
@@ -210,13 +213,12 @@ class _Field:
     def read(self) -> None:
         """Set the draft's value to the input."""
         value = self.input.value
-        self._draft.values[self._option.name] = (
-            value if self._option.kind is bool else config.from_text(self._option, value)
-        )
+        read = value if self._option.kind is bool else config.from_text(self._option, value)
+        self._draft.values[self._option.name] = read
 
     def show(self) -> bool:
         """Show the note and the choices that fit. Return whether the value is allowed."""
-        name, note = self._option.name, html.escape(self._option.help)
+        name = self._option.name
         error = self._draft.error(name)
         if error is not None:
             self.note.value = _error(error)
@@ -228,27 +230,15 @@ class _Field:
             if self.input.options != fitting:
                 self.input.options = fitting
                 self.input.value = chosen
-        note += "".join(f" {html.escape(f'{choice} {reason}.')}" for choice, reason in unfit.items())
-        self.note.value = f'<span class="nba-faint">{note}</span>'
+        note = " ".join([self._option.help, *(f"{choice} {reason}." for choice, reason in unfit.items())])
+        self.note.value = f'<span class="nba-faint">{html.escape(note)}</span>'
         return True
-
-
-def _label(source: DraftSource, draft: Draft) -> str:
-    return source.label if source.path in (None, draft.path) else f"{source.label}, {_short(source.path)}"
 
 
 def _short(path: pathlib.Path) -> str:
     """Return the path as a shell accepts it, from the user's home if it is in there."""
     home = config_file.from_home("~")
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
-
-
-def _header(draft: Draft) -> str:
-    facts = " · ".join(text for _, text in draft.machine.facts())
-    return (
-        '<div class="nba-header"><span class="nba-name" role="heading" aria-level="3">Configuration</span> '
-        f'<span class="nba-faint">{html.escape(facts)}</span></div>'
-    )
 
 
 def _file_html(draft: Draft, state: str, lines: Iterable[str]) -> str:
@@ -260,7 +250,7 @@ def _file_html(draft: Draft, state: str, lines: Iterable[str]) -> str:
     return (
         f'<div class="nba-file"><div class="nba-file-head"><code>{html.escape(_short(draft.path))}</code> '
         f'<span class="nba-faint">{html.escape(state)}</span></div>{body}'
-        f"{_list(findings, 'A launch with this would be told')}{_list(variables, 'Note')}</div>"
+        f"{_list(findings, 'A launch with this file would report')}{_list(variables, 'Note')}</div>"
     )
 
 

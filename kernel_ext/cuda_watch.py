@@ -1,4 +1,4 @@
-"""Note which cell has initialised CUDA or XLA in the kernel, for CUDA with the line, so that errors can name it.
+"""Notes which cell initialised CUDA or XLA in the kernel, for CUDA with the line, so that errors can name it.
 
 torch calls functions that were queued with it in the middle of its initialisation, with the guilty cell on the stack.
 Nothing is queued before somebody else imports torch. A finder in ``sys.meta_path`` notices that and removes itself.
@@ -24,19 +24,18 @@ class CudaWatch:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._is_queued = False
-        self._was_initialized = False
-        self._was_xla_initialized = False
+        self._was_cuda_initialized = self._was_xla_initialized = False
 
     def start(self) -> None:
         """Begin to watch. An earlier initialisation can't be attributed any more."""
-        self._was_initialized = device_state.is_cuda_initialized()
+        self._was_cuda_initialized = device_state.is_cuda_initialized()
         self._was_xla_initialized = device_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
         if not self._queue():
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Stop watching. The entry in torch's queue stays; it only takes a note."""
+        """Stop watching. The entry in torch's queue stays, and does no more than take a note."""
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._after_cell)
         self._leave_imports()
@@ -77,8 +76,8 @@ class CudaWatch:
         return str(named[1]) if named is not None else f"In[{self._shell.execution_count}]"
 
     def _after_cell(self, result: Any) -> None:
-        if not self._was_initialized and device_state.is_cuda_initialized():
-            self._was_initialized = True
+        if not self._was_cuda_initialized and device_state.is_cuda_initialized():
+            self._was_cuda_initialized = True
             device_state.note_cuda_origin(f"In[{result.execution_count}]")
         if not self._was_xla_initialized and device_state.is_xla_initialized():
             self._was_xla_initialized = True

@@ -1,4 +1,4 @@
-"""The front end: does somebody see widgets, and does a click on one reach the kernel while a cell runs?
+"""Finds out whether a user sees the front end's widgets, and delivers clicks on them while a cell runs.
 
 A running cell keeps the kernel's main shell from reading messages. Since ipykernel 7 there are subshells, threads that
 read messages beside it:
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import sys
 from typing import Any
 
 __all__ = ["LiveClicks", "is_watched", "kernel", "widget_view"]
 
-_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _ROUTE = "_reply_subshell_for"
 
 
@@ -32,19 +32,19 @@ def kernel() -> Any:
 
 
 def is_watched(running: Any) -> bool:
-    """Return whether somebody looks at a kernel.
+    """Return whether a user looks at a kernel's front end.
 
-    Front ends with a person in front of them allow a cell to ask for input; nbclient, nbconvert and papermill don't. A
-    kernel sees no other difference.
+    Interactive front ends allow a cell to ask for input; nbclient, nbconvert and papermill don't. The kernel sees no
+    other difference.
     """
-    # _allow_stdin is from the running cell's execute request. In a kernel without it, assume that somebody looks.
+    # _allow_stdin is from the running cell's execute request. In a kernel without it, assume that there is a user.
     return running is not None and bool(getattr(running, "_allow_stdin", True))
 
 
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
     """Return the mime bundle that shows a widget, or text where widgets aren't shown."""
     view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
-    return {_WIDGET_VIEW: view, "text/plain": text}
+    return {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
 
 
 class LiveClicks:
@@ -63,7 +63,7 @@ class LiveClicks:
         if self._subshells() is None or not hasattr(widget.comm, _ROUTE):
             return
         made = _own_subshell(self._kernel)
-        setattr(widget.comm, _ROUTE, lambda _, named: _id_of(made) or named)
+        setattr(widget.comm, _ROUTE, lambda _, named: (made.done() and made.result()) or named)
         self._is_routed = True
 
     @property
@@ -72,8 +72,8 @@ class LiveClicks:
         there = self._subshells() or []
         if self._is_routed:
             made = _own_subshell(self._kernel)
-            if not made.done() or made.exception() is None:
-                return _id_of(made) in there
+            if not made.done() or made.result():
+                return made.done() and made.result() in there
         # The front end chooses: it makes a subshell as soon as it knows of a widget, or never.
         return bool(there)
 
@@ -84,25 +84,17 @@ class LiveClicks:
         return None
 
 
-_made: concurrent.futures.Future[str] | None = None
-
-
+@functools.cache
 def _own_subshell(kernel: Any) -> concurrent.futures.Future[str]:
-    """Return our subshell's id as a future: one for all panels of the kernel. Doesn't wait."""
-    global _made
-    if _made is None:
-        _made = made = concurrent.futures.Future[str]()
-        thread = kernel.shell_channel_thread
+    """Make a subshell for all panels of the kernel. Return its id as a future, empty if it can't be made."""
+    made = concurrent.futures.Future[str]()
+    thread = kernel.shell_channel_thread
 
-        def create() -> None:  # subshells can only be made in that thread
-            try:
-                made.set_result(thread.manager._create_subshell())
-            except Exception as error:  # noqa: BLE001 - private, and so it may be called otherwise one day
-                made.set_exception(error)
+    def create() -> None:  # subshells can only be made in that thread
+        try:
+            made.set_result(thread.manager._create_subshell())
+        except Exception:  # noqa: BLE001 - private, and so it may be called otherwise one day
+            made.set_result("")
 
-        thread.io_loop.add_callback(create)
-    return _made
-
-
-def _id_of(made: concurrent.futures.Future[str]) -> str | None:
-    return made.result() if made.done() and made.exception() is None else None
+    thread.io_loop.add_callback(create)
+    return made

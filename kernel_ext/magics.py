@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import arguments, commands, completion, front_end, panel, session_magics
+from kernel_ext import arguments, commands, completion, front_end, session_magics
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
@@ -58,26 +58,20 @@ its variables stay there for later cells.
 def _make_parser() -> arguments.Parser:
     parser = arguments.Parser(f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES)
     configuration.add_flags(parser)
-    parser.add_argument(
-        "--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining."
-    )
-    parser.add_argument(
-        "--out", metavar="NAME", type=arguments.name, help="Binds the results, one value a rank, to this name."
-    )
-    parser.add_argument(
-        "--pull", metavar="NAME,...", type=arguments.names, default=(), help="Binds rank 0's values of these names."
-    )
+    add = parser.add_argument
+    add("--args", metavar="EXPRESSION", help="Arguments for the function that the cell ends by defining.")
+    add("--out", metavar="NAME", type=arguments.name, help="Binds the results, one value a rank, to this name.")
+    add("--pull", metavar="NAME,...", type=arguments.names, default=(), help="Binds rank 0's values of these names.")
     push = "Sends these names too, for code that reaches them through eval, globals() or a string."
-    parser.add_argument("--push", metavar="NAME,...", type=arguments.names, default=(), help=push)
-    parser.add_argument("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
-    fresh = "Launches the cell in ranks of its own, also where there is a session."
-    parser.add_argument("--fresh", action="store_true", help=fresh)
+    add("--push", metavar="NAME,...", type=arguments.names, default=(), help=push)
+    add("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
+    add("--fresh", action="store_true", help="Launches the cell in ranks of its own, also where there is a session.")
     script = (
         "Runs nothing: writes a script that does the same without the notebook, by torchrun or notebook-accel launch."
     )
-    parser.add_argument("--export", metavar="FILE", type=pathlib.Path, help=script)
+    add("--export", metavar="FILE", type=pathlib.Path, help=script)
     overwrite = "With --export, replaces a file that an export hasn't written, or that was changed since."
-    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+    add("--overwrite", action="store_true", help=overwrite)
     return parser
 
 
@@ -132,7 +126,8 @@ class Magics:
         finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)
-        self._bind(given.out, outcome)
+        if given.out is not None:
+            self._shell.push({given.out: outcome})
         return None if isinstance(outcome, Results) and all(value is None for value in outcome) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
@@ -197,38 +192,38 @@ class Magics:
                 self._shell.ex(code)
         self._shell.user_ns.update(kept)
 
-    def _bind(self, name: str | None, value: Any) -> None:
-        if name is not None:
-            self._shell.push({name: value})
-
 
 def register(shell: InteractiveShell) -> None:
     """Register the magics in a shell, start warming the template, and import what the first launch will show."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
-    if owner is not None and not isinstance(getattr(owner, "__self__", None), Magics):
+    earlier = getattr(owner, "__self__", None)
+    if owner is not None and not isinstance(earlier, Magics):
         print(
             f"notebook_accel: %%{_NAME} was another extension's ({getattr(owner, '__module__', 'unknown')}); "
             f"from now on it is notebook_accel's. %unload_ext notebook_accel takes it away.",
             file=sys.stderr,
         )
     magics = Magics(shell)
-    if isinstance(getattr(owner, "__self__", None), Magics):
-        owner.__self__.watch.stop()
-        owner.__self__.sessions.help.stop()
-        magics.sessions.session = owner.__self__.sessions.session
+    if isinstance(earlier, Magics):
+        earlier.watch.stop()
+        earlier.sessions.help.stop()
+        magics.sessions.session = earlier.sessions.session
     Magics.distributed.__doc__ = magics._parser.format_help()
     Magics.control.__doc__ = f"{commands.run.__doc__}\n{session_magics.HELP}"
     for kind, name, magic in magics.all():
         shell.magics_manager.register_function(magic, kind, name)
-    completion.register(shell, f"%%{_NAME}", flags=magics._parser.flags)
-    every = dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS])
-    completion.register(shell, f"%{_NAME}", commands=every, options_of=commands.completions)
+    choices = {f"--{option.name}": option.choices for option in configuration.fields()}
+    flags = {flag: choices.get(flag, ()) for flag in sorted(magics._parser.flags)}
+    completion.register(shell, f"%%{_NAME}", lambda _: flags)
+    every = list(dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS]))
+    completion.register(shell, f"%{_NAME}", commands.options_of, every)
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
     if front_end.kernel() is not None:  # meanwhile agent and template start, which takes longer
         view.warm()
-        panel.warm()
+        with contextlib.suppress(ImportError):
+            import ipywidgets  # noqa: F401
 
 
 def unregister(shell: InteractiveShell) -> None:

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from kernel_ext.markup import counted, faint, scrolled
 from notebook_accel.formatting import plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
@@ -22,12 +21,15 @@ from notebook_accel.protocol import events
 __all__ = [
     "Choice",
     "OutputLog",
+    "counted",
     "errors_html",
+    "faint",
     "log_html",
     "output_html",
     "output_lines",
+    "pre",
+    "scrolled",
     "stacks_html",
-    "traceback_html",
     "whole_output_html",
 ]
 
@@ -47,7 +49,6 @@ _MOST_FOUND = 200
 _ERRORS_IN_VIEW = 3
 _MOST_UNFOLDED_LINES = 30
 _OPEN_LINES = 12  # in view when the rest is folded
-_TRACEBACK_LINES = 200
 _MOST_OPEN_STACKS = 4
 
 
@@ -64,23 +65,20 @@ class OutputLog:
         prefix: See above.
         count: Number of lines in all.
         error_count: Number of lines that looked like errors.
+        errors: The last of those, even if they are no longer in ``head`` or ``tail``.
+        head: The first lines. Later ones are in ``tail``.
     """
 
     def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
         self.prefix = prefix or functools.partial(line_prefix, total=world_size)
         self.count = 0
         self.error_count = 0
-        self._errors: collections.deque[RankLine] = collections.deque(maxlen=_ERROR_LINES)
-        self._by_rank: dict[int, collections.deque[RankLine]] = {}
-        self._head: list[RankLine] = []
+        self.errors: collections.deque[RankLine] = collections.deque(maxlen=_ERROR_LINES)
+        self.head: list[RankLine] = []
         self._tail: collections.deque[RankLine] = collections.deque(maxlen=_TAIL_LINES)
+        self._by_rank: dict[int, collections.deque[RankLine]] = {}
         self._has_gap = False
         self._newest = AlikeLines(world_size, _MOMENT_S, self._keep)
-
-    @property
-    def head(self) -> list[RankLine]:
-        """The first lines. Later ones are in ``tail``."""
-        return list(self._head)
 
     @property
     def tail(self) -> list[RankLine]:
@@ -88,14 +86,9 @@ class OutputLog:
         return [*self._tail, *self._newest.unsettled][-_TAIL_LINES:]
 
     @property
-    def errors(self) -> list[RankLine]:
-        """The last lines that look like errors, even if they are no longer in ``head`` or ``tail``."""
-        return list(self._errors)
-
-    @property
     def left_out(self) -> int:
         """Number of lines between ``head`` and ``tail`` that weren't kept."""
-        return self.count - len(self._head) - len(self.tail)
+        return self.count - len(self.head) - len(self.tail)
 
     def take(self, rank: int, event: events.Output) -> None:
         """Add what a rank has written."""
@@ -112,10 +105,10 @@ class OutputLog:
         self._by_rank.pop(rank, None)
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> None:
-        """Add lines.
+        """Add lines that a rank printed.
 
         Args:
-            rank: The rank that printed them.
+            rank: The rank.
             texts: The lines.
             now_s: Time of arrival, in seconds.
         """
@@ -127,7 +120,7 @@ class OutputLog:
             self.count += 1
             if _ERROR.search(line.text):
                 self.error_count += 1
-                self._errors.append(line)
+                self.errors.append(line)
 
     def of_rank(self, rank: int) -> list[RankLine]:
         """Return one rank's last lines, however much the others have written since."""
@@ -137,15 +130,12 @@ class OutputLog:
         """Return the last ``count`` lines that were kept without a gap."""
         from_tail = list(itertools.islice(reversed(self.tail), count))
         missing = count - len(from_tail)
-        from_head = self._head[-missing:] if missing > 0 and self.left_out == 0 else []
+        from_head = self.head[-missing:] if missing > 0 and self.left_out == 0 else []
         return from_head + from_tail[::-1]
 
     def _keep(self, line: RankLine) -> None:
         """Keep a line that no other rank can join any more."""
-        if len(self._head) < _HEAD_LINES and not self._has_gap:
-            self._head.append(line)
-        else:
-            self._tail.append(line)
+        (self.head if len(self.head) < _HEAD_LINES and not self._has_gap else self._tail).append(line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +143,7 @@ class Choice:
     """The reader's choice of what the panel shows below the table.
 
     Attributes:
-        view: Which of the three views.
+        view: The chosen view.
         rank: The rank shown, ``None`` for all.
         search: Show only lines with this text, ignoring case; empty for all lines.
     """
@@ -170,22 +160,14 @@ class Choice:
 def output_html(output: OutputLog, choice: Choice = Choice()) -> str:
     """Show the last lines of output, the newest last."""
     if choice.search:
-        return _found_html(output, choice)
+        kept = [*output.head, *output.tail] if choice.rank is None else output.of_rank(choice.rank)
+        found = [line for line in kept if choice.finds(line.text)]
+        of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
+        return pre(f"{faint(of)}\n{_lines_html(found[-_MOST_FOUND:], output, choice.search)}", "Output found")
     lines = output.last(_LIVE_LINES) if choice.rank is None else output.of_rank(choice.rank)[-_LIVE_LINES:]
     earlier = output.count - len(lines) if choice.rank is None else 0
     note = f"{faint(counted(earlier, 'earlier line'))}\n" if earlier else ""
-    body = _lines_html(lines, output) if lines else faint("no output yet")
-    return f'<pre class="nba-output" aria-label="Output">{note}{body}</pre>'
-
-
-def _found_html(output: OutputLog, choice: Choice) -> str:
-    kept = [*output.head, *output.tail] if choice.rank is None else output.of_rank(choice.rank)
-    found = [line for line in kept if choice.finds(line.text)]
-    of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
-    lines = "\n".join(
-        f"{faint(output.prefix(line.ranks))}{_marked(line.text, choice.search)}" for line in found[-_MOST_FOUND:]
-    )
-    return f'<pre class="nba-output" aria-label="Output found">{faint(of)}\n{lines}</pre>'
+    return pre(note + (_lines_html(lines, output) if lines else faint("no output yet")), "Output")
 
 
 def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
@@ -197,10 +179,8 @@ def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
     head = "1 line that looks like an error" if count == 1 else f"{count:,} lines that look like errors"
     shown = errors[-_ERRORS_IN_VIEW:]
     last = f", the last {len(shown)}" if count > len(shown) else ""
-    return (
-        f'<div class="nba-errors" role="group" aria-label="Errors"><b>{head}{last}</b>'
-        f'<pre class="nba-output">{_lines_html(shown, output)}</pre></div>'
-    )
+    lines = pre(_lines_html(shown, output))
+    return f'<div class="nba-errors" role="group" aria-label="Errors"><b>{head}{last}</b>{lines}</div>'
 
 
 def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
@@ -213,13 +193,12 @@ def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     """
     chosen = [text for rank, text in enumerate(stacks) if choice.rank in (None, rank) and choice.finds(text)]
     is_open = " open" if len(chosen) <= _MOST_OPEN_STACKS else ""
-    shown = []
+    shown = [f'<p class="nba-said nba-faint" role="status">{html.escape(said)}</p>']
     for text in chosen:
-        first, _, rest = text.partition("\n")
-        body = f'<pre class="nba-output">{html.escape(rest)}</pre>' if rest else ""
-        tag = f"<details{is_open}><summary>{html.escape(first)}</summary>{body}</details>"
-        shown.append(tag if rest else f'<p class="nba-said">{html.escape(first)}</p>')
-    return f'<p class="nba-said nba-faint" role="status">{html.escape(said)}</p>{"".join(shown)}'
+        first, _, rest = map(html.escape, text.partition("\n"))
+        folded = f"<details{is_open}><summary>{first}</summary>{pre(rest)}</details>"
+        shown.append(folded if rest else f'<p class="nba-said">{first}</p>')
+    return "".join(shown)
 
 
 def log_html(files: Sequence[str], text: str, choice: Choice) -> str:
@@ -232,69 +211,59 @@ def log_html(files: Sequence[str], text: str, choice: Choice) -> str:
     """
     if choice.rank is None or choice.rank >= len(files):
         rows = "\n".join(f"{faint(f'rank {rank}')}  {html.escape(path)}" for rank, path in enumerate(files))
-        return f'<pre class="nba-output" aria-label="Log files">{rows or faint("this run has no log files")}</pre>'
-    lines = [line for line in plain_lines(text) if choice.finds(line)]
-    body = "\n".join(_marked(line, choice.search) for line in lines)
-    return f'<pre class="nba-output" aria-label="Log">{faint(files[choice.rank])}\n{body}</pre>'
+        return pre(rows or faint("this run has no log files"), "Log files")
+    body = "\n".join(_marked(line, choice.search) for line in plain_lines(text) if choice.finds(line))
+    return pre(f"{faint(files[choice.rank])}\n{body}", "Log")
 
 
 def whole_output_html(output: OutputLog, log_folder: str) -> str:
     """Show the kept output: the last lines in view, the ones before them folded."""
     if not output.count:
-        return f'<pre class="nba-output" aria-label="Output">{faint("no output")}</pre>'
+        return pre(faint("no output"), "Output")
     last = output.last(_MOST_UNFOLDED_LINES if output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
-    shown = f'<pre class="nba-output" aria-label="Output">{_lines_html(last, output)}</pre>'
     earlier = output.count - len(last)
-    if not earlier:
-        return f"{errors_html(output)}{shown}"
-    folded = html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))
-    body = scrolled(f'<pre class="nba-output">{folded}</pre>')
-    left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
-    return (
-        f"{errors_html(output)}<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
-        f"{shown}"
-    )
+    folded = ""
+    if earlier:
+        body = scrolled(pre(html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))))
+        left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
+        folded = f"<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
+    return f"{errors_html(output)}{folded}{pre(_lines_html(last, output), 'Output')}"
 
 
 def output_lines(output: OutputLog, log_folder: str) -> list[str]:
     """Return the kept output as text."""
+    head, tail = ([f"{output.prefix(line.ranks)}{line.text}" for line in part] for part in (output.head, output.tail))
     whole = f"; the whole output is in {log_folder}" if log_folder else ""
     gap = [f"… {counted(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
-    return [_line_text(line, output) for line in output.head] + gap + [_line_text(line, output) for line in output.tail]
+    return [*head, *gap, *tail]
 
 
-def traceback_html(rank: int, traceback: str, *, is_open: bool, said: str) -> str:
-    """Show the failed rank's traceback.
-
-    Args:
-        rank: The rank that failed.
-        traceback: Its traceback.
-        is_open: Whether it is unfolded from the start.
-        said: A remark after the title; may be empty.
-    """
-    lines = list(plain_lines(traceback.strip()))
-    left_out = len(lines) - _TRACEBACK_LINES
-    # Keep the last lines, which say what was raised, and where.
-    gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
-    text = html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]]))
-    body = scrolled(f'<pre class="nba-output" aria-label="Traceback">{text}</pre>')
-    return (
-        f'<details class="nba-traceback"{" open" if is_open else ""}><summary>traceback of rank {rank}{said}</summary>'
-        f"{body}</details>"
-    )
-
-
-def _line_text(line: RankLine, output: OutputLog) -> str:
-    return f"{output.prefix(line.ranks)}{line.text}"
-
-
-def _lines_html(lines: Iterable[RankLine], output: OutputLog) -> str:
-    return "\n".join(f"{faint(output.prefix(line.ranks))}{html.escape(line.text)}" for line in lines)
+def _lines_html(lines: Iterable[RankLine], output: OutputLog, search: str = "") -> str:
+    return "\n".join(f"{faint(output.prefix(line.ranks))}{_marked(line.text, search)}" for line in lines)
 
 
 def _marked(text: str, search: str) -> str:
-    """Highlight the searched text in a line."""
-    if not search:
-        return html.escape(text)
-    parts = re.split(f"({re.escape(search)})", text, flags=re.IGNORECASE)
+    """Escape a line, and highlight the searched text in it."""
+    parts = re.split(f"({re.escape(search)})", text, flags=re.IGNORECASE) if search else [text]
     return "".join(f"<mark>{html.escape(part)}</mark>" if n % 2 else html.escape(part) for n, part in enumerate(parts))
+
+
+def pre(body: str, label: str = "") -> str:
+    """Show HTML as lines of output."""
+    named = f' aria-label="{label}"' if label else ""
+    return f'<pre class="nba-output"{named}>{body}</pre>'
+
+
+def scrolled(body: str) -> str:
+    """Put long content into a box that scrolls, with its end in view."""
+    return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
+
+
+def faint(text: str) -> str:
+    """Show text in a fainter colour."""
+    return f'<span class="nba-faint">{html.escape(text)}</span>'
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 line`` or ``2,000 lines``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

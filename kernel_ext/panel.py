@@ -1,17 +1,14 @@
 """The live panel under a cell: a run's state in widgets that follow it.
 
 Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, plain HTML replaces the
-widgets, so that a saved notebook shows it without a kernel. A page that was reloaded in the meantime can't be told to
-replace them; for such a page the outermost widget stays open and shows that HTML too.
+widgets, so that a saved notebook shows it without a kernel. A page that was reloaded meanwhile can't be made to replace
+them; for such a page the outermost widget stays open and shows that HTML too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import dataclasses
 import functools
-import importlib
 import threading
 import time
 import uuid
@@ -19,10 +16,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from kernel_ext import front_end, output, render
-from kernel_ext.chart import chart_html
 from kernel_ext.front_end import LiveClicks
 from kernel_ext.output import Choice, OutputLog
-from kernel_ext.table import MOST_ROWS, table_html
+from kernel_ext.style import STYLE
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
 from notebook_accel.launching.views.view import line_prefix
@@ -31,16 +27,16 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["PanelView", "open_view", "warm"]
+__all__ = ["PanelView", "open_view"]
 
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
-_VIEWS = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
+_VIEWS: dict[str, Literal["output", "stacks", "log"]] = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
 _MEAN, _EACH = "Mean", "Each rank"
 
 
-def open_view(job: Job) -> PanelView | _ShownRun | None:
+def open_view(job: Job) -> PanelView | _SummaryView | None:
     """Open the panel of a run. Return ``None`` where nobody would see it.
 
     The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
@@ -49,15 +45,17 @@ def open_view(job: Job) -> PanelView | _ShownRun | None:
     if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
         return None
     if job.done:
-        return _ShownRun(job)
+        return _SummaryView(job)
     try:
         return PanelView(job)
     except ImportError:  # no ipywidgets
         return None
 
 
-class PanelView:
-    """A run's panel. Constructing it displays it under the running cell.
+class _SummaryView:
+    """The view of a run that ended before a panel opened: its summary, in one place under the run's cell.
+
+    Making widgets would take longer than a short run.
 
     Args:
         job: The run. Nobody else may take its events.
@@ -65,67 +63,147 @@ class PanelView:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._shown = _ShownRun(job)
-        self._state = job.state
-        self._stacks = _AskedStacks(job, self._on_change)
-        self._drawn = _Drawn()
+        self._output = OutputLog(job.world_size, functools.partial(line_prefix, job))
+        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
+        # a context variable (since version 7).
+        self._cell_context = contextvars.copy_context()
+        self._display_id = uuid.uuid4().hex
+        self._is_there = False
+
+    def refresh(self) -> None:
+        """Take the events, so that they don't pile up."""
+        self._take_events()
+
+    def close(self) -> None:
+        """Display the summary. The run has ended."""
+        self._take_events()
+        self._show_summary()
+
+    def _in_cell(self, act: Callable[[], None]) -> None:
+        """Call a function whose messages to front ends belong under the run's cell."""
+        self._cell_context.copy().run(act)
+
+    def _take_events(self) -> set[type[events.Event]]:
+        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
+        kinds: set[type[events.Event]] = set()
+        for rank, event in self._job.events():
+            kinds.add(type(event))
+            if isinstance(event, events.Output):
+                self._output.take(rank, event)
+            elif isinstance(event, events.Display):
+                options = {"display_id": event.display_id or None, "update": event.is_update}
+                self._display(event.data, metadata=event.metadata, **options)
+        return kinds
+
+    def _facts(self, now_s: float, hint: str = "") -> render.RunFacts:
+        """Return what is shown besides the ranks' own state."""
+        job = self._job
+        end_s = now_s if job.ended_s is None else job.ended_s
+        error = job.error
+        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
+        return render.RunFacts(
+            name=job.name,
+            devices=job.devices,
+            precision=job.config.mixed_precision,
+            status=job.status,
+            elapsed_s=end_s - job.started_s,
+            hint=hint,
+            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
+            traceback=traceback,
+            is_background=job.is_background,
+            log_folder="" if job.log_folder is None else str(job.log_folder),
+        )
+
+    def _show(self, data: dict[str, Any]) -> None:
+        """Display a mime bundle in the run's place, replacing what is there."""
+        self._display(data, display_id=self._display_id, update=self._is_there)
+        self._is_there = True
+
+    def _show_summary(self, hint: str = "") -> str:
+        """Display the run's end as HTML and text that need no kernel. Return the HTML, without the panel's own tag."""
+        now_s = time.monotonic()
+        facts, state = self._facts(now_s, hint), self._job.state  # before the lock: the job's error takes another one
+        with self._job.state_lock:
+            html = render.summary_html(facts, state, self._output, now_s)
+            text = render.summary_text(facts, state, self._output, now_s)
+        self._show({"text/html": f'<div class="nba-panel">{html}</div>', "text/plain": text})
+        return html
+
+    def _display(self, data: dict[str, Any], **options: Any) -> None:
+        from IPython.display import display
+
+        self._in_cell(lambda: display(data, raw=True, **options))
+
+
+class PanelView(_SummaryView):
+    """A run's panel. Constructing it displays it under the running cell.
+
+    Args:
+        job: The run. Nobody else may take its events.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._has_changed = False  # something that people choose
         self._clicked: Literal["", "stop", "interrupt"] = ""
-        self._widgets = _PanelWidgets(
-            job.world_size,
-            on_stop=self._on_stop,
-            on_interrupt=self._on_interrupt,
-            on_ask=self._stacks.ask,
-            on_change=self._on_change,
-        )
+        self._asking: threading.Thread | None = None
+        self._stacks: tuple[str, ...] = ()
+        self._stacks_said = "not asked yet"
+        # When parts were last drawn, and whether output and metrics have arrived since.
+        self._second, self._body_s, self._chart_s = -1, -_SLOW_PERIOD_S, -_SLOW_PERIOD_S
+        self._has_output = self._has_metrics = False
+        self._widgets = widgets = _PanelWidgets(job.world_size)
+        widgets.stop.on_click(lambda _: self._on_stop())
+        widgets.interrupt.on_click(lambda _: self._on_interrupt())
+        widgets.ask_again.on_click(lambda _: self._on_ask())
+        widgets.view.observe(lambda change: self._on_ask() if change["new"] == "Stacks" else None, "value")
+        for widget in widgets.choices:
+            widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
-        for widget in self._widgets.clickable:
+        for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
-        self._shown.show(front_end.widget_view(self._widgets.root, f"{job.name}: running on {job.devices}"))
+        self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
         """Draw what is new. Without events only the clock moves, once a second."""
-        self._shown.in_cell(self._refresh)
+        self._in_cell(self._refresh)
 
     def close(self) -> None:
         """Replace the widgets with the final state as plain HTML and text. The run has ended."""
-        self._shown.in_cell(self._close)
+        self._in_cell(self._close)
 
     def _refresh(self) -> None:
-        kinds = self._shown.take_events()
+        kinds = self._take_events()
         now_s = time.monotonic()
-        if kinds or self._has_changed or int(now_s - self._job.started_s) != self._drawn.second:
+        if kinds or self._has_changed or int(now_s - self._job.started_s) != self._second:
             self._draw(now_s, kinds)
 
     def _close(self) -> None:
-        self._shown.take_events()
-        now_s = time.monotonic()
-        self._shown.show_summary(now_s, self._hint())
-        facts = self._shown.facts(now_s, self._hint())
-        with self._job.state_lock:
-            html = render.summary_parts_html(facts, self._state, self._shown.output, now_s)
-        self._widgets.close(html)
+        self._take_events()
+        self._widgets.close(self._show_summary(self._hint()))
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
-        facts = self._shown.facts(now_s, self._hint())  # before the lock: the job's error takes another one
+        facts = self._facts(now_s, self._hint())  # before the lock: the job's error takes another one
         with self._job.state_lock:
             self._draw_state(facts, now_s, kinds)
-        self._drawn.second = int(now_s - self._job.started_s)
+        self._second = int(now_s - self._job.started_s)
 
     def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
         # Setting a widget to the value that it has sends nothing.
-        widgets, state, drawn = self._widgets, self._state, self._drawn
+        widgets, state = self._widgets, self._job.state
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
-        widgets.table.value = table_html(state, now_s, is_folded=widgets.is_folded)
-        drawn.output |= events.Output in kinds
-        drawn.metrics |= events.Metrics in kinds
-        if has_changed or not widgets.body.value or self._is_body_due(now_s):
-            drawn.output, drawn.body_s = False, now_s
-            widgets.errors.value = output.errors_html(self._shown.output, widgets.choice)
+        widgets.table.value = render.table_html(state, now_s, is_folded=not widgets.fold.value)
+        self._has_output |= events.Output in kinds
+        self._has_metrics |= events.Metrics in kinds
+        period_s = _SLOW_PERIOD_S if widgets.choice.view == "log" else 0.0  # a log is read from a file
+        is_body_due = self._has_output and now_s - self._body_s >= period_s
+        if has_changed or is_body_due or not widgets.body.value:
+            self._has_output, self._body_s = False, now_s
+            widgets.errors.value = output.errors_html(self._output, widgets.choice)
             widgets.body.value = self._body_html()
-        is_chart_due = drawn.metrics and now_s - drawn.chart_s >= _SLOW_PERIOD_S
+        is_chart_due = self._has_metrics and now_s - self._chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
             are_live=self._is_clickable(),
             metrics=tuple(name for name in state.metric_names if name in state.history),
@@ -133,22 +211,17 @@ class PanelView:
             has_chart=bool(widgets.chart.value) or is_chart_due,
         )
         if has_changed or is_chart_due:
-            drawn.metrics, drawn.chart_s = False, now_s
-            widgets.chart.value = chart_html(
-                state, widgets.metric, of_ranks=widgets.has_each_rank, is_titled=not widgets.names_chart
-            )
-
-    def _is_body_due(self, now_s: float) -> bool:
-        """Return whether the part below the table has changed by itself. A log file is read once a second at most."""
-        period_s = _SLOW_PERIOD_S if self._widgets.choice.view == "log" else 0.0
-        return self._drawn.output and now_s - self._drawn.body_s >= period_s
+            self._has_metrics, self._chart_s = False, now_s
+            of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
+            metric = widgets.metric.value or ""
+            widgets.chart.value = render.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
     def _body_html(self) -> str:
         choice = self._widgets.choice
         if choice.view == "stacks":
-            return output.stacks_html(self._stacks.texts, self._stacks.said, choice)
+            return output.stacks_html(self._stacks, self._stacks_said, choice)
         if choice.view == "output":
-            return output.output_html(self._shown.output, choice)
+            return output.output_html(self._output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
             try:
@@ -194,114 +267,51 @@ class PanelView:
     def _on_change(self) -> None:
         self._has_changed = True
 
-
-@dataclasses.dataclass
-class _Drawn:
-    """Times at which parts were last drawn, and flags for output and metrics that arrived since."""
-
-    second: int = -1
-    body_s: float = -_SLOW_PERIOD_S
-    chart_s: float = -_SLOW_PERIOD_S
-    output: bool = False
-    metrics: bool = False
-
-
-class _AskedStacks:
-    """The ranks' stacks, asked for in the background so that drawing never waits.
-
-    Args:
-        job: The run.
-        on_change: Called when the answers are there, in another thread.
-
-    Attributes:
-        texts: Each rank's stack; empty before the first answer.
-        said: A line above them: ranks are being asked, when they answered, or why they could not.
-    """
-
-    def __init__(self, job: Job, on_change: Callable[[], None]) -> None:
-        self._job = job
-        self._on_change = on_change
-        self._asking: threading.Thread | None = None
-        self.texts: tuple[str, ...] = ()
-        self.said = "not asked yet"
-
-    def ask(self) -> None:
-        """Ask for the stacks, unless that is under way."""
+    def _on_ask(self) -> None:
+        """Ask for the ranks' stacks in the background, so that drawing never waits; unless that is under way."""
         if self._asking is None or not self._asking.is_alive():
-            self.said = "asking every rank …"
+            self._stacks_said = "asking every rank …"
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
             self._asking.start()
 
     def _ask(self) -> None:
         try:
-            self.texts = tuple(map(str, self._job.stacks()))
-            self.said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
+            self._stacks = tuple(map(str, self._job.stacks()))
+            self._stacks_said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
         except NotebookAccelError as error:
-            self.said = str(error)
+            self._stacks_said = str(error)
         self._on_change()
 
 
-def warm() -> None:
-    """Import ipywidgets if it is installed, so that the first panel needn't wait for it."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("ipywidgets")
-
-
 class _PanelWidgets:
-    """The panel's widgets, and what people choose and click in them.
+    """The panel's widgets, in which people choose and click.
 
-    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted and
-    passed on to the panel's callbacks. Widgets change when the panel is drawn, in one thread.
-
-    Args:
-        world_size: Number of ranks.
-        on_stop: Called by the button Stop.
-        on_interrupt: Called by the button Interrupt.
-        on_ask: Asks for the ranks' stacks.
-        on_change: Called after every other choice. All four run in a click's thread and must be quick.
+    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted there.
+    Widgets change when the panel is drawn, in one thread.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        on_stop: Callable[[], None],
-        on_interrupt: Callable[[], None],
-        on_ask: Callable[[], None],
-        on_change: Callable[[], None],
-    ) -> None:
+    def __init__(self, world_size: int) -> None:
         import ipywidgets  # not above: plain scripts import this module too, to find that they need no panel
 
         self.header, self.table, self.errors, self.body, self.chart = (ipywidgets.HTML() for _ in range(5))
-        self._stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
-        self._stop.on_click(lambda _: on_stop())
-        self._interrupt = ipywidgets.Button(
+        self.stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
+        self.interrupt = ipywidgets.Button(
             description="Interrupt", tooltip="Raise KeyboardInterrupt in every rank, so that each can clean up"
         )
-        self._interrupt.on_click(lambda _: on_interrupt())
-        self._fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
-        self._view = ipywidgets.ToggleButtons(
+        self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
+        self.view = ipywidgets.ToggleButtons(
             options=list(_VIEWS),
             tooltips=["What the ranks print", "Where every rank stands now", "The ranks' log files"],
         )
-        self._rank = ipywidgets.Dropdown(
+        self.rank = ipywidgets.Dropdown(
             description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
         )
-        self._search = ipywidgets.Text(description="Search", placeholder="search")
-        self._again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
-        self._again.on_click(lambda _: on_ask())
-        self._metric = ipywidgets.Dropdown(description="Metric", options=[])
-        self._curves = ipywidgets.ToggleButtons(
-            options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"]
-        )
-        self._view.observe(lambda change: on_ask() if change["new"] == "Stacks" else None, "value")
-        for widget in (self._fold, self._view, self._rank, self._search, self._metric, self._curves):
-            widget.observe(lambda _: on_change(), "value")
-        self.clickable = (
-            *(self._stop, self._interrupt, self._fold, self._view, self._rank, self._search, self._again),
-            *(self._metric, self._curves),
-        )
-        self._has_many, self._has_some = world_size > MOST_ROWS, world_size > 1
+        self.search = ipywidgets.Text(description="Search", placeholder="search")
+        self.ask_again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
+        self.metric = ipywidgets.Dropdown(description="Metric", options=[])
+        self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
+        self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
+        self._has_many, self._has_some = world_size > render.MOST_ROWS, world_size > 1
         self.root = self._laid_out()
 
     def _laid_out(self) -> Any:
@@ -312,42 +322,27 @@ class _PanelWidgets:
                 widget.add_class(name)
             return widget
 
-        named(self._stop, "nba-button", "nba-stop")
-        named(self._again, "nba-button", "nba-small")
-        named(self._fold, "nba-button", "nba-small", "nba-fold")
-        named(self._view, "nba-tabs")
-        named(self._curves, "nba-tabs")
-        named(self._interrupt, "nba-button")
-        self._tools = named(HBox([self._view, self._again, self._rank, self._search]), "nba-tools")
-        self._chart_tools = named(HBox([self._metric, self._curves]), "nba-tools")
+        named(self.stop, "nba-button", "nba-stop")
+        named(self.ask_again, "nba-button", "nba-small")
+        named(self.fold, "nba-button", "nba-small", "nba-fold")
+        named(self.view, "nba-tabs")
+        named(self.curves, "nba-tabs")
+        named(self.interrupt, "nba-button")
+        self._tools = named(HBox([self.view, self.ask_again, self.rank, self.search]), "nba-tools")
+        self._chart_tools = named(HBox([self.metric, self.curves]), "nba-tools")
         scroll = named(VBox([self.body]), "nba-scrollback")
         output = named(VBox([self._tools, self.errors, scroll]), "nba-output-pane")
         chart = named(VBox([self._chart_tools, self.chart]), "nba-chart-pane")
-        top = named(HBox([self.header, self._interrupt, self._stop]), "nba-top")
+        top = named(HBox([self.header, self.interrupt, self.stop]), "nba-top")
         bottom = named(HBox([output, chart]), "nba-bottom")
-        style = named(HTML(render.style_html()), "nba-style")
-        return named(VBox([style, top, self.table, self._fold, bottom]), "nba-panel")
+        style = named(HTML(f"<style>{STYLE}</style>"), "nba-style")
+        return named(VBox([style, top, self.table, self.fold, bottom]), "nba-panel")
 
     @property
     def choice(self) -> Choice:
         """The choice of what is shown below the table."""
-        rank = None if self._rank.value == -1 else self._rank.value
-        return Choice(_VIEWS[self._view.value], rank, self._search.value.strip())  # type: ignore[arg-type]
-
-    @property
-    def is_folded(self) -> bool:
-        """True if ranks may share rows."""
-        return not self._fold.value
-
-    @property
-    def metric(self) -> str:
-        """The chart's metric, empty for the first one."""
-        return self._metric.value or ""
-
-    @property
-    def has_each_rank(self) -> bool:
-        """True if the chart has a curve for each rank."""
-        return bool(self._curves.value == _EACH)
+        rank = None if self.rank.value == -1 else self.rank.value
+        return Choice(_VIEWS[self.view.value], rank, self.search.value.strip())
 
     @property
     def names_chart(self) -> bool:
@@ -363,21 +358,21 @@ class _PanelWidgets:
             clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
         """
-        if self._metric.options != metrics:
-            chosen = self._metric.value
-            self._metric.options = metrics
-            self._metric.value = chosen if chosen in metrics else next(iter(metrics), None)
-        self._stop.disabled = clicked == "stop"
-        self._interrupt.disabled = bool(clicked)
+        if self.metric.options != metrics:
+            chosen = self.metric.value
+            self.metric.options = metrics
+            self.metric.value = chosen if chosen in metrics else next(iter(metrics), None)
+        self.stop.disabled = clicked == "stop"
+        self.interrupt.disabled = bool(clicked)
         shown = {
-            self._stop: are_live,
-            self._interrupt: are_live,
-            self._fold: are_live and self._has_many,
+            self.stop: are_live,
+            self.interrupt: are_live,
+            self.fold: are_live and self._has_many,
             self._tools: are_live,
-            self._rank: self._has_some,
-            self._again: self._view.value == "Stacks",
+            self.rank: self._has_some,
+            self.ask_again: self.view.value == "Stacks",
             self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
-            self._curves: self._has_some,
+            self.curves: self._has_some,
         }
         for widget, is_shown in shown.items():
             widget.layout.display = "" if is_shown else "none"
@@ -399,85 +394,3 @@ def _close(widget: Any) -> None:
         if part is not None:
             _close(part) if hasattr(part, "layout") else part.close()
     widget.close()
-
-
-class _ShownRun:
-    """A run's output and its one place under the running cell. As a view it shows the summary when it is closed.
-
-    It serves the live panel, and alone is the view of a run that has ended before a panel opened: making widgets would
-    take longer than a short run.
-
-    Args:
-        job: The run. Nobody else may take its events.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self.output = OutputLog(job.world_size, functools.partial(line_prefix, job))
-        # Another thread may draw while a later cell runs. Displays belong under this cell, which ipykernel keeps in
-        # a context variable (since version 7).
-        self._cell_context = contextvars.copy_context()
-        self._display_id = uuid.uuid4().hex
-        self._is_there = False
-
-    def in_cell(self, act: Callable[[], None]) -> None:
-        """Call a function whose messages to front ends belong under the run's cell."""
-        self._cell_context.copy().run(act)
-
-    def take_events(self) -> set[type[events.Event]]:
-        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
-        kinds: set[type[events.Event]] = set()
-        for rank, event in self._job.events():
-            kinds.add(type(event))
-            if isinstance(event, events.Output):
-                self.output.take(rank, event)
-            elif isinstance(event, events.Display):
-                options = {"display_id": event.display_id or None, "update": event.is_update}
-                self._display(event.data, metadata=event.metadata, **options)
-        return kinds
-
-    def facts(self, now_s: float, hint: str = "") -> render.RunFacts:
-        """Return what is shown besides the ranks' own state."""
-        job = self._job
-        end_s = now_s if job.ended_s is None else job.ended_s
-        error = job.error
-        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
-        return render.RunFacts(
-            name=job.name,
-            devices=job.devices,
-            precision=job.config.mixed_precision,
-            status=job.status,
-            elapsed_s=end_s - job.started_s,
-            hint=hint,
-            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
-            traceback=traceback,
-            is_background=job.is_background,
-            log_folder="" if job.log_folder is None else str(job.log_folder),
-        )
-
-    def show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the run's place, replacing what is there."""
-        self._display(data, display_id=self._display_id, update=self._is_there)
-        self._is_there = True
-
-    def show_summary(self, now_s: float, hint: str = "") -> None:
-        """Display the run's end as HTML and text that need no kernel."""
-        facts, state = self.facts(now_s, hint), self._job.state
-        with self._job.state_lock:
-            html = render.summary_html(facts, state, self.output, now_s)
-            text = render.summary_text(facts, state, self.output, now_s)
-        self.show({"text/html": html, "text/plain": text})
-
-    def refresh(self) -> None:
-        """Take the events, so that they don't pile up."""
-        self.take_events()
-
-    def close(self) -> None:
-        """Display the summary. The run has ended."""
-        self.take_events()
-        self.show_summary(time.monotonic())
-
-    def _display(self, data: dict[str, Any], **options: Any) -> None:
-        from IPython.display import display
-
-        self.in_cell(lambda: display(data, raw=True, **options))

@@ -1,4 +1,4 @@
-"""Turn a run's state into HTML and plain text. Pure functions; everything that a rank said is escaped.
+"""Draw a run's state as HTML and plain text. Pure functions; everything that a rank said is escaped.
 
 Sanitizers may remove the style sheet, so the HTML reads well without it: a real table, words for states, text beside
 every bar. The live panel shows the parts (header, table, output, chart) in widgets; the summary that stays in the
@@ -9,15 +9,41 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-from kernel_ext.chart import chart_html
-from kernel_ext.markup import STYLE, badge, counted, faint
-from kernel_ext.output import OutputLog, output_lines, traceback_html, whole_output_html
-from kernel_ext.table import MOST_ROWS, notes, table_html, table_lines
-from notebook_accel.formatting import format_clock, format_duration
+from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
+from kernel_ext.style import STYLE
+from notebook_accel.formatting import format_clock, format_duration, format_size, plain_lines, plain_text, rank_spans
+from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 
-__all__ = ["RunFacts", "header_html", "style_html", "summary_html", "summary_parts_html", "summary_text"]
+__all__ = [
+    "MOST_ROWS",
+    "RunFacts",
+    "aligned",
+    "chart_html",
+    "header_html",
+    "summary_html",
+    "summary_text",
+    "table_html",
+    "ticks",
+]
+
+MOST_ROWS = 16
+"""Of more ranks than this, those in one state share a row, unless all are asked for."""
+_MOST_SINGLE = 3
+_MOST_METRIC_COLUMNS = 4
+_MOST_METRICS_BESIDE_OUTPUT = 2  # with more, too little of a line would be left to read
+_MOST_NAME_CHARACTERS = 24
+_TRACEBACK_LINES = 200
+_ALIVE_S = 3.0
+_LARGEST_COUNT = 1e12
+_UNKNOWN = "\N{EN DASH}"
+_SIGNS = {"failed": "✗", "killed": "✗", "lost": "✗", "finished": "✓", "silent": "!", "behind": "▼"}
+_ALARMING = ("failed", "killed", "lost", "silent", "behind")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +51,12 @@ class RunFacts:
     """Facts about a run that aren't in its ranks' state.
 
     Attributes:
-        name: Its name.
-        devices: What it runs on, such as ``2 CPUs``.
-        precision: Its mixed precision, ``no`` if it has none.
+        name: The run's name.
+        devices: The devices that it runs on, such as ``2 CPUs``.
+        precision: The mixed precision, ``no`` if there is none.
         status: ``starting``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
-        elapsed_s: Its running time so far, or in all.
-        hint: A hint for the reader, such as how to stop it; may be empty.
+        elapsed_s: The running time so far, or in all.
+        hint: A hint for the reader, such as how to stop the run; may be empty.
         failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
         traceback: That traceback.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
@@ -59,13 +85,11 @@ class RunFacts:
         return "finished" if self.status == "succeeded" else self.status
 
 
-def style_html() -> str:
-    """Return the style sheet for everything below an element of class ``nba-panel``."""
-    return f"<style>{STYLE}</style>"
+# Header and summary ---------------------------------------------------------------------------------------------------
 
 
 def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
-    """Return the line above the table: state, name, devices, epoch and times; below it the reasons of restarts."""
+    """Return the line above the table: state, name, devices, epoch and times; below it restarts and other nodes."""
     times = [f"<span>{_time(facts)} {faint('in all' if facts.has_ended else 'elapsed')}</span>"]
     left_s = None if facts.has_ended else state.left_s(now_s)
     if left_s is not None:
@@ -73,44 +97,54 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
         of = "left" if are_epochs_known else "left in this epoch"
         times.append(f"<span>{format_clock(left_s)} {faint(of)}</span>")
     hint = f'<span class="nba-faint" role="status">{html.escape(facts.hint)}</span>' if facts.hint else ""
+    below = "".join(f'<p class="nba-said">{html.escape(line)}</p>' for line in (*state.restarts_why, *state.nodes))
     return (
-        f'<div class="nba-header">{badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
-        f"{faint(' · '.join(_about(facts, state)))} "
-        f'<span class="nba-times">{hint} {" ".join(times)}</span>{_lines_html(state)}</div>'
+        f'<div class="nba-header">{_badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
+        f"{faint(' · '.join(_about_run(facts, state)))} "
+        f'<span class="nba-times">{hint} {" ".join(times)}</span>{below}</div>'
     )
 
 
 def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """Return the summary that stays in the notebook: the whole panel in one piece that needs no kernel."""
-    return f'<div class="nba-panel">{summary_parts_html(facts, state, output, now_s)}</div>'
-
-
-def summary_parts_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """Return the content of ``summary_html``, for an element that is a panel already."""
+    """Return the whole panel in one piece that needs no kernel, for an element of class ``nba-panel``."""
     chart = chart_html(state)
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
-    bottom = ""
+    every_rank = bottom = ""
+    if len(state.ranks) > MOST_ROWS:
+        table = table_html(state, now_s, is_folded=False)
+        title = f"<summary>all {len(state.ranks)} ranks</summary>"
+        every_rank = f'<details class="nba-every-rank">{title}{table}</details>'
     if output.count or beside:  # the chart stays in the live panel's place
         pane = f'<div class="nba-output-pane">{whole_output_html(output, facts.log_folder)}</div>'
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
-        f'{style_html()}<div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s)}{_every_rank_html(state, now_s)}{_traceback_html(facts)}{bottom}"
+        f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
+        f"{table_html(state, now_s)}{every_rank}{_traceback_html(facts)}{bottom}"
     )
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """Return the summary as plain text, for where HTML isn't shown."""
-    first = f"{facts.name}: {', '.join([facts.state, *_about(facts, state), _time(facts)])}"
-    lines = [first, *state.restarts_why, *state.nodes, *table_lines(state, now_s), *notes(state, now_s)]
+    first = f"{facts.name}: {', '.join([facts.state, *_about_run(facts, state), _time(facts)])}"
+    columns = _Table(state, now_s).columns
+    rows = [["rank", *(column.head for column in columns)]]
+    rows += [[str(rank.number), *(column.text(rank) for column in columns)] for rank in state.ranks]
+    notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
+    lines = [first, *state.restarts_why, *state.nodes, *aligned(rows), *notes]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _time(facts: RunFacts) -> str:
     return (format_duration if facts.has_ended else format_clock)(facts.elapsed_s)
 
 
-def _about(facts: RunFacts, state: RunState) -> list[str]:
+def _about_run(facts: RunFacts, state: RunState) -> list[str]:
     about = [facts.devices]
     if facts.precision != "no":
         about.append(facts.precision)
@@ -123,23 +157,418 @@ def _about(facts: RunFacts, state: RunState) -> list[str]:
     return about
 
 
-def _lines_html(state: RunState) -> str:
-    """List the reasons of the last restarts, and the other nodes' states."""
-    return "".join(f'<p class="nba-said">{html.escape(line)}</p>' for line in (*state.restarts_why, *state.nodes))
-
-
-def _every_rank_html(state: RunState, now_s: float) -> str:
-    """Fold a row for every rank below a table in which ranks share rows."""
-    count = len(state.ranks)
-    if count <= MOST_ROWS:
-        return ""
-    table = table_html(state, now_s, is_folded=False)
-    return f'<details class="nba-every-rank"><summary>all {count} ranks</summary>{table}</details>'
-
-
 def _traceback_html(facts: RunFacts) -> str:
     """Show the failure's traceback; unfolded where no cell raises it."""
     if facts.failed_rank is None:
         return ""
-    said = " · job.results() raises it" if facts.is_background else ""
-    return traceback_html(facts.failed_rank, facts.traceback, is_open=facts.is_background, said=said)
+    lines = list(plain_lines(facts.traceback.strip()))
+    left_out = len(lines) - _TRACEBACK_LINES
+    # Keep the last lines, which say what was raised, and where.
+    gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
+    body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
+    is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
+    title = f"<summary>traceback of rank {facts.failed_rank}{said}</summary>"
+    return f'<details class="nba-traceback"{is_open}>{title}{body}</details>'
+
+
+# The table of ranks ---------------------------------------------------------------------------------------------------
+
+
+def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
+    """Draw a row for each rank, and below it a row that says what happened to it.
+
+    Up to a screenful of ranks have a row each. Of more ranks, those in one state share a row (on several nodes, those
+    of one node), which shows their common values and their spread; a small cell below the table stands for each. Ranks
+    in a rare state, such as the one that failed, keep a row of their own.
+
+    Args:
+        state: The run.
+        now_s: The current time.
+        is_folded: Whether many ranks may share rows.
+    """
+    table = _Table(state, now_s)
+    groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
+    heads = "".join(
+        f'<th scope="col" class="{column.kind}">{html.escape(column.head)}</th>' for column in table.columns
+    )
+    rows = "".join(table.row_html(group) for group in groups)
+    cells = "".join(map(table.cell_html, state.ranks)) if len(groups) < len(state.ranks) else ""
+    return (
+        '<div class="nba-scroll" tabindex="0"><table class="nba-ranks"><caption>Ranks</caption>'
+        f'<thead><tr><th scope="col">rank</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+        + (f'<ul class="nba-cells" aria-label="All ranks">{cells}</ul>' if cells else "")
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _TableColumn:
+    """A column of the table.
+
+    Attributes:
+        head: The heading.
+        text: Returns a rank's cell as text.
+        kind: The CSS class of the cells.
+        html: Returns a rank's cell as HTML, where that is more than its text.
+        together: Returns several ranks' common cell as HTML; empty if they have nothing in common.
+    """
+
+    head: str
+    text: Callable[[RankState], str]
+    kind: str = ""
+    html: Callable[[RankState], str] | None = None
+    together: Callable[[Sequence[RankState]], str] = lambda _: ""
+
+    def cell(self, ranks: Sequence[RankState]) -> str:
+        if len(ranks) > 1:
+            return self.together(ranks)
+        return self.html(ranks[0]) if self.html is not None else html.escape(self.text(ranks[0]))
+
+
+def _number_column(
+    head: str, value: Callable[[RankState], float | None], written: Callable[[float | None], str]
+) -> _TableColumn:
+    """Make a column of numbers, of which ranks that share a row show the mean."""
+
+    def mean(ranks: Sequence[RankState]) -> str:
+        known = [number for rank in ranks if (number := value(rank)) is not None]
+        return written(statistics.fmean(known) if known else None)
+
+    return _TableColumn(head, lambda rank: written(value(rank)), "nba-number", together=mean)
+
+
+class _Table:
+    """A run's table at one moment."""
+
+    def __init__(self, state: RunState, now_s: float) -> None:
+        self._state = state
+        self._now_s = now_s
+        self._behind = state.behind(now_s)
+        self._is_by_node = 1 < len({rank.node for rank in state.ranks}) <= MOST_ROWS
+        self.columns = self._columns()
+
+    def groups(self) -> list[list[RankState]]:
+        """Return the ranks that share a row, by their lowest rank; alarming states first."""
+        found: dict[tuple[str, int], list[RankState]] = {}
+        for rank in self._state.ranks:
+            found.setdefault((self._word(rank), rank.node if self._is_by_node else 0), []).append(rank)
+        groups: list[list[RankState]] = []
+        for _, group in sorted(found.items(), key=lambda item: item[0][0] not in _ALARMING):
+            groups += [[rank] for rank in group] if len(group) <= _MOST_SINGLE else [group]
+        return groups
+
+    def row_html(self, ranks: Sequence[RankState]) -> str:
+        """Draw the row of a rank or of several, with a row below it for what happened to them."""
+        first = ranks[0]
+        if len(ranks) == 1:
+            who, about, note = str(first.number), self._about(first), _note(first, self._now_s)
+        else:
+            who = f"node {first.node}: {len(ranks)} ranks" if self._is_by_node else f"{len(ranks)} ranks"
+            spans = ", ".join(rank_spans(rank.number for rank in ranks))
+            about, note = f"ranks {spans}".replace("-", "\N{EN DASH}"), _shared_note(ranks, self._now_s)
+        word = self._word(first)
+        kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
+        cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
+        row = f'<tr{kind} title="{html.escape(about)}"><th scope="row">{who}</th>{cells}</tr>'
+        if note:
+            color = first.state if first.note else "silent"
+            cell = f'<td class="nba-note nba-{color}" colspan="{len(self.columns)}">{html.escape(note)}</td>'
+            row += f"<tr{kind}><td></td>{cell}</tr>"
+        return row
+
+    def cell_html(self, rank: RankState) -> str:
+        """Draw a small cell for a rank: its number, a sign for its state, and its progress."""
+        word = self._word(rank)
+        about = html.escape(f"rank {rank.number}: {word}, {_step_text(rank)}")
+        share = min(rank.step / rank.total, 1.0) if rank.step is not None and rank.total else 0.0
+        return (
+            f'<li class="nba-cell nba-{word}" title="{about}" aria-label="{about}"><b>{rank.number}</b>'
+            f'<span>{_SIGNS.get(word, "")}</span><i style="width:{share:.0%}"></i></li>'
+        )
+
+    def _columns(self) -> list[_TableColumn]:
+        """Return the columns for which some rank has a value."""
+        ranks, names = self._state.ranks, self._state.metric_names
+
+        def badge_of(rank: RankState) -> str:
+            return _badge(self._word(rank))
+
+        columns = [_TableColumn("state", self._word, html=badge_of, together=lambda ranks: badge_of(ranks[0]))]
+        if any(rank.step is not None for rank in ranks):
+            columns.append(_TableColumn("step", _step_text, html=_step_html, together=_steps_html))
+            columns.append(_number_column("steps/s", lambda rank: rank.steps_per_s(self._now_s), _rate))
+        for name in names[:_MOST_METRIC_COLUMNS]:
+            head = _shortened(name, _MOST_NAME_CHARACTERS)
+            columns.append(_number_column(head, lambda rank, name=name: rank.metrics.get(name), _in_digits))  # type: ignore[misc]
+        if others := names[_MOST_METRIC_COLUMNS:]:
+            columns.append(_TableColumn("other metrics", lambda rank: _metrics_text(rank, others)))
+        if any(rank.memory_used_bytes is not None for rank in ranks):
+            columns.append(_TableColumn("memory", _memory_text, html=_memory_html, together=_memories_html))
+        if any(rank.utilisation is not None for rank in ranks):
+            columns.append(_number_column("busy", lambda rank: rank.utilisation, _percent))
+        if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
+            columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
+        # There from the start, since it takes the remaining width: other columns don't move when one is added.
+        if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
+            columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
+        return columns
+
+    def _word(self, rank: RankState) -> str:
+        return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
+
+    def _seen(self, rank: RankState) -> str:
+        """Return how long ago the rank last sent an event."""
+        if rank.has_ended or rank.last_event_s is None:
+            return _UNKNOWN
+        ago_s = self._now_s - rank.last_event_s
+        return "now" if ago_s < _ALIVE_S else f"{format_clock(ago_s)} ago"
+
+    def _seen_longest_ago(self, ranks: Sequence[RankState]) -> str:
+        running = [rank for rank in ranks if rank.last_event_s is not None and not rank.has_ended]
+        return self._seen(min(running, key=lambda rank: rank.last_event_s or 0.0, default=ranks[0]))
+
+    def _about(self, rank: RankState) -> str:
+        waits = f"waits in {rank.silent.waits_in}" if rank.silent is not None and rank.silent.waits_in else ""
+        behind = f"{self._behind[rank.rank]:,} steps behind the others" if rank.rank in self._behind else ""
+        return ", ".join(filter(None, (_shortened(rank.device, 100), _shortened(rank.label, 100), waits, behind)))
+
+
+def _note(rank: RankState, now_s: float) -> str:
+    """Say what happened to a rank; of a silent rank that others wait for, say where it is."""
+    if rank.note or rank.silent is None or rank.silent.waits_in:
+        return rank.note
+    at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
+    return f"no step for {format_clock(now_s - rank.silent.since_s)}{at}; others wait for it"
+
+
+def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:
+    """Say what happened to the first rank of a group, and to how many of them."""
+    found = [note for rank in ranks if (note := _note(rank, now_s))]
+    if not found:
+        return ""
+    same = found.count(found[0])
+    return found[0] if same == len(ranks) else f"{same} of them: {found[0]}"
+
+
+def _badge(word: str) -> str:
+    """Frame a word, in the colour of the state of that name."""
+    return f'<span class="nba-badge nba-{html.escape(word)}">{html.escape(word)}</span>'
+
+
+def _bar(value: float, total: float, attributes: str, kind: str = "") -> str:
+    """Draw a bar filled to ``value`` of ``total``."""
+    share = min(max(value / total, 0.0), 1.0)
+    return (
+        f'<div class="nba-bar {kind}" {attributes} aria-valuemin="0" aria-valuenow="{value}" aria-valuemax="{total}">'
+        f'<div style="width:{share:.1%}"></div></div>'
+    )
+
+
+def _shortened(text: str, characters: int) -> str:
+    """Cut off the end of a long text."""
+    return text if len(text) <= characters else f"{text[: characters - 1]}…"
+
+
+def _rate(steps_per_s: float | None) -> str:
+    """Return steps a second with about three digits."""
+    if steps_per_s is None:
+        return _UNKNOWN
+    if steps_per_s >= 1:
+        return f"{steps_per_s:,.0f}" if steps_per_s >= 100 else f"{steps_per_s:.1f}"
+    return f"{steps_per_s:.2g}"
+
+
+def _in_digits(value: float | None) -> str:
+    """Format a metric. Counts are exact, and large readable numbers get no exponent."""
+    if value is None:
+        return _UNKNOWN
+    if value.is_integer() and abs(value) < _LARGEST_COUNT:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.0f} %"
+
+
+def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
+    known = (name for name in names if name in rank.metrics)
+    return ", ".join(f"{_shortened(name, _MOST_NAME_CHARACTERS)} {_in_digits(rank.metrics[name])}" for name in known)
+
+
+def _step_text(rank: RankState) -> str:
+    if rank.step is None:
+        return _UNKNOWN
+    return f"{rank.step:,} / {rank.total:,}" if rank.total is not None else f"{rank.step:,}"
+
+
+def _step_html(rank: RankState) -> str:
+    if rank.step is None or not rank.total:
+        return html.escape(_step_text(rank))
+    steps = _bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.number}"')
+    total = f"{rank.total:,}"
+    return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {faint(f"/ {total}")}'
+
+
+def _steps_html(ranks: Sequence[RankState]) -> str:
+    """Return the slowest and the fastest rank's step, with the slowest rank's bar."""
+    slowest, fastest = (choose(ranks, key=lambda rank: rank.step or 0) for choose in (min, max))
+    if slowest.step is None or fastest.step is None:
+        return html.escape(_step_text(fastest))
+    steps = f"{slowest.step:,}" if slowest.step == fastest.step else f"{slowest.step:,}\N{EN DASH}{fastest.step:,}"
+    if not slowest.total:
+        return steps
+    attributes = f'role="progressbar" aria-label="Steps of the slowest of {len(ranks)} ranks"'
+    return f"{_bar(slowest.step, slowest.total, attributes)}{steps} {faint(f'/ {slowest.total:,}')}"
+
+
+def _memory_sizes(rank: RankState) -> list[str]:
+    """Return the used and the total memory, naming a shared unit once; without the total if that is unknown."""
+    used, total = format_size(rank.memory_used_bytes or 0), format_size(rank.memory_total_bytes)
+    if not rank.memory_total_bytes:
+        return [used]
+    number, _, unit = used.partition(" ")
+    return [number if total.endswith(unit) else used, total]
+
+
+def _memory_text(rank: RankState) -> str:
+    return _UNKNOWN if rank.memory_used_bytes is None else " / ".join(_memory_sizes(rank))
+
+
+def _memory_html(rank: RankState) -> str:
+    if rank.memory_used_bytes is None or not rank.memory_total_bytes:
+        return html.escape(_memory_text(rank))
+    of = "Host memory" if rank.memory is None or rank.memory.kind == "host" else "Device memory"
+    percent = round(100 * rank.memory_used_bytes / rank.memory_total_bytes)
+    attributes = f'role="meter" aria-label="{of} of rank {rank.number}" aria-valuetext="{_memory_text(rank)}"'
+    used, total = _memory_sizes(rank)
+    return f"{_bar(percent, 100, attributes, 'nba-memory')}{used} {faint(f'/ {total}')}"
+
+
+def _memories_html(ranks: Sequence[RankState]) -> str:
+    """Return the memory of the rank that uses most."""
+    known = [rank for rank in ranks if rank.memory_used_bytes is not None]
+    return _memory_html(max(known, key=lambda rank: rank.memory_used_bytes or 0)) if known else _UNKNOWN
+
+
+# The chart ------------------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT = 280, 132
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 20
+_MOST_INTERVALS = 4
+_MOST_TITLE_CHARACTERS = 40
+_MOST_LABELS = 8
+_LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
+
+_Point: TypeAlias = tuple[int, float]
+
+
+def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
+    """Draw a metric over steps; return nothing until it has two points.
+
+    Args:
+        state: The run.
+        metric: The metric; by default the first one, a loss if there is one.
+        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
+        is_titled: Whether to print a title above it.
+    """
+    name = metric if metric in state.history else next(iter(state.metric_names), "")
+    curves = state.history.get(name)
+    mean = [] if curves is None else curves.mean.points
+    if curves is None or len(mean) < 2:
+        return ""
+    ranks = {rank: series.points for rank, series in curves.ranks.items()} if of_ranks else {}
+    ranks = {rank: points for rank, points in sorted(ranks.items()) if len(points) > 1}
+    title = html.escape(_shortened(name, _MOST_TITLE_CHARACTERS))
+    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
+    description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
+    head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
+    return (
+        f'<div class="nba-chart">{head}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
+    )
+
+
+class _Drawing:
+    """The axes and curves of a chart.
+
+    Args:
+        mean: The curve in front.
+        ranks: The curves behind it; if they are few, each ends in its rank's number.
+        unit: Unit of the horizontal axis.
+    """
+
+    def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
+        self._mean = mean
+        self._ranks = ranks
+        self._unit = unit
+        points = [point for curve in (mean, *ranks.values()) for point in curve]
+        values = [value for _, value in points]
+        self._marks = ticks(min(values), max(values))
+        self._low, self._high = min(self._marks[0], *values), max(self._marks[-1], *values)
+        self._first, self._last = min(step for step, _ in points), max(step for step, _ in points)
+        self._has_labels = 0 < len(ranks) <= _MOST_LABELS
+        self._right = _RIGHT + (_LABEL_WIDTH if self._has_labels else 0)
+
+    def svg(self) -> str:
+        behind = "".join(self._path(points, f"nba-rank-curve nba-c{rank % _MOST_LABELS}", f"rank {rank}")
+                         for rank, points in self._ranks.items())  # fmt: skip
+        return f"{self._axes()}{behind}{self._path(self._mean, 'nba-curve', 'mean')}{self._labels()}"
+
+    def _x(self, step: float) -> float:
+        return _LEFT + (step - self._first) / (self._last - self._first) * (_WIDTH - _LEFT - self._right)
+
+    def _y(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+    def _axes(self) -> str:
+        # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
+        grid = " ".join(
+            f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
+            f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
+            f'<text x="{_LEFT - 6}" y="{self._y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
+            for mark in self._marks
+        )
+        return (
+            f'<g font-size="10.5" fill="currentColor">{grid} '
+            f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{self._first:,}</text> '
+            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{self._last:,} {self._unit}</text></g>'
+        )
+
+    def _path(self, points: Sequence[_Point], kind: str, title: str) -> str:
+        path = "M" + "L".join(f"{self._x(step):.1f} {self._y(value):.1f}" for step, value in points)
+        width = 1.6 if kind == "nba-curve" else 1
+        return (
+            f'<path class="{kind}" d="{path}" fill="none" stroke="currentColor" '
+            f'stroke-width="{width}" stroke-linejoin="round"><title>{title}</title></path>'
+        )
+
+    def _labels(self) -> str:
+        """Write the ranks' numbers at the ends of their curves, spread out where those are close together."""
+        if not self._has_labels:
+            return ""
+        ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
+        lowest = _HEIGHT - _BOTTOM - _LABEL_HEIGHT * (len(ends) - 1)
+        shown, below = [], float(_TOP)
+        for index, (y, rank) in enumerate(ends):
+            at = min(max(y, below), lowest + _LABEL_HEIGHT * index)
+            below = at + _LABEL_HEIGHT
+            shown.append(
+                f'<text class="nba-c{rank % _MOST_LABELS}" x="{_WIDTH - _LABEL_WIDTH}" y="{at + 3:.1f}">{rank}</text>'
+            )
+        return f'<g font-size="9.5" fill="currentColor">{" ".join(shown)}</g>'
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
+    if low >= 0 and low < 0.4 * high:
+        low = 0.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
+        low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
+    rough = (high - low) / _MOST_INTERVALS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= _MOST_INTERVALS)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # Multiples of a step such as 0.1 aren't exact in binary.
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]

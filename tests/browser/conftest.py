@@ -6,7 +6,7 @@ import importlib.util
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +16,10 @@ from tests.browser import lab as labs
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
+    from tests.browser.lab import Screenshot
+
 _CHROMIUM_FLAGS = (
-    "--no-sandbox",  # it is our own pages that it opens, and inside a container it has no sandbox
+    "--no-sandbox",  # it opens only our own pages, and a container has no sandbox
     "--disable-gpu",
     "--disable-quic",
     "--disable-background-networking",
@@ -34,7 +36,7 @@ def _missing() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says in the report which tests did not run, and what to install."""
+    """Mark tests that can't run as skipped, with what to install."""
     folder = pathlib.Path(__file__).parent
     missing = _missing()
     for item in items:
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[labs.Lab]:
-    """A JupyterLab server that the tests of a module share."""
+    """Run a JupyterLab server that the tests of a module share."""
     with labs.running(tmp_path_factory.mktemp("lab")) as running:
         yield running
         running.stop_kernels()
@@ -52,7 +54,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[labs.Lab]:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    """A Chromium without a window."""
+    """Run a Chromium without a window."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -64,8 +66,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def screenshot() -> Callable[[Page | Locator, str], None]:
-    """Takes a picture of a page or a part of it, if NOTEBOOK_ACCEL_SCREENSHOTS names a folder for them."""
+def screenshot() -> Screenshot:
+    """Return a function that takes a picture of a page or its part, if NOTEBOOK_ACCEL_SCREENSHOTS names a folder."""
     named = os.environ.get("NOTEBOOK_ACCEL_SCREENSHOTS")
 
     def take(shown: Page | Locator, name: str) -> None:
@@ -78,10 +80,8 @@ def screenshot() -> Callable[[Page | Locator, str], None]:
 
 
 @pytest.fixture
-def page(
-    browser: Browser, lab: labs.Lab, screenshot: Callable[[Page | Locator, str], None], request: pytest.FixtureRequest
-) -> Iterator[Page]:
-    """A page of that Chromium. Its kernels end with the test; if the test fails, there is a picture of it."""
+def page(browser: Browser, lab: labs.Lab, screenshot: Screenshot, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """Open a page. Its kernels end with the test; if the test fails, a picture of the page is taken."""
     from playwright.sync_api import expect
 
     pictures_are_kept = "NOTEBOOK_ACCEL_SCREENSHOTS" in os.environ

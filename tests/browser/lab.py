@@ -1,4 +1,4 @@
-"""A real JupyterLab server in a process group of its own, with nothing of the user's."""
+"""A real JupyterLab server in a process group of its own, without the user's settings, and its user's actions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tests import processes
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, LocatorAssertions, Page
+
+    Screenshot: TypeAlias = Callable[[Page | Locator, str], None]
+
+__all__ = ["Lab", "expect", "open_notebook", "run_cell", "running", "save", "wait_until_done"]
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
@@ -25,7 +33,7 @@ class Lab:
     """A running JupyterLab.
 
     Args:
-        folder: Where its notebooks, settings and everything else that it writes go.
+        folder: The folder of its notebooks, its settings and everything else that it writes.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -77,11 +85,11 @@ class Lab:
         path.write_text(json.dumps(settings))
 
     def use_theme(self, name: str) -> None:
-        """The theme of pages that are opened from now on, such as ``JupyterLab Dark``."""
+        """Set the theme of pages that are opened from now on, such as ``JupyterLab Dark``."""
         self._set("apputils-extension/themes", {"theme": name})
 
     def write_notebook(self, name: str, cells: list[str]) -> None:
-        """Puts a notebook of these code cells into the server's folder."""
+        """Write a notebook of these code cells into the server's folder."""
         code: dict[str, Any] = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
         notebook = {
             "cells": [{**code, "id": f"cell-{index}", "source": source} for index, source in enumerate(cells)],
@@ -93,29 +101,29 @@ class Lab:
 
     @property
     def cache(self) -> pathlib.Path:
-        """The user's cache directory, as kernels see it."""
+        """The cache folder of the server's kernels."""
         return self._folder / "home" / ".cache"
 
     def put_file(self, name: str) -> None:
-        """Puts an empty file beside the notebooks, which is the working directory of their kernels."""
+        """Create an empty file next to the notebooks, in the working directory of their kernels."""
         (self._notebooks / name).touch()
 
     def saved_text(self, name: str) -> str:
-        """The notebook's file as it is, perhaps in the middle of being written."""
+        """Return the text of the notebook's file, which may be half written."""
         return (self._notebooks / name).read_text()
 
     def as_html(self, name: str) -> pathlib.Path:
-        """The saved notebook as nbconvert writes it."""
+        """Convert the saved notebook to HTML with nbconvert. Return the file."""
         command = [sys.executable, "-m", "nbconvert", "--to", "html", "--log-level", "ERROR", name]
         subprocess.run(command, cwd=self._notebooks, env=self._environment(), check=True, timeout=_START_TIMEOUT_S)
         return (self._notebooks / name).with_suffix(".html")
 
     def url(self, path: str) -> str:
-        """The address of a page, with the token that opens it."""
+        """Return the address of a page, with the token that opens it."""
         return f"http://127.0.0.1:{self._port}/{path}?token={self._token}"
 
     def stop_kernels(self) -> None:
-        """Shuts down every kernel."""
+        """Shut down every kernel."""
         for session in self._ask("GET", "api/sessions"):
             self._ask("DELETE", f"api/sessions/{session['id']}")
 
@@ -126,10 +134,10 @@ class Lab:
         return json.loads(body) if body else None
 
     def _find_port(self) -> int:
-        """Its port, 0 as long as it has none."""
+        """Return the server's port, 0 as long as it has none."""
         assert self._process.poll() is None, (self._folder / "server.log").read_text()
         for path in self._runtime.glob("jpserver-*.json"):
-            with contextlib.suppress(json.JSONDecodeError):  # it is being written
+            with contextlib.suppress(json.JSONDecodeError):  # half written
                 return int(json.loads(path.read_text())["port"])
         return 0
 
@@ -139,7 +147,7 @@ class Lab:
         return False
 
     def close(self) -> None:
-        """Ends the server and its kernels."""
+        """End the server and its kernels."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
@@ -151,9 +159,44 @@ class Lab:
 
 @contextlib.contextmanager
 def running(folder: pathlib.Path) -> Iterator[Lab]:
-    """A server for the time of a ``with`` block."""
+    """Run a server for the time of a ``with`` block."""
     lab = Lab(folder)
     try:
         yield lab
     finally:
         lab.close()
+
+
+def expect(shown: Locator) -> LocatorAssertions:
+    """Check what a part of the page shows, or soon will: it follows the kernel, also after a cell is done."""
+    from playwright import sync_api
+
+    return sync_api.expect(shown)
+
+
+def open_notebook(page: Page, lab: Lab, name: str) -> None:
+    """Open a notebook and wait until its kernel is there."""
+    page.goto(lab.url(f"lab/tree/{name}") + "&reset")  # without the notebooks of earlier tests
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
+    page.get_by_text("| Idle").wait_for()  # a cell that is run before the kernel is there is not run
+
+
+def run_cell(page: Page, index: int) -> Locator:
+    """Run a cell by hand. Return the place where its output appears."""
+    cell = page.locator(".jp-Notebook .jp-CodeCell").nth(index)
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+Enter")
+    return cell.locator(".jp-OutputArea")
+
+
+def wait_until_done(page: Page, index: int) -> None:
+    """Wait until a cell that was run is done."""
+    prompt = page.locator(".jp-Notebook .jp-CodeCell").nth(index).locator(".jp-InputPrompt")
+    processes.wait_until(lambda: re.fullmatch(r"\[\d+\]:", prompt.inner_text()), f"cell {index} is done", 60)
+
+
+def save(page: Page, lab: Lab, name: str, expected: str) -> None:
+    """Save the notebook and wait until the file contains a text."""
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    processes.wait_until(lambda: expected in lab.saved_text(name), "the notebook is saved")

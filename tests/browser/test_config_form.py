@@ -1,4 +1,4 @@
-"""A person's way through the configuration form: a real JupyterLab, a real browser, a real file."""
+"""Tests of the configuration form as a person uses it: a real JupyterLab, a real browser, a real file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.lab import Lab
-from tests.browser.notebook import expect, open_notebook, run_cell, wait_until_done
+from tests.browser.lab import Lab, expect, open_notebook, run_cell, wait_until_done
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from playwright.sync_api import Locator, Page
 
-    Screenshot = Callable[[Page | Locator, str], None]
+    from tests.browser.lab import Screenshot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 

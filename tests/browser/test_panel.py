@@ -1,21 +1,19 @@
-"""A person's way through the panel: a real JupyterLab, a real browser, a real training run."""
+"""Tests of the panel as a person uses it: a real JupyterLab, a real browser, a real training run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import processes
-from tests.browser.lab import Lab
-from tests.browser.notebook import expect, open_notebook, run_cell, save, wait_until_done
+from tests.browser.lab import Lab, expect, open_notebook, run_cell, save, wait_until_done
 
 if TYPE_CHECKING:
     from playwright.sync_api import Dialog, Locator, Page
 
-    Screenshot = Callable[[Page | Locator, str], None]
+    from tests.browser.lab import Screenshot
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -161,7 +159,7 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
 
 
 def _use_controls(panel: Locator) -> None:
-    """While the cell runs, and with the keyboard where that is what people use."""
+    """Use the panel's controls while the cell runs, with the keyboard where people would."""
     panel.get_by_label("Search").fill("EPOCH 1:")
     panel.locator("mark").first.wait_for()
     panel.get_by_label("Search").fill("")
@@ -209,7 +207,7 @@ def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
 
 
 def _processes_of(panel: Locator) -> list[processes.Process]:
-    """The two ranks, as soon as both have printed who they are."""
+    """Return the two ranks' processes, as soon as both have printed their pids."""
     panel.locator(".nba-output-pane").get_by_text(re.compile(r"asleep \d+[^$]*asleep \d+")).wait_for()
     pids = re.findall(r"asleep (\d+)", panel.locator(".nba-output-pane").inner_text())
     ranks = [processes.read(int(pid)) for pid in pids]
@@ -258,7 +256,7 @@ def test_a_panel_whose_kernel_was_restarted_says_so_once(page: Page, lab: Lab, s
     page.locator(".nba-panel.jupyter-widgets-disconnected").wait_for()
 
     def marks() -> list[str]:
-        """What stands before the widgets that are cut off."""
+        """Return the text before each disconnected widget."""
         return panel.evaluate(
             """panel => [panel, ...panel.querySelectorAll(".jupyter-widgets-disconnected")]
                 .map(widget => getComputedStyle(widget, "::before").content)

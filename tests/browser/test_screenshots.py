@@ -1,7 +1,6 @@
-"""Pictures of the panel, for the README and for a look at it. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
+"""Pictures of the panel, for the README and for inspection. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
 
-The runs are made up, event by event, since a machine for 64 ranks is rarely at hand. What draws them is the real panel
-in a real JupyterLab.
+The runs are fake, since a machine for 64 ranks is rarely at hand. The real panel in a real JupyterLab draws them.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.lab import Lab
-from tests.browser.notebook import expect, open_notebook, run_cell, wait_until_done
-from tests.kernel_ext import made_up
+from tests.browser.lab import Lab, expect, open_notebook, run_cell, wait_until_done
+from tests.kernel_ext import fake_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from playwright.sync_api import Page
 
-    from playwright.sync_api import Locator, Page
-
-    Screenshot = Callable[[Page | Locator, str], None]
+    from tests.browser.lab import Screenshot
 
 pytestmark = [
     pytest.mark.browser,
@@ -85,7 +81,7 @@ def show(job):
     view.refresh()
 
 def end(job, reason=""):
-    for rank in view._state.ranks:
+    for rank in job.state.ranks:
         if not rank.has_ended:
             job.deliver(rank.rank, events.Ended(signal=15, stopped=True))
     job.end(reason)
@@ -93,7 +89,7 @@ def end(job, reason=""):
 """
 _RUNNING = {
     "panel_2": "show(train(2))",
-    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets._curves.value = 'Each rank'; view.refresh()",
+    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets.curves.value = 'Each rank'; view.refresh()",
     "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
     "panel_64_failing": "show(train(64, failed=(9,)))",
 }
@@ -109,7 +105,7 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
     lab.use_theme(f"JupyterLab {theme}")
     name = f"pictures_{theme.lower()}.ipynb"
     scenes = {**_RUNNING, **_ENDED}
-    lab.write_notebook(name, [made_up.SETUP, _SCENES, *scenes.values()])
+    lab.write_notebook(name, [fake_runs.SETUP, _SCENES, *scenes.values()])
     page.set_viewport_size({"width": 1400, "height": 1600})
     open_notebook(page, lab, name)
     for index in (0, 1):

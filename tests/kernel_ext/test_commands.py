@@ -1,4 +1,4 @@
-"""``%distributed`` in a real kernel. Stacks and tables of ranks are tested with the launcher, where ranks hang."""
+"""Tests of ``%distributed`` in a real kernel. Those of stacks and tables are with the launcher, where ranks hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form in a real kernel: what its widgets hold, and what a front end's messages to them do."""
+"""Tests of the form in a real kernel: its widgets' values, and the effect of a front end's messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]
 
 
 def _values(kernel: kernels.Kernel, code: str, *expressions: str) -> list[object]:
-    """Runs code as a front end with a person would, and evaluates expressions after it."""
+    """Run code as a front end with a user would. Return the values of expressions after it."""
     outcome = kernel.run(f"{code}\n({', '.join(expressions)},)", allow_stdin=True)
     assert outcome.status == "ok", outcome.traceback
     return list(eval(outcome.result))
@@ -102,7 +102,7 @@ def test_typing_is_checked_and_a_click_writes_what_was_shown(kernel: kernels.Ker
         "field('num_processes').value", "show(parts._fields['num_processes'].note)", "parts._button.disabled",
         "show(parts._status)",
     )  # fmt: skip
-    assert (name, disabled, status) == ("0", True, "Mend num_processes first.")
+    assert (name, disabled, status) == ("0", True, "Correct num_processes first.")
     assert str(note).startswith("Error: num_processes=0 can't be used: it has to be >= 1.")
     assert _values(kernel, "click()", "path.exists()") == [False]
 
@@ -179,7 +179,7 @@ def test_another_source_fills_the_fields(kernel: kernels.Kernel) -> None:
 
 
 def test_the_box_that_is_hidden_does_not_count(kernel: kernels.Kernel) -> None:
-    """A tick that was made for one change is not one for the next."""
+    """Require a new tick for every change of the file."""
     disabled, ticked = _values(
         kernel,
         "open_form('f/config.yaml'); click()\n"

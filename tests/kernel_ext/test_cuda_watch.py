@@ -1,15 +1,14 @@
-"""Tests that note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
+"""Tests of the note which cell initialised CUDA. On a CPU they run torch's queue in torch's place."""
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 
 import pytest
 
 from tests import kernels
 
-# What torch does in the middle of its initialisation of CUDA (torch/cuda/__init__.py, `_lazy_init`).
+# Calls what torch calls while it initialises CUDA (torch/cuda/__init__.py, `_lazy_init`).
 INITIALISING = """
 def initialise():
     for call, _ in list(torch.cuda._queued_calls):
@@ -19,31 +18,33 @@ def initialise():
 NOTED = "__import__('notebook_accel.launching.device_state').launching.device_state._cuda_origin"
 
 
-@pytest.fixture
-def kernel(tmp_path: pathlib.Path) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path) as running:
-        assert running.run("%load_ext notebook_accel").status == "ok"
+WATCHING = "[type(f).__name__ for f in __import__('sys').meta_path].count('CudaWatch')"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
         yield running
 
 
-def test_extension_leaves_the_imports_when_torch_is_there(kernel: kernels.Kernel) -> None:
-    watching = "[type(f).__name__ for f in __import__('sys').meta_path].count('CudaWatch')"
-    assert kernel.value(watching) == "1"
-    assert kernel.value("'torch' in __import__('sys').modules") == "False"
-    assert kernel.run("import torch").status == "ok"
-    assert kernel.value(watching) == "0"
-
-
-def test_line_is_known_also_in_the_cell_that_imports_torch(kernel: kernels.Kernel) -> None:
-    outcome = kernel.run(f"import torch\n{INITIALISING}\ndef on_gpu():\n    initialise()\n\non_gpu()")
-    assert outcome.status == "ok", outcome.traceback
-    assert kernel.value(NOTED) == "'In[2], line 6'"
-    kernel.run("initialise()")
-    assert kernel.value(NOTED) == "'In[2], line 6'"
-
-
 def test_unloading_takes_the_watch_away(kernel: kernels.Kernel) -> None:
+    assert kernel.run("%load_ext notebook_accel").status == "ok"
+    assert kernel.value(WATCHING) == "1"
     assert kernel.run("%unload_ext notebook_accel").status == "ok"
-    assert kernel.value("[type(f).__name__ for f in __import__('sys').meta_path].count('CudaWatch')") == "0"
+    assert kernel.value(WATCHING) == "0"
     registered = "[f.__qualname__ for f in get_ipython().events.callbacks['post_run_cell']]"
     assert "CudaWatch" not in kernel.value(registered)
+
+
+# The last one: torch is there from then on.
+def test_extension_leaves_the_imports_when_torch_is_there_and_knows_the_line(kernel: kernels.Kernel) -> None:
+    assert kernel.run("%load_ext notebook_accel").status == "ok"
+    assert kernel.value(WATCHING) == "1"
+    assert kernel.value("'torch' in __import__('sys').modules") == "False"
+    number = kernel.value("len(In)")  # of the next cell
+    outcome = kernel.run(f"import torch\n{INITIALISING}\ndef on_gpu():\n    initialise()\n\non_gpu()")
+    assert outcome.status == "ok", outcome.traceback
+    assert kernel.value(WATCHING) == "0"
+    assert kernel.value(NOTED) == f"'In[{number}], line 6'"
+    kernel.run("initialise()")
+    assert kernel.value(NOTED) == f"'In[{number}], line 6'"

@@ -1,4 +1,4 @@
-"""Clicks that come while a cell is running, in a real kernel. CI runs this with several versions of ipykernel."""
+"""Tests of clicks while a cell runs, in a real kernel. CI runs them with several versions of ipykernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import made_up
+from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
@@ -21,7 +21,7 @@ while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 
     view.refresh()
     time.sleep(0.02)
 view.refresh()
-print("stop:", view._widgets._stop.comm.comm_id, repr(view._widgets._stop.layout.display))
+print("stop:", view._widgets.stop.comm.comm_id, repr(view._widgets.stop.layout.display))
 print("hint:", view._hint())
 while not Control.calls and not {is_over} and time.monotonic() < deadline:
     view.refresh()
@@ -35,13 +35,13 @@ print("over:", Control.calls)
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(made_up.SETUP)
+        outcome = running.run(fake_runs.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
 
 def _version(kernel: kernels.Kernel) -> tuple[int, int]:
-    """The ipykernel's own, which need not be this process's."""
+    """Return the version of the kernel's ipykernel, which need not be this process's."""
     major, minor = kernel.value("__import__('ipykernel').version_info[:2]").strip("()").split(", ")
     return int(major), int(minor)
 

@@ -1,4 +1,4 @@
-"""Loading the extension: what it needs and doesn't, and what an import alone starts."""
+"""Tests of loading the extension: in homes of all kinds, and without starting processes at import."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print("ranks", list(shell.user_ns["values"]))
 
 @pytest.mark.parametrize("mode", [0o000, 0o555, None], ids=["unreadable", "read-only", "missing"])
 def test_home_that_cannot_be_used_keeps_nobody_from_training(mode: int | None, tmp_path: pathlib.Path) -> None:
-    """As a root-squashed one, or that of `docker --user`. The processes really lack the right to look into it."""
+    """Train with a root-squashed home, or that of `docker --user`. The processes really lack the right to read it."""
     home = tmp_path / "home"
     if mode is not None:
         home.mkdir()
@@ -66,7 +66,7 @@ def test_home_that_cannot_be_used_keeps_nobody_from_training(mode: int | None, t
 def test_user_without_an_account_has_no_file_and_is_told_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """As with `docker --user 12345`, where nothing says which folder is the home. Here `pwd` is made to say so."""
+    """Resolve options as under `docker --user 12345`, where nothing names a home folder; `pwd` is patched to say so."""
 
     def unknown(_: int) -> None:
         raise KeyError("uid not found")

@@ -1,4 +1,4 @@
-"""The magic in a real kernel: loading, help, flags, and what bad input gets."""
+"""Tests of the magic in a real kernel: loading, help, flags, and errors of bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the ranks' output: what a panel keeps of it, and how it shows that, stacks and logs."""
+"""Tests of the output that a panel keeps, and of how it shows output, stacks and logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kernel_ext.output import Choice, OutputLog, errors_html, log_html, output_html, stacks_html
 from notebook_accel.protocol import events
-from tests.kernel_ext.documents import Document
+from tests.kernel_ext.fake_runs import Document
 
 
 def test_much_output_keeps_its_beginning_and_its_end() -> None:

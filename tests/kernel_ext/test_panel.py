@@ -1,4 +1,4 @@
-"""The panel inside a real kernel: the messages that reach a front end, for a run whose events are made up."""
+"""Tests of the panel in a real kernel: the messages that reach a front end, for fake runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import made_up
+from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
 # What a panel sends belongs to the cell that it stands under: here, to the running one.
-_HERE = "view._shown._cell_context = __import__('contextvars').copy_context()"
+_HERE = "view._cell_context = __import__('contextvars').copy_context()"
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(made_up.SETUP)
+        outcome = running.run(fake_runs.SETUP)
         assert outcome.status == "ok", outcome.traceback
         yield running
 
@@ -37,7 +37,7 @@ def _messages(kernel: kernels.Kernel, code: str) -> list[dict[str, Any]]:
 
 
 def _widget_values(messages: list[dict[str, Any]]) -> list[str]:
-    """What the widgets were changed to, one for each message that changed one."""
+    """Return the new values of widgets, one for each message that changed one."""
     states = [message["content"]["data"]["state"] for message in messages if message["msg_type"] == "comm_msg"]
     return [state["value"] for state in states if "value" in state]
 
@@ -204,7 +204,7 @@ def test_a_click_stops_a_run_in_the_background(kernel: kernels.Kernel) -> None:
         kernel, "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
     )
     assert not any("interrupt the kernel" in value for value in _widget_values(background))
-    kernel.click(_comm(kernel, "_stop"))
+    kernel.click(_comm(kernel, "stop"))
     _messages(kernel, "assert Control.called.wait(60); view.refresh()")
     assert kernel.value("Control.calls") == "['stop']"
     _messages(kernel, "finish(job); view.close()")
@@ -212,7 +212,7 @@ def test_a_click_stops_a_run_in_the_background(kernel: kernels.Kernel) -> None:
 
 def test_a_run_in_the_kernel_itself_is_stopped_by_the_kernels_interrupt_only(kernel: kernels.Kernel) -> None:
     _messages(kernel, "job = make_job(); job.run_here = print; view = open_view(job); start(job); view.refresh()")
-    assert kernel.value("view._widgets._stop.layout.display") == "'none'"
+    assert kernel.value("view._widgets.stop.layout.display") == "'none'"
     assert "interrupt the kernel to stop" in kernel.value("view._widgets.header.value")
     _messages(kernel, "finish(job); view.close()")
 
@@ -221,16 +221,16 @@ _OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); 
 
 
 def _see(kernel: kernels.Kernel, part: str) -> str:
-    """What a widget shows after the next drawing."""
+    """Return a widget's value after the next drawing."""
     return kernel.run(f"view.refresh(); print(view._widgets.{part}.value)").stdout
 
 
 def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
-    kernel.click(_comm(kernel, "_stop"))
+    kernel.click(_comm(kernel, "stop"))
     assert kernel.value("Control.called.wait(60)") == "True"
     assert "stopping …" in _see(kernel, "header")
-    assert kernel.value("view._widgets._stop.disabled, view._widgets._interrupt.disabled") == "(True, True)"
+    assert kernel.value("view._widgets.stop.disabled, view._widgets.interrupt.disabled") == "(True, True)"
     summary = _messages(kernel, f"{_HERE}; job.end('stopped'); view.close()")
     (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
     assert "by the button Stop" in shown["text/html"]
@@ -238,25 +238,25 @@ def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernel
 
 def test_a_click_interrupts_once(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
-    button = _comm(kernel, "_interrupt")
+    button = _comm(kernel, "interrupt")
     kernel.click(button)
     assert kernel.value("Control.called.wait(60)") == "True"
     kernel.click(button)
     assert "interrupting …; what goes on is ended after 2 s" in _see(kernel, "header")
-    assert kernel.value("view._widgets._stop.disabled") == "False"  # for what goes on nevertheless
+    assert kernel.value("view._widgets.stop.disabled") == "False"  # for what goes on nevertheless
     _messages(kernel, "finish(job); view.close()")
     assert kernel.value("Control.calls") == "['interrupt']"
 
 
 def test_a_click_interrupts_what_a_session_does_and_no_more(kernel: kernels.Kernel) -> None:
     _messages(kernel, f"{_OPEN}; job.on_death = 'keep'; job.doing = lambda: 'busy with In[3]'")
-    button = _comm(kernel, "_interrupt")
+    button = _comm(kernel, "interrupt")
     for _ in range(2):
         kernel.value("Control.called.clear()")
         kernel.click(button)
         assert kernel.value("Control.called.wait(60)") == "True"
     assert "busy with In[3]" in _see(kernel, "header")
-    assert kernel.value("view._widgets._interrupt.disabled") == "False"
+    assert kernel.value("view._widgets.interrupt.disabled") == "False"
     assert kernel.value("Control.calls") == "['interrupt and keep', 'interrupt and keep']"
     _messages(kernel, "finish(job); view.close()")
 
@@ -267,10 +267,10 @@ def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kerne
     _messages(kernel, deliver)
     shown = _see(kernel, "body")
     assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, True]
-    _messages(kernel, "view._widgets._rank.value = 0")
+    _messages(kernel, "view._widgets.rank.value = 0")
     shown = _see(kernel, "body")
     assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, False]
-    _messages(kernel, "view._widgets._rank.value = -1; view._widgets._search.value = 'APPLE'")
+    _messages(kernel, "view._widgets.rank.value = -1; view._widgets.search.value = 'APPLE'")
     shown = _see(kernel, "body")
     assert "<mark>Apple</mark>" in shown
     assert "<mark>apple</mark> pie" in shown
@@ -280,15 +280,15 @@ def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kerne
 
 def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
-    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # which two more cells may take
-    _messages(kernel, "view._widgets._view.value = 'Stacks'")
+    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # two more cells may take that long
+    _messages(kernel, "view._widgets.view.value = 'Stacks'")
     assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
     assert "asking every rank …" in _see(kernel, "body")
     dumps = """
     from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="said", text=text) for rank in range(2)])
-    view._stacks._asking.join(60)
+    view._asking.join(60)
     """
     _messages(kernel, dumps)
     shown = _see(kernel, "body")
@@ -304,15 +304,15 @@ def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -
     {_OPEN.replace("; ", chr(10) + "    ")}
     pathlib.Path("rank_1.log").write_text("<first>\\nsecond\\n")
     job.log_files = (pathlib.Path("rank_0.log"), pathlib.Path("rank_1.log"))
-    view._widgets._view.value = 'Log file'
+    view._widgets.view.value = 'Log file'
     """
     _messages(kernel, code)
     shown = _see(kernel, "body")
     assert "rank_0.log" in shown
     assert "rank_1.log" in shown
-    _messages(kernel, "view._widgets._rank.value = 1")
+    _messages(kernel, "view._widgets.rank.value = 1")
     assert "rank_1.log</span>\n&lt;first&gt;\nsecond" in _see(kernel, "body")
-    _messages(kernel, "view._widgets._rank.value = 0")
+    _messages(kernel, "view._widgets.rank.value = 0")
     assert "can&#x27;t be read" in _see(kernel, "body")
     _messages(kernel, "finish(job); view.close()")
 
@@ -328,8 +328,8 @@ def test_chart_is_of_the_chosen_metric_and_ranks(kernel: kernels.Kernel) -> None
     shown = _see(kernel, "chart")
     assert 'aria-label="loss over 4 steps' in shown
     assert shown.count("<path") == 1
-    assert kernel.value("view._widgets._metric.options") == "('loss', 'accuracy')"
-    _messages(kernel, "view._widgets._metric.value = 'accuracy'; view._widgets._curves.value = 'Each rank'")
+    assert kernel.value("view._widgets.metric.options") == "('loss', 'accuracy')"
+    _messages(kernel, "view._widgets.metric.value = 'accuracy'; view._widgets.curves.value = 'Each rank'")
     shown = _see(kernel, "chart")
     assert 'aria-label="accuracy over 4 steps' in shown
     assert shown.count("<path") == 3
@@ -339,10 +339,10 @@ def test_chart_is_of_the_chosen_metric_and_ranks(kernel: kernels.Kernel) -> None
 def test_many_ranks_share_rows_until_all_are_asked_for(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN.replace("is_background=True", "is_background=True, world_size=64"))
     assert _see(kernel, "table").count('scope="row"') == 1
-    assert kernel.value("view._widgets._fold.layout.display, view._widgets._fold.description") == (
+    assert kernel.value("view._widgets.fold.layout.display, view._widgets.fold.description") == (
         "('', 'Show all 64 ranks')"
     )
-    _messages(kernel, "view._widgets._fold.value = True")
+    _messages(kernel, "view._widgets.fold.value = True")
     assert _see(kernel, "table").count('scope="row"') == 64
     _messages(kernel, "finish(job); view.close()")
 

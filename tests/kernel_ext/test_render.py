@@ -1,22 +1,26 @@
-"""The header and the summary, as HTML and as text, from synthetic runs."""
+"""Tests of the header, the summary, the table of ranks and the chart, as HTML and as text, from synthetic runs."""
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernel_ext.output import output_html
-from kernel_ext.table import table_html
+from kernel_ext.render import chart_html, table_html, ticks
+from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
-from tests.kernel_ext import documents as made
-from tests.kernel_ext.documents import ATTACK, Document, Run, header_html, summary_html, summary_text
+from tests.kernel_ext import fake_runs
+from tests.kernel_ext.fake_runs import ATTACK, Document, FakeRun, header_html, summary_html, summary_text
 from tests.launching.state import strategies
 
 
 def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
     header = Document(
-        header_html(made.facts(precision="bf16", hint="interrupt the kernel to stop"), made.training(), 5.0)
+        header_html(fake_runs.facts(precision="bf16", hint="interrupt the kernel to stop"), fake_runs.training(), 5.0)
     )
     words = " ".join(header.text.split())
     assert words == (
@@ -25,21 +29,21 @@ def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
 
 
 def test_header_of_an_ended_run_has_no_time_left() -> None:
-    header = Document(header_html(made.facts(status="succeeded", elapsed_s=3725.0), made.training(), 5.0))
+    header = Document(header_html(fake_runs.facts(status="succeeded", elapsed_s=3725.0), fake_runs.training(), 5.0))
     assert " ".join(header.text.split()) == "finished digits 2 CPUs · epoch 2 of 3 1:02:05 in all"
 
 
 def test_time_left_says_when_it_is_only_the_epochs() -> None:
-    run = Run(1)
+    run = FakeRun(1)
     for second in range(6):
         run.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
-    assert "left in this epoch" in Document(header_html(made.facts(), run, 5.0)).text
+    assert "left in this epoch" in Document(header_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
-    run = Run(2)
+    run = FakeRun(2)
     run.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
-    lines = summary_text(made.facts(), run, 0.0).splitlines()
+    lines = summary_text(fake_runs.facts(), run, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "seen", "last", "output"]
     assert lines[3].split()[:4] == ["1", "running", "7", "8"]
 
@@ -60,17 +64,17 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
     ],
 )
 def test_metrics_have_few_digits(value: float, text: str) -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Metrics(step=1, values={"loss": value}))
-    assert text in summary_text(made.facts(), run, 0.0).split()
+    assert text in summary_text(fake_runs.facts(), run, 0.0).split()
 
 
 def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
     run.apply(0, events.Finished(result_bytes=1))
     run.apply(1, events.Finished(result_bytes=1))
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert [number for number in range(40) if f"│ line {number}" not in summary.text] == []
     assert "28 earlier lines" in summary.text
     tags = [tag for tag, _ in summary.elements]
@@ -80,9 +84,9 @@ def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
 
 
 def test_summary_folds_nothing_of_a_screenful() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
-    summary = Document(summary_html(made.facts(), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(), run, 5.0))
     assert "line 0\n" in summary.text
     assert "details" not in {tag for tag, _ in summary.elements}
 
@@ -90,8 +94,8 @@ def test_summary_folds_nothing_of_a_screenful() -> None:
 @pytest.mark.parametrize("is_background", [False, True])
 def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
     traceback = f"\x1b[31mIn[7], line 12\x1b[0m\n{ATTACK}\n"
-    facts = made.facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
-    summary = Document(summary_html(facts, made.training(), 5.0))
+    facts = fake_runs.facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
+    summary = Document(summary_html(facts, fake_runs.training(), 5.0))
     assert f"In[7], line 12\n{ATTACK}" in summary.text
     assert "traceback of rank 1" in summary.text
     # Where a cell waits for the run, the cell raises it.
@@ -104,7 +108,7 @@ def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
 def test_summary_keeps_the_end_of_a_long_traceback() -> None:
     traceback = "\n".join(f"frame {number}" for number in range(1000))
     summary = Document(
-        summary_html(made.facts(status="failed", failed_rank=0, traceback=traceback), made.training(), 5.0)
+        summary_html(fake_runs.facts(status="failed", failed_rank=0, traceback=traceback), fake_runs.training(), 5.0)
     )
     assert "… 800 lines left out …\nframe 800\n" in summary.text
     assert "frame 999" in summary.text
@@ -112,34 +116,34 @@ def test_summary_keeps_the_end_of_a_long_traceback() -> None:
 
 
 def test_summary_says_how_many_lines_were_left_out() -> None:
-    run = made.training()
+    run = fake_runs.training()
     for number in range(1500):
         run.apply(0, events.Output(text=str(number)))
-    for shown in (Document(summary_html(made.facts(), run, 5.0)).text, summary_text(made.facts(), run, 5.0)):
+    for shown in (Document(summary_html(fake_runs.facts(), run, 5.0)).text, summary_text(fake_runs.facts(), run, 5.0)):
         assert "… 500 lines left out …" in shown
         assert "0 │ 0\n" in shown
         assert "0 │ 1499" in shown
-    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(made.facts(), run, 5.0)).text
+    assert "1,488 earlier lines, 500 of them left out" in Document(summary_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes() -> None:
-    run = Run(2)
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    run = FakeRun(2)
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
 
 
 def test_summary_of_a_silent_run_with_a_chart_keeps_the_chart_in_its_place() -> None:
-    summary = Document(summary_html(made.facts(status="succeeded"), made.training(), 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), fake_runs.training(), 5.0))
     classes = [attributes.get("class") for _, attributes in summary.elements]
     assert classes.index("nba-output-pane") < classes.index("nba-chart-pane")
     assert "no output" in summary.text
 
 
 def test_summary_in_text_is_an_aligned_table() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(0, events.Output(text="hello"))
     run.apply(1, events.Ended(signal=9))
-    assert summary_text(made.facts(status="failed"), run, 5.0).splitlines() == [
+    assert summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
         "rank  state    step      steps/s  loss    memory        seen  last output",
         "0     running  50 / 100  10.0     0.3333  9.0 / 16 GiB  now   hello",
@@ -150,13 +154,13 @@ def test_summary_in_text_is_an_aligned_table() -> None:
 
 
 def test_nothing_from_a_rank_becomes_an_element() -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Progress(step=1, total=2, steps=1, label=ATTACK, device=ATTACK))
     for step in (1, 2):
         run.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
     run.apply(0, events.Output(text="\n".join([ATTACK] * 30)))
     run.apply(0, events.Failed(kind=ATTACK, message=ATTACK, traceback="", line=ATTACK))
-    facts = made.facts(name=ATTACK, devices=ATTACK)
+    facts = fake_runs.facts(name=ATTACK, devices=ATTACK)
     for source in (summary_html(facts, run, 5.0), output_html(run.output)):
         document = Document(source)
         assert ATTACK in document.text
@@ -166,41 +170,29 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
 
 @given(st.text(max_size=200))
 def test_any_text_is_well_formed_html(text: str) -> None:
-    run = Run(1)
+    run = FakeRun(1)
     run.apply(0, events.Output(text=text))
     run.apply(0, events.Failed(kind="E", message=text, traceback=""))
-    assert {tag for tag, _ in Document(summary_html(made.facts(), run, 0.0)).elements} <= {
-        *(
-            "div",
-            "style",
-            "span",
-            "table",
-            "caption",
-            "thead",
-            "tbody",
-            "tr",
-            "th",
-            "td",
-            "pre",
-            "details",
-            "summary",
-            "b",
-        )
-    }
+    allowed = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+    allowed |= {"div", "style", "span", "pre", "details", "summary", "b"}
+    assert {tag for tag, _ in Document(summary_html(fake_runs.facts(), run, 0.0)).elements} <= allowed
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
 def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]], now_s: float) -> None:
-    run = Run(3)
+    run = FakeRun(3)
     for rank, event in sequence:
         run.apply(rank, event)
-    for source in (header_html(made.facts(), run, now_s), summary_html(made.facts(status="failed"), run, now_s)):
+    for source in (
+        header_html(fake_runs.facts(), run, now_s),
+        summary_html(fake_runs.facts(status="failed"), run, now_s),
+    ):
         assert "digits" in Document(source).text
-    assert summary_text(made.facts(), run, now_s).startswith("digits: running")
+    assert summary_text(fake_runs.facts(), run, now_s).startswith("digits: running")
 
 
 def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
-    run = made.training(world_size=3)
+    run = fake_runs.training(world_size=3)
     run.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="all_reduce"))
     run.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 12 in <lambda>"))
     table = Document(table_html(run.state, 47.0))
@@ -209,51 +201,252 @@ def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
     assert note in table.text
     assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
     assert table.having(title="waits in all_reduce")
-    text = summary_text(made.facts(), run, 47.0)
+    text = summary_text(fake_runs.facts(), run, 47.0)
     assert f"rank 1: {note}" in text
     assert "rank 0:" not in text
 
 
 def test_output_that_was_left_out_names_the_logs() -> None:
-    run = Run(2)
+    run = FakeRun(2)
     run.apply(0, events.Output(text="first"))
     run.apply(0, events.Output(text="last", left_out=1234))
-    facts = made.facts(status="succeeded", log_folder="/tmp/logs")
+    facts = fake_runs.facts(status="succeeded", log_folder="/tmp/logs")
     gap = "… 1,234 lines left out; the whole output is in /tmp/logs …"
     assert gap in summary_text(facts, run, 5.0)
     assert gap in Document(summary_html(facts, run, 5.0)).text
 
 
 def test_header_counts_restarts() -> None:
-    run = made.training()
-    assert "restart" not in header_html(made.facts(), run, 5.0)
+    run = fake_runs.training()
+    assert "restart" not in header_html(fake_runs.facts(), run, 5.0)
     for pid in (2, 3):
         run.apply(1, events.Started(time_s=5.0, pid=pid))
-    assert "2 restarts" in Document(header_html(made.facts(), run, 5.0)).text
+    assert "2 restarts" in Document(header_html(fake_runs.facts(), run, 5.0)).text
 
 
 def test_why_ranks_were_started_again_is_shown_and_can_do_no_harm() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
-    header = Document(header_html(made.facts(), run, 5.0))
+    header = Document(header_html(fake_runs.facts(), run, 5.0))
     assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
-    assert header_html(made.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
-    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(made.facts(), run, 5.0).splitlines()
+    assert header_html(fake_runs.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
+    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(fake_runs.facts(), run, 5.0).splitlines()
 
 
 def test_summary_has_the_errors_before_the_output() -> None:
-    run = made.training()
+    run = fake_runs.training()
     run.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))
-    summary = Document(summary_html(made.facts(status="succeeded"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert summary.text.index("1 line that looks like an error") < summary.text.index("earlier lines")
     assert "1 │ ERROR <first>" in summary.text
 
 
 def test_summary_of_many_ranks_has_a_row_for_each_folded_away() -> None:
-    run = made.training(world_size=64)
+    run = fake_runs.training(world_size=64)
     run.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
-    summary = Document(summary_html(made.facts(status="failed"), run, 5.0))
+    summary = Document(summary_html(fake_runs.facts(status="failed"), run, 5.0))
     assert "all 64 ranks" in summary.text
     assert summary.text.count("ValueError: boom") == 2
     assert len(summary.having(scope="row")) == 2 + 64
-    assert len(summary_text(made.facts(status="failed"), run, 5.0).splitlines()) > 64
+    assert len(summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines()) > 64
+
+
+def test_table_has_a_row_a_rank_with_labelled_bars() -> None:
+    table = Document(table_html(fake_runs.training(world_size=8).state, 5.0))
+    assert len(table.having(scope="row")) == 8
+    bars = table.having(role="progressbar")
+    assert [bar["aria-label"] for bar in bars] == [f"Steps of rank {rank}" for rank in range(8)]
+    assert {(bar["aria-valuemin"], bar["aria-valuenow"], bar["aria-valuemax"]) for bar in bars} == {("0", "50", "100")}
+    meters = table.having(role="meter")
+    assert meters[3]["aria-label"] == "Device memory of rank 3"
+    assert (meters[3]["aria-valuenow"], meters[3]["aria-valuetext"]) == ("56", "9.0 / 16 GiB")
+    assert "50 / 100" in table.text
+    assert "9.0 / 16 GiB" in table.text
+
+
+def test_table_of_ranks_that_have_said_nothing() -> None:
+    table = Document(table_html(RunState(2), 0.0))
+    assert table.text.count("starting") == 2
+    assert table.having(role="progressbar") == []
+
+
+def test_a_total_that_is_not_known_has_no_bar() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=1234, steps=1234))
+    table = Document(table_html(state, 0.0))
+    assert table.having(role="progressbar") == []
+    assert "1,234" in table.text
+
+
+def test_more_steps_than_the_total_fill_the_bar_and_no_more() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=15, total=10, steps=15))
+    assert Document(table_html(state, 0.0)).having(style="width:100.0%")
+
+
+def test_a_failed_rank_says_why_below_its_row() -> None:
+    state = fake_runs.training().state
+    state.apply(1, events.Failed(kind="ValueError", message="boom", traceback="", line="In[7], line 12"))
+    text = Document(table_html(state, 5.0)).text
+    assert "failed" in text
+    assert "ValueError: boom (In[7], line 12)" in text
+
+
+def test_many_metrics_share_a_column() -> None:
+    state = RunState(1)
+    state.apply(0, events.Metrics(step=1, values={f"m{index}": float(index) for index in range(7)}))
+    table = Document(table_html(state, 0.0))
+    assert "other metrics" in table.text
+    assert "m5 5, m6 6" in table.text
+
+
+def test_a_rank_that_is_behind_is_marked_by_a_word() -> None:
+    state = fake_runs.training(world_size=3).state
+    state.apply(1, events.Progress(time_s=6.0, step=100, total=100, steps=200))
+    for rank, steps in ((0, 900), (1, 1000), (2, 200)):
+        for second in (7.0, 8.0):
+            state.apply(rank, events.Progress(time_s=second, step=50, total=100, steps=steps + int(second)))
+    table = Document(table_html(state, 8.0))
+    assert len(table.having(**{"class": "nba-behind-row"})) == 1
+    assert table.having(title="700 steps behind the others")
+    assert table.text.count("behind") == 1
+
+
+def test_ranks_of_one_state_share_a_row_where_they_are_many() -> None:
+    state = fake_runs.training(world_size=64).state
+    state.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
+    folded = Document(table_html(state, 5.0))
+    assert len(folded.having(scope="row")) == 2
+    assert "ValueError: boom" in folded.text
+    assert "63 ranks" in folded.text
+    assert folded.having(title="ranks 0\N{EN DASH}8, 10\N{EN DASH}63")
+    cells = [cell for tag, cell in folded.elements if tag == "li"]
+    assert len(cells) == 64
+    assert cells[9]["aria-label"] == "rank 9: failed, 50 / 100"
+    assert "9✗" in folded.text
+    assert len(Document(table_html(state, 5.0, is_folded=False)).having(scope="row")) == 64
+
+
+def test_ranks_of_one_node_share_a_row_where_there_are_several() -> None:
+    state = fake_runs.training(world_size=64).state
+    for rank in range(64):
+        state.apply(rank, events.Started(time_s=0.1, pid=rank, node=rank // 16))
+    folded = Document(table_html(state, 0.2))
+    assert len(folded.having(scope="row")) == 4
+    assert all(f"node {node}: 16 ranks" in folded.text for node in range(4))
+    assert folded.having(title="ranks 16\N{EN DASH}31")
+
+
+def test_ranks_that_share_a_row_show_what_they_have_in_common() -> None:
+    state = RunState(20)
+    for rank in range(20):
+        for second in range(2):
+            steps = 100 * second + rank
+            state.apply(rank, events.Progress(time_s=float(second), step=steps, total=500, steps=steps))
+        state.apply(rank, events.Metrics(time_s=1.0, step=1, values={"loss": float(rank)}))
+        memory = events.Memory(time_s=1.0, used_bytes=rank << 30, total_bytes=40 << 30, kind="device", utilisation=rank)
+        state.apply(rank, memory)
+    words = Document(table_html(state, 1.0)).text
+    for expected in ("20 ranks", "100\N{EN DASH}119 / 500", "9.5", "19 / 40 GiB", "10 %"):
+        assert expected in words
+
+
+def test_utilisation_has_a_column_only_where_it_is_known() -> None:
+    state = fake_runs.training().state
+    assert "busy" not in Document(table_html(state, 5.0)).text
+    memory = events.Memory(time_s=5.0, used_bytes=1, total_bytes=2, kind="device", utilisation=87.4)
+    state.apply(1, memory)
+    assert "busy" in Document(table_html(state, 5.0)).text
+    assert "87 %" in Document(table_html(state, 5.0)).text
+
+
+def test_time_since_the_last_sign_of_life() -> None:
+    state = fake_runs.training().state
+    assert Document(table_html(state, 6.0)).text.count("now") == 2
+    state.apply(0, events.Memory(time_s=64.0, used_bytes=1, total_bytes=2, kind="device"))
+    assert "01:00 ago" in Document(table_html(state, 65.0)).text
+    for rank in range(2):
+        state.apply(rank, events.Finished(time_s=65.0, result_bytes=1))
+    assert "seen" not in Document(table_html(state, 65.0)).text
+
+
+def test_chart_needs_two_points_and_says_what_it_shows() -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=0, steps=0))
+    state.apply(0, events.Metrics(step=0, values={"loss": 2.0}))
+    assert chart_html(state) == ""
+    state.apply(0, events.Metrics(step=50, values={"loss": 0.5}))
+    chart = Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 50 steps: from 2 to 0.5"
+    assert "50 steps" in chart.text
+
+
+def test_chart_of_a_run_without_steps_is_over_its_reports() -> None:
+    state = RunState(1)
+    for loss in (2.0, 1.0, 0.5):
+        state.apply(0, events.Metrics(step=0, values={"loss": loss}))
+    chart = Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 3 reports: from 2 to 0.5"
+    assert "3 reports" in chart.text
+
+
+@given(st.lists(st.floats(), min_size=2, max_size=20))
+@example([0.0, 5e-324])
+@example([-1.7e308, 1.7e308])
+@example([1.0, 1.0 + 1e-15])
+def test_a_curve_stays_inside_its_drawing(values: list[float]) -> None:
+    state = RunState(1)
+    for step, value in enumerate(values):
+        state.apply(0, events.Metrics(step=step, values={"loss": value}))
+    path = re.search(r'class="nba-curve" d="M([^"]*)"', chart_html(state))
+    if path is None:
+        assert len(state.history["loss"].mean.points) < 2
+        return
+    for point in path[1].split("L"):
+        x, y = map(float, point.split())
+        assert 0 <= x <= 280
+        assert 0 <= y <= 132
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [
+        (0.28, 2.4, [0, 1, 2]),
+        (0.0, 1.0, [0, 0.5, 1.0]),
+        (90.1, 97.5, [92, 94, 96]),
+        (-3.0, 5.0, [-2, 0, 2, 4]),
+    ],
+)
+def test_ticks_are_round_and_few(low: float, high: float, marks: list[float]) -> None:
+    assert ticks(low, high) == marks
+
+
+@given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
+def test_ticks_of_any_range_are_few(one: float, other: float) -> None:
+    assert 1 <= len(ticks(min(one, other), max(one, other))) <= 5
+
+
+@pytest.mark.parametrize(("world_size", "labels"), [(2, 2), (8, 8), (20, 0)])
+def test_few_curves_of_ranks_have_their_number_at_their_end(world_size: int, labels: int) -> None:
+    state = RunState(world_size)
+    for step in range(1, 4):
+        for rank in range(world_size):
+            state.apply(rank, events.Metrics(step=step, values={"loss": 1.0 + rank / 100 / step}))
+    chart = chart_html(state, of_ranks=True)
+    document = Document(chart)
+    assert sum(tag == "path" for tag, _ in document.elements) == world_size + 1
+    found = [attributes for tag, attributes in document.elements if tag == "text" and "class" in attributes]
+    assert len(found) == labels
+    heights = sorted(float(attributes["y"] or 0) for attributes in found)
+    assert all(after - before >= 9.9 for before, after in itertools.pairwise(heights))  # none covers another
+    assert all(0 < height < 132 for height in heights)
+    assert 'class="nba-c0"' not in chart_html(state)
+
+
+def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:
+    state = RunState(1)
+    for step in (1, 2):
+        state.apply(0, events.Metrics(step=step, values={"accuracy": 0.5, "loss": 1.0}))
+    assert "accuracy over" in chart_html(state, "accuracy")
+    assert "loss over" in chart_html(state, "no such metric")
+    assert "nba-chart-title" not in chart_html(state, is_titled=False)

@@ -1,4 +1,4 @@
-"""The panel's style sheet, small pieces of HTML, and numbers as people read them. All text is escaped.
+"""The style sheets of the panel and of the configuration form. Every rule is below the class ``nba-panel``.
 
 Colours follow the front end's theme: JupyterLab's variables first, then VS Code's, then a palette of our own, chosen by
 the front end's mark on the page or else by the system's preference.
@@ -6,89 +6,7 @@ the front end's mark on the page or else by the system's preference.
 
 from __future__ import annotations
 
-import html
-
-from notebook_accel.formatting import format_size
-
-__all__ = [
-    "FORM_STYLE",
-    "STYLE",
-    "UNKNOWN",
-    "badge",
-    "bar",
-    "counted",
-    "faint",
-    "in_digits",
-    "rate",
-    "scrolled",
-    "shortened",
-    "sizes_in_words",
-]
-
-UNKNOWN = "\N{EN DASH}"
-_LARGEST_COUNT = 1e12
-
-
-def badge(word: str) -> str:
-    """Frame a word, in the colour of the state of that name."""
-    return f'<span class="nba-badge nba-{html.escape(word)}">{html.escape(word)}</span>'
-
-
-def faint(text: str) -> str:
-    """Print text in a fainter colour."""
-    return f'<span class="nba-faint">{html.escape(text)}</span>'
-
-
-def bar(value: float, total: float, label: str, kind: str = "") -> str:
-    """Draw a bar filled to ``value`` of ``total``, with ``label`` as its attributes."""
-    share = min(max(value / total, 0.0), 1.0)
-    return (
-        f'<div class="nba-bar {kind}" {label} aria-valuemin="0" aria-valuenow="{value}" aria-valuemax="{total}">'
-        f'<div style="width:{share:.1%}"></div></div>'
-    )
-
-
-def scrolled(body: str) -> str:
-    """Put long content into a box that scrolls, with its end in view."""
-    return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 line`` or ``2,000 lines``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def shortened(text: str, characters: int) -> str:
-    """Cut off the end of a long text."""
-    return text if len(text) <= characters else f"{text[: characters - 1]}…"
-
-
-def rate(steps_per_s: float | None) -> str:
-    """Return steps a second with about three digits."""
-    if steps_per_s is None:
-        return UNKNOWN
-    if steps_per_s >= 1:
-        return f"{steps_per_s:,.0f}" if steps_per_s >= 100 else f"{steps_per_s:.1f}"
-    return f"{steps_per_s:.2g}"
-
-
-def in_digits(value: float | None) -> str:
-    """Format a metric. Counts are exact, and large readable numbers get no exponent."""
-    if value is None:
-        return UNKNOWN
-    if value.is_integer() and abs(value) < _LARGEST_COUNT:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def sizes_in_words(used_bytes: int, total_bytes: int) -> list[str]:
-    """Return both sizes, naming a shared unit once; without the total if that is unknown."""
-    used, total = format_size(used_bytes), format_size(total_bytes)
-    if not total_bytes:
-        return [used]
-    number, _, unit = used.partition(" ")
-    return [number if total.endswith(unit) else used, total]
-
+__all__ = ["FORM_STYLE", "STYLE"]
 
 _LIGHT = (
     "--nba-good:#1a7f4b;--nba-bad:#b3261e;--nba-busy:#1f5fc9;--nba-warn:#8a5a00;"
@@ -287,7 +205,7 @@ STYLE = (
     f".nba-panel{{{_LIGHT}}}@media (prefers-color-scheme:dark){{.nba-panel{{{_DARK}}}}}"
     f"{_LIGHT_MARKS}{{{_LIGHT}}}{_DARK_MARKS}{{{_DARK}}}{_RULES}{_CURVES}"
 )
-"""The panel's style sheet. Every rule is below ``.nba-panel``, so that nothing else on the page changes."""
+"""The panel's style sheet. Nothing else on the page changes."""
 
 # Selectors with two classes win over the panel's own rules, even where a panel further down repeats those.
 _FORM_RULES = """

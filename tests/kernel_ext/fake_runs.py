@@ -1,4 +1,4 @@
-"""Synthetic runs, and the text and elements of HTML drawn from them."""
+"""Fake runs, whose events the tests make up: as a ``RunState`` here, or as a ``Job`` in a kernel (``SETUP``)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kernel_ext.render import RunFacts
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
-__all__ = ["ATTACK", "Document", "Run", "facts", "header_html", "summary_html", "summary_text", "training"]
+__all__ = ["ATTACK", "SETUP", "Document", "FakeRun", "facts", "header_html", "summary_html", "summary_text", "training"]
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
 
 
 class Document(html.parser.HTMLParser):
-    """The elements and the text of a piece of HTML; fails if elements aren't closed in order."""
+    """Parses HTML into its elements and its text. Fails if elements aren't closed in order."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def facts(**changes: Any) -> RunFacts:
     return RunFacts(**{**given, **changes})
 
 
-class Run:
-    """A run's state and its output, from the same events."""
+class FakeRun:
+    """The state and the output of a run, from the same events."""
 
     def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
         self.state = RunState(world_size)
@@ -65,21 +65,21 @@ class Run:
             self.output.take(rank, event)
 
 
-def header_html(facts: RunFacts, run: Run, now_s: float) -> str:
+def header_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.header_html(facts, run.state, now_s)
 
 
-def summary_html(facts: RunFacts, run: Run, now_s: float) -> str:
+def summary_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.summary_html(facts, run.state, run.output, now_s)
 
 
-def summary_text(facts: RunFacts, run: Run, now_s: float) -> str:
+def summary_text(facts: RunFacts, run: FakeRun, now_s: float) -> str:
     return render.summary_text(facts, run.state, run.output, now_s)
 
 
-def training(world_size: int = 2, seconds: int = 6) -> Run:
-    """Ranks that do 10 steps a second, of 100 in epoch 2 of 3."""
-    run = Run(world_size)
+def training(world_size: int = 2, seconds: int = 6) -> FakeRun:
+    """Return a run whose ranks do 10 steps a second, of 100 in epoch 2 of 3."""
+    run = FakeRun(world_size)
     for rank in range(world_size):
         run.apply(rank, events.Started(time_s=0.0, pid=1))
         for second in range(seconds):
@@ -90,3 +90,49 @@ def training(world_size: int = 2, seconds: int = 6) -> Run:
             run.apply(rank, events.Metrics(time_s=float(second), step=10 * second, values={"loss": 2.0 / (second + 1)}))
         run.apply(rank, events.Memory(time_s=5.0, used_bytes=9 << 30, total_bytes=16 << 30, kind="device"))
     return run
+
+
+SETUP = """
+import threading
+import time
+from kernel_ext.panel import open_view
+from notebook_accel.protocol import events
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.spec import JobSpec
+
+class Control:
+    calls = []
+    called = threading.Event()
+    def stop(self):
+        self._note("stop")
+    def interrupt(self, *, escalate):
+        self._note("interrupt" if escalate else "interrupt and keep")
+    def inspect(self):
+        self._note("inspect")
+    def _note(self, call):
+        Control.calls.append(call)
+        Control.called.set()
+
+def make_job(is_background=False, world_size=2, **options):
+    spec = JobSpec(name="digits", world_size=world_size, environment={}, working_directory="", sys_path=[])
+    job = Job(
+        "1", spec, LaunchConfig(**options), devices=f"{world_size} CPUs", is_background=is_background, by_value=(),
+        result_files=(),
+    )
+    job.attach(Control())
+    Control.calls.clear()
+    Control.called.clear()
+    return job
+
+def start(job):
+    for rank in range(job.world_size):
+        job.deliver(rank, events.Started(pid=rank + 1))
+        job.deliver(rank, events.Progress(step=1, total=10, steps=1))
+
+def finish(job):
+    for rank in range(job.world_size):
+        job.deliver(rank, events.Finished(result_bytes=1))
+        job.deliver(rank, events.Ended(exit_code=0))
+    job.end("")
+"""
