@@ -50,7 +50,7 @@ class Interrupting:
         self.has_come = False
 
     def _trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith((self._folder, __file__)) or frame.f_code.co_name == "_come":
+        if not frame.f_code.co_filename.startswith((self._folder, __file__)) or frame.f_code.co_name == "_arrive":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -123,7 +123,7 @@ def test_turn_is_left_wherever_an_interrupt_strikes(times: int) -> None:
 
         def act() -> None:
             nonlocal entered
-            with held() as interrupts, queue.turn("a cell", check=interrupts.check):
+            with held() as interrupts, queue.turn("a cell", interrupts.check):
                 entered += 1
 
         assert interrupting.call(act) == interrupting.has_come
@@ -152,10 +152,10 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         held() as interrupts,
-        queue.turn("a cell", says=False, check=check),
+        queue.turn("a cell", check, note=said.append),
     ):
         raise AssertionError("two at a time")
-    assert said == ["another cell", "a cell"] and queue.labels == ["another cell"]
+    assert said == ["waiting", "another cell", "a cell"] and queue.labels == ["another cell"]
     leaves.set()
     thread.join()
     assert queue.labels == []
@@ -165,7 +165,7 @@ def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), held() as interrupts:
         try:
-            with interrupts.opened():
+            with interrupts.allowed():
                 done.append("began")
                 signal.raise_signal(signal.SIGINT)
                 done.append("went on")
@@ -176,14 +176,16 @@ def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
 
 
 def test_one_that_has_come_is_raised_in_the_end_and_two_clicks_are_one() -> None:
-    taken: list[BaseException] = []
+    woken: list[bool] = []
     with pytest.raises(KeyboardInterrupt) as raised, held() as interrupts:
-        with interrupts.taken_by(taken.append), held() as same:
+        with interrupts.waking(lambda: woken.append(True)), held() as same:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-            assert same is interrupts and not interrupts.have_come
-        taken.append(EOFError())
-    assert taken[0] is raised.value and [type(item) for item in taken] == [KeyboardInterrupt, EOFError]
+            assert same is interrupts and woken == [True]
+            taken = interrupts.take()
+            assert taken is not None and not interrupts.has_pending and interrupts.take() is None
+        interrupts.note(EOFError())
+    assert taken is raised.value and woken == [True]
     with pytest.raises(EOFError), held():
         signal.raise_signal(signal.SIGINT)
         raise EOFError
@@ -195,7 +197,7 @@ def test_handler_of_the_users_does_what_it_did() -> None:
     try:
         with held() as interrupts:
             signal.raise_signal(signal.SIGINT)
-            assert not interrupts.have_come
+            assert not interrupts.has_pending
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert heard == [signal.SIGINT]

@@ -270,7 +270,7 @@ def _cannot_be_sent(value: Any, origins: Mapping[int, Any]) -> bool:
 
 
 def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
-    with held() as interrupts, interrupts.opened():  # pickling runs methods of the user's objects
+    with held() as interrupts, interrupts.allowed():  # pickling runs methods of the user's objects
         return serialization.pickle_by_value(value, roots=roots, namespace=_namespace(), origins=origins)
 
 

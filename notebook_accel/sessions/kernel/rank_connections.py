@@ -20,6 +20,7 @@ import msgspec
 from notebook_accel.launching.processes import pidfd_send_signal
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Message
+from notebook_accel.protocol.session_messages import Displayed, Prompt
 from notebook_accel.sessions.listener import JoinedRank
 
 __all__ = ["RankAnswer", "RankConnections", "RankRequest"]
@@ -48,7 +49,7 @@ class RankRequest:
         number: The request's number, which the replies repeat.
         orders: The message for each rank, and the descriptors beside it, which the request owns.
         answers: Answers by rank.
-        said: Messages that ranks sent before their answers, each with the rank, in order.
+        messages: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
         was_asked: Whether it was passed to ``RankConnections.ask``.
         was_sent: Whether it was sent, so that the ranks will answer.
@@ -57,9 +58,7 @@ class RankRequest:
     number: int
     orders: Mapping[int, tuple[bytes, Sequence[int]]]
     answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
-    said: collections.deque[tuple[int, messages.Displayed | messages.Prompt]] = dataclasses.field(
-        default_factory=collections.deque
-    )
+    messages: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
     lost: set[int] = dataclasses.field(default_factory=set)
     was_asked: bool = False
     was_sent: bool = False
@@ -223,17 +222,17 @@ class RankConnections:
             self._lose(poll, rank)
 
     def _received(self, rank: int, message: Message) -> None:
-        said = messages.decode_from_rank(message.body)
-        request = self._requests.get(said.number)
+        from_rank = messages.decode_from_rank(message.body)
+        request = self._requests.get(from_rank.number)
         if request is None or rank not in request.orders:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
-        if isinstance(said, messages.Reply):
+        if isinstance(from_rank, messages.Reply):
             value, *_ = [*message.descriptors, -1]
-            request.answers[rank] = RankAnswer(said, value)
+            request.answers[rank] = RankAnswer(from_rank, value)
         else:
-            request.said.append((rank, said))
+            request.messages.append((rank, from_rank))
         request.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:

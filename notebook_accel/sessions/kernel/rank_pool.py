@@ -14,11 +14,10 @@ from typing import Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching.kernel import foreground, launcher
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
-from notebook_accel.sessions.kernel.background import BackgroundCell
 from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
@@ -70,7 +69,7 @@ class RankPool:
             atexit.register(self.close)  # runs before the engine's own, which would leave the listener's folder
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
-        with interrupts.opened():  # a cluster may take long
+        with interrupts.allowed():  # a cluster may take long
             launcher.launch_function(
                 loop.serve,
                 (str(self._listener.folder), self._listener.secret),
@@ -104,7 +103,7 @@ class RankPool:
         inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         *,
         called: str,
-        background: BackgroundCell | None = None,
+        note: Callable[[Status], object] | None = None,
         **what: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
@@ -116,7 +115,7 @@ class RankPool:
             ranks: The ranks to ask. Default: all.
             inputs: Notebook variables that the ranks need for it.
             called: The request in words.
-            background: The cell's handle, for a cell in the background.
+            note: Takes the status of a cell in the background, instead of a message that says what it waits for.
             what: The message's other fields.
 
         Raises:
@@ -127,10 +126,8 @@ class RankPool:
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
         self._check_alive(ranks)  # refuse before waiting
-        with held() as interrupts:
-            check = background.check if background is not None else lambda: self._check_waiting(interrupts)
-            with self._queue.turn(called, says=background is None, check=check):
-                return self._ask(make, self._check_alive(ranks), inputs, what, background)
+        with held() as interrupts, self._queue.turn(called, lambda: self._check_waiting(interrupts), note=note):
+            return self._ask(make, self._check_alive(ranks), inputs, what, note)
 
     def debug(self, rank: int | None) -> None:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
@@ -142,13 +139,15 @@ class RankPool:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
         [rank] = self._check_alive([self._failed_rank or 0 if rank is None else rank])
         console = Console()
-        with held() as interrupts, self._queue.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
+        with held() as interrupts, self._queue.turn("the debugger", lambda: self._check_waiting(interrupts)):
             self._check_alive([rank])
             request = self._request(messages.Debug, {}, [rank], [])
-            pending_request = PendingRequest(self._connections, self._output, self.job.config.grace_s, console=console)
+            pending_request = PendingRequest(
+                request, self._connections, self._output, self.job.config.grace_s, console=console
+            )
             self._start_output()
-            self._ask_and_settle(pending_request, request)
-            interrupts.heeded()  # one may have ended the debugger, as it should
+            self._ask_and_settle(pending_request)
+            interrupts.forget_taken()  # one may have ended the debugger, as it should
             answers = dict(request.answers)
             self._connections.drop(request)
             self._finish_output(answers)
@@ -169,7 +168,7 @@ class RankPool:
             request = self._request(messages.Look, {"text": text, "describes": describes}, [0], [])
             self._connections.ask(request)
             deadline_s = time.monotonic() + (_LOOK_DEADLINE_S if timeout_s is None else timeout_s)
-            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
+            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
                 request.wait(min(left_s, _LOOK_PERIOD_S))
             answer = request.answers.get(0)
             self._connections.drop(request)
@@ -177,7 +176,7 @@ class RankPool:
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Start these ranks again, by default those that have died. Return which."""
-        with held() as interrupts, self._queue.turn("the restart", check=lambda: self._check_waiting(interrupts)):
+        with held() as interrupts, self._queue.turn("the restart", lambda: self._check_waiting(interrupts)):
             return self._restart(ranks)
 
     def _restart(self, ranks: Sequence[int] | None) -> list[int]:
@@ -210,7 +209,7 @@ class RankPool:
         if self._job is not None:
             try:
                 ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
-                while time.monotonic() < ends_s and not interrupts.have_come and not self._job.wait(_LOOK_PERIOD_S):
+                while time.monotonic() < ends_s and not interrupts.has_pending and not self._job.wait(_LOOK_PERIOD_S):
                     pass
             finally:
                 self._job.kill()
@@ -288,20 +287,20 @@ class RankPool:
         ranks: list[int],
         inputs: Inputs,
         what: Mapping[str, Any],
-        background: BackgroundCell | None,
+        note: Callable[[Status], object] | None,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         parcels = self.namespace_sync.pack(inputs, ranks)
         self._report_sent_again(parcels)
         request = self._request(make, what, ranks, parcels)
         pending_request = PendingRequest(
-            self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
+            request, self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
         )
         self._start_output()
         self.job.expect_steps(ranks)
         try:
-            if background is not None:
-                background.begin(pending_request, request)
-            self._ask_and_settle(pending_request, request)
+            if note is not None:
+                note("running")
+            self._ask_and_settle(pending_request)
             return self._conclude(request, pending_request, parcels)
         finally:
             self.job.expect_steps([])
@@ -371,19 +370,19 @@ class RankPool:
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
     ) -> dict[int, RankAnswer]:
         request = self._request(make, what, ranks, [])
-        pending_request = PendingRequest(self._connections, None, self.job.config.grace_s)
-        self._ask_and_settle(pending_request, request)
+        pending_request = PendingRequest(request, self._connections, None, self.job.config.grace_s)
+        self._ask_and_settle(pending_request)
         answers = dict(request.answers)
         self._connections.drop(request)
         return answers
 
-    def _ask_and_settle(self, pending_request: PendingRequest, request: RankRequest) -> None:
+    def _ask_and_settle(self, pending_request: PendingRequest) -> None:
         """Ask, and wait until no interrupt of this request can hit the next one.
 
         Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
         written to the connection afterwards; so each interrupted rank answers one more, empty request.
         """
-        pending_request.ask(request)
+        pending_request.ask()
         self._killed.update(pending_request.killed)
         interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
         if interrupted:
@@ -423,18 +422,22 @@ class RequestQueue:
         return [turn.what for turn in list(self._queue)]
 
     @contextlib.contextmanager
-    def turn(self, what: str, *, says: bool = True, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def turn(
+        self, what: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+    ) -> Iterator[None]:
         """Wait until the ranks are free, and keep them for the body.
 
         Args:
             what: The request in words.
-            says: Whether to print that it waits, and for what.
             check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
+            note: Called if it has to wait, instead of a message that says for what.
         """
         mine = _Turn(what)
         try:
             busy_with = self._join(mine)
-            if says and busy_with:
+            if busy_with and note is not None:
+                note("waiting")
+            elif busy_with:
                 sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
             while not mine.is_mine.is_set:
                 check()

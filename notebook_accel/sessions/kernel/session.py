@@ -13,7 +13,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
@@ -124,7 +124,7 @@ class Session:
         """
         inputs = _inputs(cell, namespace, push)
         handle = BackgroundCell(cell.label, self.stacks)
-        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, background=handle))
+        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, note=handle.note))
         return handle
 
     def _run_cell(
@@ -134,12 +134,12 @@ class Session:
         ranks: Sequence[int] | None,
         *,
         wants_values: bool,
-        background: BackgroundCell | None = None,
+        note: Callable[[Status], object] | None = None,
     ) -> tuple[Shown, Results]:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
         what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, background=background, **what)
+        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, note=note, **what)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
         return shown, Results([value for _, value in answers.values()])
 
