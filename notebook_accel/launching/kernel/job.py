@@ -414,8 +414,7 @@ class Job(Handle):
     def where_ranks_stood(self) -> list[str]:
         """Return lines such as ``rank 0 was at In[7], line 12``, for ranks that were interrupted."""
         with self.state_lock:
-            raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
-        return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
+            return failures.where_ranks_stood({rank.number: rank.failed for rank in self.state.ranks})
 
     def notice_silence(self, now_s: float) -> None:
         """Ask for the ranks' stacks if one keeps the others waiting. Waits for nothing; whoever draws the run calls it.

@@ -9,8 +9,7 @@ from typing import Any
 
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.failures import cause_of, explain_exception, raised_in_words
-from notebook_accel.protocol.events import Failed
+from notebook_accel.launching.state.failures import raised_error, raised_in_words, where_ranks_stood
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
 
@@ -24,37 +23,22 @@ _LOOK_PERIOD_S = 0.02
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
 ) -> RankFailedError | None:
-    """Return the error of the rank that failed first.
+    """Return the error of the rank that failed first, ``None`` if none has failed.
 
     Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
     """
-    failed_ranks = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
-    if not failed_ranks:
+    failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
+    if not failed:
         return None
-    rank = min(failed_ranks, key=lambda rank: _order(rank in interrupted, failed_ranks[rank]))
-    failed = failed_ranks[rank]
-    others = [
-        RankEnd(other, stopped=other in interrupted, error=raised_in_words(said))
-        for other, said in sorted(failed_ranks.items())
-        if other != rank
-    ]
-    where = f" at {failed.line}" if failed.line else ""
-    why, fix = explain_exception(failed, None, {})
-    error = RankFailedError(
-        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
-        rank=rank,
-        world_size=world_size,
-        why=why,
-        fix=_of_missing_name(replies[rank].missing, replies) or fix,
-        remote_traceback=failed.traceback,
-        others=tuple(others),
+    first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
+    error = raised_error(failed[first], first, world_size, origins)
+    error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
+    error.others = tuple(
+        RankEnd(rank, stopped=rank in interrupted, error=raised_in_words(other))
+        for rank, other in failed.items()
+        if rank != first
     )
-    error.__cause__ = cause_of(failed, origins)
     return error
-
-
-def _order(was_interrupted: bool, failed: Failed) -> tuple[bool, bool, float]:
-    return was_interrupted, failed.lost_peer, failed.time_s
 
 
 def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
@@ -69,11 +53,7 @@ def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseE
     """Have the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
-    lines = [
-        f"  rank {rank} was at {reply.failed.line}"
-        for rank, reply in replies.items()
-        if reply.failed and reply.failed.line
-    ]
+    lines = [f"  {line}" for line in where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})]
     text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their variables.", *lines])
     interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return interrupt

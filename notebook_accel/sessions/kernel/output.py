@@ -6,7 +6,6 @@ that moment, so that both appear in order. A line that several ranks print alike
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import html
 import os
@@ -19,7 +18,7 @@ from typing import Any
 from notebook_accel.formatting import clipped, format_clock, plain_text, rank_spans
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
@@ -54,14 +53,12 @@ class _Log:
         self._show = show
         self._descriptor = -1
         self._position = 0
-        self._begun = b""
+        self._unfinished = b""  # the line that has no end yet
         self.start()
 
     def start(self) -> None:
         """Reset the limits for a new cell."""
-        self._free = self._most_lines
-        self._left_out = 0
-        self._last: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
+        self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
         """Show the lines up to ``until`` bytes, by default all that are there."""
@@ -76,37 +73,29 @@ class _Log:
             if not data:
                 break
             self._position += len(data)
-            *lines, self._begun = (self._begun + data).split(b"\n")
-            self._take(lines)
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            self.add(lines)
 
     def end_line(self) -> None:
         """End an unfinished line, so that later output starts a new one."""
-        if self._begun:
-            self._take([self._begun])
-            self._begun = b""
+        if self._unfinished:
+            self.add([self._unfinished])
+            self._unfinished = b""
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Show lines, as far as the limit allows."""
+        shown = self._limit.add(lines)
+        if shown:
+            self._show([_shown(line) for line in shown])
 
     def rest(self) -> list[str]:
         """Return the lines to show at the end of the cell."""
-        left_out = self._left_out - len(self._last)
-        note = f"[{left_out:,} lines left out here; the whole output is in {self._path}]"
-        return [*([note] if left_out > 0 else []), *map(_shown, self._last)]
-
-    def add(self, text: str) -> None:
-        """Show lines that are not in the log."""
-        self._take([line.encode() for line in text.splitlines()])
+        return [*self._limit.note, *map(_shown, self._limit.kept)]
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _take(self, lines: Sequence[bytes]) -> None:
-        now, later = lines[: self._free], lines[self._free :]
-        self._free -= len(now)
-        self._left_out += len(later)
-        self._last.extend(later)
-        if now:
-            self._show([_shown(line) for line in now])
 
 
 def _shown(line: bytes) -> str:
@@ -156,7 +145,7 @@ class Output:
         """Show what a rank displays; mere text as a line of its output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
-            self._logs[rank].add(str(event.data.get("text/plain", "")))
+            self._logs[rank].add([line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
 
     def finish(self, replies: Mapping[int, Reply]) -> None:
         """Show all that these ranks printed and counted by the end of the cell."""
