@@ -27,7 +27,7 @@ from notebook_accel.uninterruptible import Latch
 __all__ = ["JoinedRank", "Listener", "join_session"]
 
 _HELLO_DEADLINE_S = 5.0
-_LOOK_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
@@ -77,7 +77,7 @@ class Listener:
         with _short_path(folder) as path:
             self._socket.bind(path)
         self._socket.listen(1024)
-        self._socket.settimeout(_LOOK_PERIOD_S)
+        self._socket.settimeout(_POLL_PERIOD_S)
 
     def close(self) -> None:
         """Stop listening and remove the folder."""

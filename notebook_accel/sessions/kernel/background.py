@@ -18,7 +18,7 @@ from notebook_accel.uninterruptible import Latch
 
 __all__ = ["BackgroundCell"]
 
-_LOOK_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1
 
 
 class BackgroundCell(Handle):
@@ -91,7 +91,7 @@ class BackgroundCell(Handle):
         with held() as interrupts:
             thread.start()
             try:
-                while not self._is_under_way.wait(_LOOK_PERIOD_S):
+                while not self._is_under_way.wait(_POLL_PERIOD_S):
                     interrupts.check()
                 interrupts.check()
             except BaseException:

@@ -17,7 +17,7 @@ __all__ = ["first_failure", "how_it_died", "interrupted"]
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
 _DEATH_DEADLINE_S = 30.0  # the agent reports a death, which on a busy machine it may notice late
-_LOOK_PERIOD_S = 0.02
+_POLL_PERIOD_S = 0.02
 
 
 def first_failure(
@@ -66,7 +66,7 @@ def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
     while error is None and not job.done and time.monotonic() < deadline_s:
         error = job.death(rank)
         if error is None:
-            time.sleep(_LOOK_PERIOD_S)
+            time.sleep(_POLL_PERIOD_S)
     if job.done:
         return _of_the_whole(job)
     if error is None:

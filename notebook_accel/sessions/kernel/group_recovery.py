@@ -70,7 +70,7 @@ class GroupRecovery:
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
         self.renewals += 1
-        answers = self._ask(messages.Renew, alive, renewals=self.renewals, rejoins=rejoins)
+        answers = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, answer in answers.items():
             if answer.reply.failed is not None:
                 why = f"{answer.reply.failed.kind}: {answer.reply.failed.message}"

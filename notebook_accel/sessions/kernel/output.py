@@ -23,7 +23,7 @@ from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
 
-__all__ = ["Output", "Shown", "ranks_in_words"]
+__all__ = ["CellOutput", "Shown", "ranks_in_words"]
 
 _CHUNK_BYTES = 1 << 20
 _MOST_LINES = 4000  # of a cell, of all ranks together
@@ -33,7 +33,7 @@ _LINE_PERIOD_S = 5.0  # where earlier output can't be replaced
 _PERIOD_GROWTH = 1.5
 _LONGEST_PERIOD_S = 60.0
 _LAST_DEADLINE_S = 5.0
-_LOOK_PERIOD_S = 0.01
+_POLL_PERIOD_S = 0.01
 _TEXT, _HTML = "text/plain", "text/html"
 _IMAGES = ("image/png", "image/jpeg")
 
@@ -102,7 +102,7 @@ def _shown(line: bytes) -> str:
     return clipped(plain_text(line.decode(errors="replace")))
 
 
-class Output:
+class CellOutput:
     """The ranks' output, shown in the cells that it belongs to.
 
     Args:
@@ -206,7 +206,7 @@ class _CellProgress:
         while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
             if time.monotonic() > deadline_s:
                 break
-            time.sleep(_LOOK_PERIOD_S)
+            time.sleep(_POLL_PERIOD_S)
         self._show(is_end=True)
 
     def _show(self, *, is_end: bool) -> None:

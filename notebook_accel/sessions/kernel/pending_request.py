@@ -12,7 +12,7 @@ from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.output import Output, ranks_in_words
+from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
 
 __all__ = ["Console", "PendingRequest"]
@@ -45,7 +45,7 @@ class PendingRequest:
         self,
         request: RankRequest,
         connections: RankConnections,
-        output: Output | None,
+        output: CellOutput | None,
         grace_s: float,
         *,
         console: Console | None = None,
@@ -113,8 +113,8 @@ class PendingRequest:
         self._take_messages()
 
     def _take_messages(self) -> None:
-        while self._request.messages:
-            rank, message = self._request.messages.popleft()
+        while self._request.incoming:
+            rank, message = self._request.incoming.popleft()
             if isinstance(message, messages.Displayed):
                 if self._output is not None:
                     self._output.display(rank, message.display)
@@ -122,7 +122,7 @@ class PendingRequest:
                 if self._output is not None:
                     self._output.show_until(rank, message.log_bytes)
                 line = self._console.answer(message.text) if self.interrupt is None else ""
-                self._connections.tell(rank, messages.Typed(number=self._request.number, line=line))
+                self._connections.tell(rank, messages.Input(number=self._request.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s

@@ -47,18 +47,18 @@ class RankRequest:
 
     Attributes:
         number: The request's number, which the replies repeat.
-        orders: The message for each rank, and the descriptors beside it, which the request owns.
+        outgoing: The message for each rank, and the descriptors beside it, which the request owns.
         answers: Answers by rank.
-        messages: Messages that ranks sent before their answers, each with the rank, in order.
+        incoming: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
         was_asked: Whether it was passed to ``RankConnections.ask``.
         was_sent: Whether it was sent, so that the ranks will answer.
     """
 
     number: int
-    orders: Mapping[int, tuple[bytes, Sequence[int]]]
+    outgoing: Mapping[int, tuple[bytes, Sequence[int]]]
     answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
-    messages: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
+    incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
     lost: set[int] = dataclasses.field(default_factory=set)
     was_asked: bool = False
     was_sent: bool = False
@@ -70,7 +70,7 @@ class RankRequest:
     @property
     def pending(self) -> list[int]:
         """The ranks that still owe an answer."""
-        return [rank for rank in self.orders if rank not in self.answers and rank not in self.lost]
+        return [rank for rank in self.outgoing if rank not in self.answers and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news such as an answer or a rank's death, at most so long; without limit if negative."""
@@ -81,9 +81,9 @@ class RankRequest:
         with contextlib.suppress(RuntimeError):  # nobody has waited since the last news
             self._news.release()
 
-    def close_orders(self) -> None:
+    def close_outgoing(self) -> None:
         """Close the descriptors of the messages, once they are sent or won't be."""
-        for descriptor in {number for _, descriptors in self.orders.values() for number in descriptors}:
+        for descriptor in {number for _, descriptors in self.outgoing.values() for number in descriptors}:
             os.close(descriptor)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class RankConnections:
         self._put(request)
         request.was_asked = True
 
-    def tell(self, rank: int, message: messages.Typed) -> None:
+    def tell(self, rank: int, message: messages.Input) -> None:
         """Send a rank a message about the request that it is busy with."""
         self._put(_FollowUp(rank, messages.encode(message)))
 
@@ -199,11 +199,11 @@ class RankConnections:
     def _send(self, poll: select.poll, request: RankRequest) -> None:
         self._requests[request.number] = request
         request.was_sent = True
-        for rank, (body, descriptors) in request.orders.items():
+        for rank, (body, descriptors) in request.outgoing.items():
             if rank not in self._joined:
                 request.lost.add(rank)
             self._send_to(poll, rank, body, descriptors)
-        request.close_orders()
+        request.close_outgoing()
         request.notify()
 
     def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -224,7 +224,7 @@ class RankConnections:
     def _received(self, rank: int, message: Message) -> None:
         from_rank = messages.decode_from_rank(message.body)
         request = self._requests.get(from_rank.number)
-        if request is None or rank not in request.orders:
+        if request is None or rank not in request.outgoing:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
@@ -232,7 +232,7 @@ class RankConnections:
             value, *_ = [*message.descriptors, -1]
             request.answers[rank] = RankAnswer(from_rank, value)
         else:
-            request.messages.append((rank, from_rank))
+            request.incoming.append((rank, from_rank))
         request.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:

@@ -21,7 +21,7 @@ from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
-from notebook_accel.sessions.kernel.output import Output, ranks_in_words
+from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
 from notebook_accel.sessions.kernel.rank_connections import RankAnswer, RankConnections, RankRequest
 from notebook_accel.sessions.listener import Listener
@@ -32,8 +32,8 @@ __all__ = ["RankPool", "RequestQueue"]
 
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
-_LOOK_DEADLINE_S = 1.0
-_LOOK_PERIOD_S = 0.1
+_LOOKUP_DEADLINE_S = 1.0
+_POLL_PERIOD_S = 0.1
 
 
 class RankPool:
@@ -56,7 +56,7 @@ class RankPool:
         self._is_closed = False
         self._failed_rank: int | None = None  # the rank of the last error
         self._killed: set[int] = set()  # for going on after an interrupt
-        self._output: Output | None = None
+        self._output: CellOutput | None = None
         self._job: Job | None = None
         with held() as interrupts:
             self._listener = Listener()
@@ -82,7 +82,7 @@ class RankPool:
         self.job: Job = self._job
         self.job.expect_steps([])
         self.job.doing = self._doing
-        self._output = Output(self.job)
+        self._output = CellOutput(self.job)
         self.namespace_sync = NamespaceSync(self.job.world_size)
         self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
         self._welcome(range(self.job.world_size), interrupts.check)
@@ -160,16 +160,16 @@ class RankPool:
         for line in answers[rank].reply.lines:
             raise RunError(line)
 
-    def look(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
+    def look_up(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
         """Ask rank 0 about a piece of code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
         with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
-            request = self._request(messages.Look, {"text": text, "describes": describes}, [0], [])
+            request = self._request(messages.LookUp, {"text": text, "describes": describes}, [0], [])
             self._connections.ask(request)
-            deadline_s = time.monotonic() + (_LOOK_DEADLINE_S if timeout_s is None else timeout_s)
+            deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
             while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
-                request.wait(min(left_s, _LOOK_PERIOD_S))
+                request.wait(min(left_s, _POLL_PERIOD_S))
             answer = request.answers.get(0)
             self._connections.drop(request)
             return None if answer is None else answer.reply.lines
@@ -209,7 +209,7 @@ class RankPool:
         if self._job is not None:
             try:
                 ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
-                while time.monotonic() < ends_s and not interrupts.has_pending and not self._job.wait(_LOOK_PERIOD_S):
+                while time.monotonic() < ends_s and not interrupts.has_pending and not self._job.wait(_POLL_PERIOD_S):
                     pass
             finally:
                 self._job.kill()
@@ -271,15 +271,15 @@ class RankPool:
         self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
     ) -> RankRequest:
         number, sent_s = next(self._numbers), time.monotonic()
-        orders: dict[int, tuple[bytes, Sequence[int]]] = {}
+        outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
             body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
-            orders |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
-        have_all = [rank for rank in ranks if rank not in orders]
+            outgoing |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
+        have_all = [rank for rank in ranks if rank not in outgoing]
         if have_all:
             plain = messages.encode(make(number=number, sent_s=sent_s, **what))
-            orders |= dict.fromkeys(have_all, (plain, ()))
-        return RankRequest(number, dict(sorted(orders.items())))
+            outgoing |= dict.fromkeys(have_all, (plain, ()))
+        return RankRequest(number, dict(sorted(outgoing.items())))
 
     def _ask(
         self,
@@ -441,7 +441,7 @@ class RequestQueue:
                 sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
             while not mine.is_mine.is_set:
                 check()
-                mine.is_mine.wait(_LOOK_PERIOD_S)
+                mine.is_mine.wait(_POLL_PERIOD_S)
             yield
         finally:
             self._leave(mine)

@@ -168,7 +168,7 @@ class Session:
             PayloadError: A value can't be sent.
         """
         if names:
-            self._pool.ask(messages.Take, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
+            self._pool.ask(messages.Push, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
@@ -182,7 +182,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """Return the ranks' values of some names: a dictionary for each rank."""
-        answers = self._pool.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
+        answers = self._pool.ask(messages.Pull, ranks, called=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
@@ -215,7 +215,7 @@ class Session:
 
     def complete(self, text: str) -> list[str]:
         """Return completions for the end of some code, from rank 0's variables; none while it is busy."""
-        return self._pool.look(text=text, describes=False) or []
+        return self._pool.look_up(text=text, describes=False) or []
 
     def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
         """Return lines that describe a dotted name on rank 0; none if it has no such name.
@@ -227,7 +227,7 @@ class Session:
         Returns:
             The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
         """
-        return self._pool.look(text=path, describes=True, timeout_s=timeout_s)
+        return self._pool.look_up(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
         """End the session and its ranks, and wait for that."""
