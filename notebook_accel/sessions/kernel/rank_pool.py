@@ -16,6 +16,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
+from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
@@ -55,11 +56,12 @@ class RankPool:
         self._queue = RequestQueue()
         self._is_closed = False
         self._failed_rank: int | None = None  # the rank of the last error
-        self._killed: set[int] = set()  # for going on after an interrupt
-        self._output: CellOutput | None = None
-        self._job: Job | None = None
+        self._killed: set[int] = set()  # ranks that went on after an interrupt
+        self._job: Job | None = None  # set as soon as it is launched
+        self._closing = contextlib.ExitStack()
         with held() as interrupts:
             self._listener = Listener()
+            self._closing.callback(self._listener.close)
             self._connections = RankConnections()
             try:
                 self._start(config, interrupts)
@@ -83,12 +85,13 @@ class RankPool:
         self.job.expect_steps([])
         self.job.doing = self._doing
         self._output = CellOutput(self.job)
+        self._closing.callback(self._output.close)
         self.namespace_sync = NamespaceSync(self.job.world_size)
         self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
         self._welcome(range(self.job.world_size), interrupts.check)
 
     def _launched(self, job: Job) -> None:
-        self._job = job  # before anything else: an interrupt may strike
+        self._job = job  # first of all, since an interrupt may come
         foreground.show_panel(job)
 
     @property
@@ -142,22 +145,19 @@ class RankPool:
         with held() as interrupts, self._queue.turn("the debugger", lambda: self._check_waiting(interrupts)):
             self._check_alive([rank])
             request = self._request(messages.Debug, {}, [rank], [])
-            pending_request = PendingRequest(
-                request, self._connections, self._output, self.job.config.grace_s, console=console
-            )
-            self._start_output()
-            self._ask_and_settle(pending_request)
+            self._output.start()
+            pending_request = self._ask_and_settle(request, self._output, console=console)
             interrupts.forget_taken()  # one may have ended the debugger, as it should
-            answers = dict(request.answers)
+            replies = {answered: answer.reply for answered, answer in request.answers.items()}
             self._connections.drop(request)
-            self._finish_output(answers)
+            self._output.finish(replies)
             # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
         if request.lost:
             raise self._how_it_died(rank)
         if console.refusal is not None:
             raise console.refusal
-        for line in answers[rank].reply.lines:
+        for line in replies[rank].lines:
             raise RunError(line)
 
     def look_up(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
@@ -216,9 +216,7 @@ class RankPool:
                 self._job.wait(_END_DEADLINE_S)
             with contextlib.suppress(NotebookAccelError):  # the job has already reported its failure
                 self._job.results(0)  # closes the files for results
-        if self._output is not None:
-            self._output.close()
-        self._listener.close()
+        self._closing.close()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -292,15 +290,12 @@ class RankPool:
         parcels = self.namespace_sync.pack(inputs, ranks)
         self._report_sent_again(parcels)
         request = self._request(make, what, ranks, parcels)
-        pending_request = PendingRequest(
-            request, self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
-        )
-        self._start_output()
+        self._output.start()
         self.job.expect_steps(ranks)
         try:
             if note is not None:
                 note("running")
-            self._ask_and_settle(pending_request)
+            pending_request = self._ask_and_settle(request, self._output, stacks=self.job.stacks)
             return self._conclude(request, pending_request, parcels)
         finally:
             self.job.expect_steps([])
@@ -314,7 +309,7 @@ class RankPool:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
         for rank, reply in replies.items():
             self.namespace_sync.note(rank, reply.bound, reply.unbound)
-        self._finish_output(request.answers)
+        self._output.finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
@@ -325,14 +320,6 @@ class RankPool:
         return {
             rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(request), strict=True)
         }
-
-    def _start_output(self) -> None:
-        if self._output is not None:
-            self._output.start()
-
-    def _finish_output(self, answers: Mapping[int, RankAnswer]) -> None:
-        if self._output is not None:
-            self._output.finish({rank: answer.reply for rank, answer in answers.items()})
 
     def _raise_failure(
         self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
@@ -370,25 +357,36 @@ class RankPool:
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
     ) -> dict[int, RankAnswer]:
         request = self._request(make, what, ranks, [])
-        pending_request = PendingRequest(request, self._connections, None, self.job.config.grace_s)
-        self._ask_and_settle(pending_request)
+        self._ask_and_settle(request, None)
         answers = dict(request.answers)
         self._connections.drop(request)
         return answers
 
-    def _ask_and_settle(self, pending_request: PendingRequest) -> None:
+    def _ask_and_settle(
+        self,
+        request: RankRequest,
+        output: CellOutput | None,
+        *,
+        console: Console | None = None,
+        stacks: Callable[[float], Stacks] | None = None,
+    ) -> PendingRequest:
         """Ask, and wait until no interrupt of this request can hit the next one.
 
         Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
         written to the connection afterwards; so each interrupted rank answers one more, empty request.
         """
+        pending_request = PendingRequest(
+            request, self._connections, output, self.job.config.grace_s, console=console, stacks=stacks
+        )
         pending_request.ask()
         self._killed.update(pending_request.killed)
         interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
+        return pending_request
 
     def _doing(self) -> str:
+        """Return in words what the ranks do, for the panel and ``%distributed status``."""
         first, *others = self._queue.labels or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"
@@ -401,9 +399,9 @@ class RankPool:
 
 
 class _Turn:
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.is_mine = Latch()
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.has_come = Latch()
 
 
 class RequestQueue:
@@ -419,37 +417,37 @@ class RequestQueue:
     @property
     def labels(self) -> list[str]:
         """The request that has the ranks, and those that wait, in words."""
-        return [turn.what for turn in list(self._queue)]
+        return [turn.label for turn in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(
-        self, what: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+        self, label: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
     ) -> Iterator[None]:
         """Wait until the ranks are free, and keep them for the body.
 
         Args:
-            what: The request in words.
+            label: The request in words.
             check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
             note: Called if it has to wait, instead of a message that says for what.
         """
-        mine = _Turn(what)
+        mine = _Turn(label)
         try:
             busy_with = self._join(mine)
             if busy_with and note is not None:
                 note("waiting")
             elif busy_with:
-                sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine.is_mine.is_set:
+                sys.stderr.write(f"[{label} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine.has_come.is_set:
                 check()
-                mine.is_mine.wait(_POLL_PERIOD_S)
+                mine.has_come.wait(_POLL_PERIOD_S)
             yield
         finally:
             self._leave(mine)
 
     @contextlib.contextmanager
-    def if_free(self, what: str) -> Iterator[bool]:
-        """Keep the ranks for the body if they are free now. Yields whether they are."""
-        mine = _Turn(what)
+    def if_free(self, label: str) -> Iterator[bool]:
+        """Keep the ranks for the body if they are free now. Yield whether they are."""
+        mine = _Turn(label)
         with self._lock:
             is_free = not self._queue
             if is_free:
@@ -466,12 +464,12 @@ class RequestQueue:
         """
         with self._lock:
             self._queue.append(turn)
-            self._queue[0].is_mine.set()
-            return "" if self._queue[0] is turn else self._queue[0].what
+            self._queue[0].has_come.set()
+            return "" if self._queue[0] is turn else self._queue[0].label
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
             if self._queue:
-                self._queue[0].is_mine.set()
+                self._queue[0].has_come.set()
