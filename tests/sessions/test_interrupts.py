@@ -35,12 +35,12 @@ class Plain:
 
 
 class Interrupting:
-    """Has SIGINT come at the n-th step, and perhaps at the next ones, of what this thread does in some files.
+    """Raises SIGINT at the n-th bytecode that this thread runs in some files, and perhaps at the next ones.
 
     Args:
-        step: At which.
-        times: How often; a trace that has raised ends, so the others only come if the first has raised nothing.
-        folder: Of the files.
+        step: The number of the bytecode.
+        times: The number of signals. A trace that has raised ends, so later ones come only if the first raised nothing.
+        folder: Folder of the files.
     """
 
     def __init__(self, step: int, times: int = 1, folder: str = _OURS) -> None:
@@ -61,7 +61,7 @@ class Interrupting:
         return self._trace
 
     def call(self, act: Callable[[], object]) -> bool:
-        """Does it; whether that has ended by a KeyboardInterrupt."""
+        """Call ``act``, and return whether it has ended by a KeyboardInterrupt."""
         sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether any frame wants it only when a trace is set
         sys.settrace(self._trace)
         try:
@@ -74,7 +74,7 @@ class Interrupting:
 
 
 def every_step(times: int) -> Iterator[Interrupting]:
-    """One for each step, until an act had no more of them."""
+    """Yield an ``Interrupting`` for each step, until an act ends before its step."""
     step = 0
     goes_on = True
     while goes_on:
@@ -86,7 +86,7 @@ def every_step(times: int) -> Iterator[Interrupting]:
 
 @pytest.fixture(autouse=True)
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The handler that a kernel has while a cell runs, which must be there in the end."""
+    """Install the handler that a kernel has while a cell runs. It must be there in the end."""
     monkeypatch.setattr(interrupts_module, "_SAME_CLICK_S", 60.0)  # however slow the machine is
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -127,7 +127,7 @@ def test_turn_is_left_wherever_an_interrupt_strikes(times: int) -> None:
                 entered += 1
 
         assert interrupting.call(act) == interrupting.has_come
-        assert queue.labels == []
+        assert queue.titles == []
     assert entered > 10
 
 
@@ -142,7 +142,7 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
             leaves.wait(60)
 
     def check() -> None:
-        said.extend(queue.labels)
+        said.extend(queue.titles)
         signal.raise_signal(signal.SIGINT)
         interrupts.check()
 
@@ -155,10 +155,10 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
         queue.turn("a cell", check, note=said.append),
     ):
         raise AssertionError("two at a time")
-    assert said == ["waiting", "another cell", "a cell"] and queue.labels == ["another cell"]
+    assert said == ["waiting", "another cell", "a cell"] and queue.titles == ["another cell"]
     leaves.set()
     thread.join()
-    assert queue.labels == []
+    assert queue.titles == []
 
 
 def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
@@ -225,7 +225,7 @@ def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) 
         goes_on = interrupting.has_come
         interruptions += was_interrupted
         assert was_interrupted or not goes_on
-        assert session._pool._queue.labels == [] and session.job.doing() == "idle"
+        assert session._pool._queue.titles == [] and session.job.doing() == "idle"
         assert not session._pool._connections._requests
         step += _STRIDE
     assert interruptions > 10
@@ -264,7 +264,7 @@ def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
     cell = session.start("of_the_notebook.number")
-    cell.interrupt()  # which has them go on: they find it before what they are to take
+    cell.interrupt()  # lets them go on, and reaches them before the delivery
     assert cell.wait(60) and cell.status == "stopped"
     assert repr(session.execute("of_the_notebook.number")) == "ranks 0-1: 3"
     session.execute("of_the_notebook = 4")

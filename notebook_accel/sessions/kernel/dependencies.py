@@ -1,4 +1,4 @@
-"""Find the notebook variables that an object depends on: those that its functions look up when they are called."""
+"""Finds the notebook variables that an object depends on: those that its functions look up when they are called."""
 
 from __future__ import annotations
 

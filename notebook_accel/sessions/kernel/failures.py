@@ -16,7 +16,7 @@ from notebook_accel.sessions.kernel.output import ranks_in_words
 __all__ = ["first_failure", "how_it_died", "interrupted"]
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
-_DEATH_DEADLINE_S = 30.0  # the agent reports a death, which on a busy machine it may notice late
+_DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine
 _POLL_PERIOD_S = 0.02
 
 
@@ -50,7 +50,7 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
 
 
 def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
-    """Have the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
+    """Make the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
     lines = [f"  {line}" for line in where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})]
@@ -60,7 +60,7 @@ def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseE
 
 
 def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
-    """Return the error that explains a rank's death. Wait for it: the agent reports a death after a moment."""
+    """Return the error that explains a rank's death. Wait for the agent's report, which takes a moment."""
     deadline_s = time.monotonic() + _DEATH_DEADLINE_S
     error: RunError | None = None
     while error is None and not job.done and time.monotonic() < deadline_s:

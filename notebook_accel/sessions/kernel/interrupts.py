@@ -1,8 +1,9 @@
-"""The kernel's interrupts during a session's requests: noted first, and raised only where that does no harm.
+"""Interrupts during a session's requests: they are noted first, and raised only where that does no harm.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecodes: in a ``finally`` that frees the ranks, in
 the handling of the first interrupt, in the standard library's locks. So during a request the signal's handler raises
-nothing, and loops that wait check whether an interrupt has arrived.
+nothing, and loops that wait check for a noted interrupt. A cell in the background is interrupted in the same way, by
+its handle instead of a signal.
 """
 
 from __future__ import annotations

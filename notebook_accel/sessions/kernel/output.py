@@ -1,4 +1,4 @@
-"""Show under a cell what its ranks print, display, count and return.
+"""Shows the output, displays, progress and values of a cell's ranks under the cell.
 
 Printed lines are read from the ranks' logs. Displays arrive over the connections, each with the length of the log at
 that moment, so that both appear in order. A line that several ranks print alike is shown once.
@@ -26,7 +26,7 @@ from notebook_accel.protocol.session_messages import Reply
 __all__ = ["CellOutput", "Shown", "ranks_in_words"]
 
 _CHUNK_BYTES = 1 << 20
-_MOST_LINES = 4000  # of a cell, of all ranks together
+_MOST_LINES = 4000  # of all ranks of a cell together
 _LAST_LINES = 20
 _PERIOD_S = 1.0
 _LINE_PERIOD_S = 5.0  # where earlier output can't be replaced
@@ -121,34 +121,34 @@ class CellOutput:
         self._progress = _CellProgress(job, self._display)
 
     def start(self) -> None:
-        """Begin a cell. Output that ranks have written since the last one appears in it too."""
+        """Begin a cell. Output that ranks have written since the last cell appears in it too."""
         self._display.begin_cell()
         self._progress.begin()
         for log in self._logs:
             log.start()
 
     def show_new(self) -> None:
-        """Print new whole lines, each after a moment in which other ranks may print the same."""
+        """Print new whole lines, each after a moment in which other ranks may still print the same."""
         for log in self._logs:
             log.read(None)
         self._alike.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
-        """Print what a rank wrote until then, so that its other messages come after it."""
+        """Print a rank's output up to this length of its log, so that later messages come after it."""
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
         self._alike.settle()
 
     def display(self, rank: int, event: Display) -> None:
-        """Show what a rank displays; mere text as a line of its output."""
+        """Show a rank's display; mere text as a line of its output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
             self._logs[rank].add([line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
 
     def finish(self, replies: Mapping[int, Reply]) -> None:
-        """Show all that these ranks printed and counted by the end of the cell."""
+        """Show the rest of these ranks' output, and their final step counts."""
         for rank, log in enumerate(self._logs):
             log.read(replies[rank].log_bytes if rank in replies else None)
             log.end_line()
@@ -167,7 +167,7 @@ class CellOutput:
 
 
 class _CellProgress:
-    """Steps and metrics of the running cell; nothing while it counts none.
+    """Shows the steps and metrics of the running cell, if it counts any.
 
     Args:
         job: The session's run.
@@ -180,16 +180,16 @@ class _CellProgress:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a cell. Count from here."""
+        """Begin a cell, and count from here."""
         self._before = self._job.ranks
-        self._place = ""
+        self._display_id = ""
         self._shown: list[str] = []
         self._began_s = time.monotonic()
         self._period_s = _LINE_PERIOD_S
         self._due_s = self._began_s + _PERIOD_S
 
     def show(self) -> None:
-        """Show the progress, if that is due."""
+        """Show the progress, if it is due."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _PERIOD_S
             self._show(is_end=False)
@@ -221,11 +221,11 @@ class _CellProgress:
         text = "\n".join(described)
         shown = Display(
             data={"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"},
-            display_id=self._place or uuid.uuid4().hex,
-            is_update=bool(self._place),
+            display_id=self._display_id or uuid.uuid4().hex,
+            is_update=bool(self._display_id),
         )
         if self._display.show(shown):
-            self._shown, self._place = described, shown.display_id
+            self._shown, self._display_id = described, shown.display_id
         elif is_end or time.monotonic() >= self._began_s + self._period_s:
             self._shown = described
             self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)

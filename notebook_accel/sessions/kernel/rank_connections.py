@@ -1,7 +1,7 @@
 """The connections between a session and its ranks, and the one thread that reads and writes them.
 
-It is not the thread that runs the cell: there the kernel's interrupt may strike at any moment, even in the middle of a
-message. Answers are kept until the request is dropped, so an interrupt loses nothing.
+The thread that runs the cell can't do that: there the kernel's interrupt may come at any moment, even in the middle of
+a message. Answers are kept until the request is dropped, so an interrupt loses nothing.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class RankRequest:
     Attributes:
         number: The request's number, which the replies repeat.
         outgoing: The message for each rank, and the descriptors beside it, which the request owns.
-        answers: Answers by rank.
+        answers: Answers by rank, so far.
         incoming: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
-        was_asked: Whether it was passed to ``RankConnections.ask``.
+        was_asked: Whether the request was passed to ``RankConnections.ask``.
         was_sent: Whether it was sent, so that the ranks will answer.
     """
 
@@ -78,7 +78,7 @@ class RankRequest:
 
     def notify(self) -> None:
         """Wake whoever waits for news."""
-        with contextlib.suppress(RuntimeError):  # nobody has waited since the last news
+        with contextlib.suppress(RuntimeError):  # the last news hasn't been taken yet
             self._news.release()
 
     def close_outgoing(self) -> None:
@@ -96,7 +96,7 @@ class RankRequest:
 
 @dataclasses.dataclass(frozen=True)
 class _FollowUp:
-    """A message about the request that a rank is busy with."""
+    """A further message about the request that a rank is busy with."""
 
     rank: int
     body: bytes
@@ -115,12 +115,12 @@ class RankConnections:
         self._thread.start()
 
     def add(self, joined: JoinedRank) -> None:
-        """Take over a rank's connection. From now on it receives requests."""
+        """Take over a rank's connection. The rank receives requests from now on."""
         self._put(joined)
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
     def ask(self, request: RankRequest) -> None:
-        """Send a request, without waiting for answers. Asked again after an interrupt, it is sent only once."""
+        """Send a request, without waiting for answers. A request that is asked again is sent only once."""
         self._put(request)
         request.was_asked = True
 
@@ -150,7 +150,7 @@ class RankConnections:
     @property
     def ranks(self) -> list[int]:
         """The ranks that are connected."""
-        return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and a list is made in one step
+        return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self) -> None:
         """End the thread and close the connections. Idle ranks exit when theirs closes."""

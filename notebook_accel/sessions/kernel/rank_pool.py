@@ -105,9 +105,9 @@ class RankPool:
         ranks: Sequence[int] | None = None,
         inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         *,
-        called: str,
+        title: str,
         note: Callable[[Status], object] | None = None,
-        **what: Any,
+        **fields: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
 
@@ -117,9 +117,9 @@ class RankPool:
             make: The type of the message.
             ranks: The ranks to ask. Default: all.
             inputs: Notebook variables that the ranks need for it.
-            called: The request in words.
-            note: Takes the status of a cell in the background, instead of a message that says what it waits for.
-            what: The message's other fields.
+            title: The request in words.
+            note: Takes the status of a cell in the background. Default: print which request it waits for.
+            fields: The message's other fields.
 
         Raises:
             PayloadError: Something that the ranks need can't be sent.
@@ -129,8 +129,8 @@ class RankPool:
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
         self._check_alive(ranks)  # refuse before waiting
-        with held() as interrupts, self._queue.turn(called, lambda: self._check_waiting(interrupts), note=note):
-            return self._ask(make, self._check_alive(ranks), inputs, what, note)
+        with held() as interrupts, self._queue.turn(title, lambda: self._check_waiting(interrupts), note=note):
+            return self._ask(make, self._check_alive(ranks), inputs, fields, note)
 
     def debug(self, rank: int | None) -> None:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
@@ -144,7 +144,7 @@ class RankPool:
         console = Console()
         with held() as interrupts, self._queue.turn("the debugger", lambda: self._check_waiting(interrupts)):
             self._check_alive([rank])
-            request = self._request(messages.Debug, {}, [rank], [])
+            request = self._request(messages.Debug, [rank])
             self._output.start()
             pending_request = self._ask_and_settle(request, self._output, console=console)
             interrupts.forget_taken()  # one may have ended the debugger, as it should
@@ -165,7 +165,7 @@ class RankPool:
         with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
-            request = self._request(messages.LookUp, {"text": text, "describes": describes}, [0], [])
+            request = self._request(messages.LookUp, [0], text=text, describes=describes)
             self._connections.ask(request)
             deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
             while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
@@ -192,7 +192,7 @@ class RankPool:
             self.job.respawn(rank)
         if chosen:
             self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
-            self._welcome(chosen, lambda: None)  # uninterruptible: unwelcomed ranks would belong to nobody
+            self._welcome(chosen, lambda: None)  # uninterruptible: ranks without a welcome would belong to nobody
         return chosen
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class RankPool:
     def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
         atexit.unregister(self.close)
-        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.labels
+        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.titles
         self._connections.close()
         if self._job is not None:
             try:
@@ -266,16 +266,16 @@ class RankPool:
         self._refuse_ended()
 
     def _request(
-        self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], parcels: Sequence[Parcel] = (), **fields: Any
     ) -> RankRequest:
         number, sent_s = next(self._numbers), time.monotonic()
         outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
-            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
+            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **fields))
             outgoing |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
         have_all = [rank for rank in ranks if rank not in outgoing]
         if have_all:
-            plain = messages.encode(make(number=number, sent_s=sent_s, **what))
+            plain = messages.encode(make(number=number, sent_s=sent_s, **fields))
             outgoing |= dict.fromkeys(have_all, (plain, ()))
         return RankRequest(number, dict(sorted(outgoing.items())))
 
@@ -284,12 +284,12 @@ class RankPool:
         make: Callable[..., messages.ToRank],
         ranks: list[int],
         inputs: Inputs,
-        what: Mapping[str, Any],
+        fields: Mapping[str, Any],
         note: Callable[[Status], object] | None,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         parcels = self.namespace_sync.pack(inputs, ranks)
         self._report_sent_again(parcels)
-        request = self._request(make, what, ranks, parcels)
+        request = self._request(make, ranks, parcels, **fields)
         self._output.start()
         self.job.expect_steps(ranks)
         try:
@@ -312,7 +312,7 @@ class RankPool:
         self._output.finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
-                raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
+                raise RunStoppedError(f"The session {self.job.name!r} was ended, and the code that ran in it too.")
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             self._raise_failure(request, pending_request, replies)
         if pending_request.interrupt is not None:  # all ranks had just finished
@@ -354,9 +354,9 @@ class RankPool:
         return [openings[rank].outcome if rank in openings else None for rank in sorted(request.answers)]
 
     def _ask_quietly(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
     ) -> dict[int, RankAnswer]:
-        request = self._request(make, what, ranks, [])
+        request = self._request(make, ranks, **fields)
         self._ask_and_settle(request, None)
         answers = dict(request.answers)
         self._connections.drop(request)
@@ -387,7 +387,7 @@ class RankPool:
 
     def _doing(self) -> str:
         """Return in words what the ranks do, for the panel and ``%distributed status``."""
-        first, *others = self._queue.labels or [""]
+        first, *others = self._queue.titles or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"
 
@@ -399,8 +399,8 @@ class RankPool:
 
 
 class _Turn:
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, title: str) -> None:
+        self.title = title
         self.has_come = Latch()
 
 
@@ -415,28 +415,28 @@ class RequestQueue:
         self._queue: list[_Turn] = []
 
     @property
-    def labels(self) -> list[str]:
+    def titles(self) -> list[str]:
         """The request that has the ranks, and those that wait, in words."""
-        return [turn.label for turn in list(self._queue)]
+        return [turn.title for turn in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(
-        self, label: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+        self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
     ) -> Iterator[None]:
         """Wait until the ranks are free, and keep them for the body.
 
         Args:
-            label: The request in words.
+            title: The request in words.
             check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
-            note: Called if it has to wait, instead of a message that says for what.
+            note: Called with ``waiting`` if it has to wait. Default: print which request it waits for.
         """
-        mine = _Turn(label)
+        mine = _Turn(title)
         try:
             busy_with = self._join(mine)
             if busy_with and note is not None:
                 note("waiting")
             elif busy_with:
-                sys.stderr.write(f"[{label} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
             while not mine.has_come.is_set:
                 check()
                 mine.has_come.wait(_POLL_PERIOD_S)
@@ -445,9 +445,9 @@ class RequestQueue:
             self._leave(mine)
 
     @contextlib.contextmanager
-    def if_free(self, label: str) -> Iterator[bool]:
+    def if_free(self, title: str) -> Iterator[bool]:
         """Keep the ranks for the body if they are free now. Yield whether they are."""
-        mine = _Turn(label)
+        mine = _Turn(title)
         with self._lock:
             is_free = not self._queue
             if is_free:
@@ -458,14 +458,14 @@ class RequestQueue:
             self._leave(mine)
 
     def _join(self, turn: _Turn) -> str:
-        """Join the queue. Return the label of the request that has the ranks, empty if they are free.
+        """Join the queue. Return the title of the request that has the ranks, empty if they are free.
 
-        Looked up under the lock: a moment later the first request may be the caller's own.
+        Read the title under the lock: a moment later the first request may be the caller's own.
         """
         with self._lock:
             self._queue.append(turn)
             self._queue[0].has_come.set()
-            return "" if self._queue[0] is turn else self._queue[0].label
+            return "" if self._queue[0] is turn else self._queue[0].title
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:

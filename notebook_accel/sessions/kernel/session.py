@@ -138,8 +138,8 @@ class Session:
     ) -> tuple[Shown, Results]:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
-        what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, note=note, **what)
+        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
+        answers = self._pool.ask(messages.Execute, ranks, inputs, title=cell.label, note=note, **fields)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
         return shown, Results([value for _, value in answers.values()])
 
@@ -154,8 +154,8 @@ class Session:
         names = {name: namespace[name] for name in dependencies.used_by(function, namespace)}
         inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
-        called = getattr(function, "__name__", "a function")
-        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, called=called).values()])
+        title = getattr(function, "__name__", "a function")
+        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, title=title).values()])
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
         """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
@@ -168,7 +168,7 @@ class Session:
             PayloadError: A value can't be sent.
         """
         if names:
-            self._pool.ask(messages.Push, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
+            self._pool.ask(messages.Push, ranks, Inputs(names, tuple(names)), title=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
@@ -182,7 +182,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """Return the ranks' values of some names: a dictionary for each rank."""
-        answers = self._pool.ask(messages.Pull, ranks, called=f"pull of {', '.join(names)}", names=list(names))
+        answers = self._pool.ask(messages.Pull, ranks, title=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:

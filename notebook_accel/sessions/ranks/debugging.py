@@ -1,4 +1,4 @@
-"""A debugger at a rank's last error, which talks over the session's connection. Runs in the rank."""
+"""A debugger at a rank's last error. It runs in the rank, and talks to the user over the session's connection."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Debugger(pdb.Pdb):
         self.prompt = f"rank {rank} (Pdb) "
 
     def canonic(self, filename: str) -> str:
-        """Keep ``In[7]`` as it is: pdb would take it for a file in the working directory."""
+        """Return ``In[7]`` unchanged: pdb would take it for a file in the working directory."""
         return filename if filename in linecache.cache else super().canonic(filename)
 
     def get_stack(self, f: types.FrameType | None, t: types.TracebackType | None) -> tuple[list[Any], int]:

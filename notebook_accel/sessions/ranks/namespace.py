@@ -1,6 +1,7 @@
-"""A rank's ``__main__``: which variables came from the notebook, and lookups for completion and ``?``. Runs in a rank.
+"""A rank's ``__main__``: separates the rank's own variables from the notebook's, and answers completion and ``?``.
 
-A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it.
+A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it. This code runs
+in a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["NamespaceTracker", "SealedDelivery", "completions", "description"]
 
 _MISSING = object()
 
-# Contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
+# The contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
 SealedDelivery = tuple[
     dict[str, Any], list[Any], tuple[str, ...], "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None"
 ]
@@ -59,13 +60,13 @@ class NamespaceTracker:
         before = dict(self._namespace)
         try:
             opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
-        except BaseException:  # names that did arrive would count as the rank's own, and never be sent again
+        except BaseException:  # else the names that arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
             self._namespace.update(before)
             raise
         names, shared, submodules, call = opened.value
-        # A function brings along the globals that it uses. They must not replace variables that the rank has.
+        # A function brings the globals that it uses along. They must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
         arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
@@ -77,7 +78,7 @@ class NamespaceTracker:
         numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.by_value)], strict=True)
         self.objects.update((number, obj) for number, obj in numbered if number >= 0)
         for name in submodules:
-            with contextlib.suppress(ImportError):  # code that needs it will raise, where it needs it
+            with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
         return call
 
