@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.sessions.kernel import interrupts as interrupts_module
-from notebook_accel.sessions.kernel.interrupts import held
+from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.rank_pool import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
@@ -253,6 +253,25 @@ def test_handle_of_a_cell_in_the_background_bears_interrupts(session: Session) -
         with contextlib.suppress(KeyboardInterrupt):
             Interrupting(step).call(lambda cell=cell: cell.results(60))  # type: ignore[misc]
         assert cell.wait(60) and cell.results(0) == [0, 1]
+
+
+def test_another_thread_holds_what_is_noted_for_it() -> None:
+    noted = Interrupts()
+    seen: list[bool] = []
+
+    def act() -> None:
+        with held(noted), held() as same:
+            seen.append(same is noted)
+            noted.note(KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                same.check()
+        with held() as other:
+            seen.append(other is noted)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert seen == [True, False]
 
 
 def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(

@@ -13,7 +13,7 @@ from notebook_accel.launching.state.failures import raised_error, raised_in_word
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
 
-__all__ = ["first_failure", "how_it_died", "interrupted"]
+__all__ = ["death_error", "describe_interrupt", "first_failure"]
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
 _DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine
@@ -49,7 +49,7 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
     return f"the notebook has a {name!r} that {who} doesn't have: %push {name}, or session.push({name}={name})"
 
 
-def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
+def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
     """Make the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
@@ -59,7 +59,7 @@ def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseE
     return interrupt
 
 
-def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
+def death_error(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
     """Return the error that explains a rank's death. Wait for the agent's report, which takes a moment."""
     deadline_s = time.monotonic() + _DEATH_DEADLINE_S
     error: RunError | None = None
@@ -68,7 +68,7 @@ def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
         if error is None:
             time.sleep(_POLL_PERIOD_S)
     if job.done:
-        return _of_the_whole(job)
+        return _end_error(job)
     if error is None:
         return RunError(f"Rank {rank} of {job.name!r} no longer answers, for an unknown reason.", fix=_RESTART)
     if was_killed:
@@ -80,7 +80,7 @@ def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
     return error
 
 
-def _of_the_whole(job: Job) -> RunError:
+def _end_error(job: Job) -> RunError:
     error = job.error
     if isinstance(error, RunError):
         error.fix = error.fix or "%distributed start, or a new Session"

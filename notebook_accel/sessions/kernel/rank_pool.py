@@ -154,7 +154,7 @@ class RankPool:
             # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
         if request.lost:
-            raise self._how_it_died(rank)
+            raise self._death_error(rank)
         if console.refusal is not None:
             raise console.refusal
         for line in replies[rank].lines:
@@ -186,7 +186,7 @@ class RankPool:
         for rank in chosen:
             self._connections.kill(rank)
         for rank in chosen:
-            failures.how_it_died(self.job, rank)  # waits for the agent's report
+            failures.death_error(self.job, rank)  # waits for the agent's report
             self.namespace_sync.forget(rank)
             self._killed.discard(rank)
             self.job.respawn(rank)
@@ -243,11 +243,11 @@ class RankPool:
         chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
         for rank in chosen:
             if rank not in self.alive:
-                raise self._how_it_died(rank)
+                raise self._death_error(rank)
         return chosen
 
-    def _how_it_died(self, rank: int) -> RunError:
-        return failures.how_it_died(self.job, rank, was_killed=rank in self._killed)
+    def _death_error(self, rank: int) -> RunError:
+        return failures.death_error(self.job, rank, was_killed=rank in self._killed)
 
     def _check_known(self, ranks: Sequence[int]) -> list[int]:
         unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
@@ -259,7 +259,7 @@ class RankPool:
 
     def _refuse_ended(self) -> None:
         if self.job.done:
-            raise failures.how_it_died(self.job, 0)
+            raise failures.death_error(self.job, 0)
 
     def _check_waiting(self, interrupts: Interrupts) -> None:
         interrupts.check()
@@ -325,9 +325,9 @@ class RankPool:
         self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
     ) -> None:
         if request.lost:
-            raise self._how_it_died(min(request.lost))
+            raise self._death_error(min(request.lost))
         if pending_request.interrupt is not None:
-            raise failures.interrupted(pending_request.interrupt, replies)
+            raise failures.describe_interrupt(pending_request.interrupt, replies)
         failure = failures.first_failure(
             replies, pending_request.interrupted, self.job.world_size, self.namespace_sync.origins
         )

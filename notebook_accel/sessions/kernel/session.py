@@ -17,8 +17,8 @@ from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel import dependencies
 from notebook_accel.sessions.kernel.background import BackgroundCell
+from notebook_accel.sessions.kernel.dependencies import dependencies_of, with_dependencies
 from notebook_accel.sessions.kernel.namespace_sync import Inputs
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import RankPool
@@ -98,7 +98,7 @@ class Session:
         ranks: Sequence[int] | None = None,
         push: Sequence[str] = (),
         wants_values: bool = False,
-    ) -> tuple[Shown, Results | None]:
+    ) -> tuple[Shown, Results]:
         """Run a cell, as ``execute`` does.
 
         Args:
@@ -109,10 +109,9 @@ class Session:
             wants_values: Whether to return the values themselves too.
 
         Returns:
-            The values as they are shown, and the values themselves if they are wanted.
+            The values as they are shown, and the values themselves; ``None`` for each if they aren't wanted.
         """
-        shown, values = self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
-        return shown, values if wants_values else None
+        return self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
 
     def start_cell(
         self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
@@ -151,7 +150,7 @@ class Session:
             RankFailedError: As ``execute``.
         """
         namespace = sys.modules["__main__"].__dict__
-        names = {name: namespace[name] for name in dependencies.used_by(function, namespace)}
+        names = {name: namespace[name] for name in dependencies_of(function, namespace)}
         inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
         title = getattr(function, "__name__", "a function")
@@ -257,7 +256,7 @@ def _parsed(source: str) -> Cell:
 def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Inputs:
     """Collect the notebook variables that a cell needs."""
     captured = cell.captured(namespace, push)
-    names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
+    names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
     return Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 
