@@ -34,10 +34,10 @@ __all__ = [
     "Settle",
     "ToRank",
     "Welcome",
-    "decode_for_rank",
-    "decode_from_rank",
-    "decode_hello",
     "encode",
+    "for_rank",
+    "from_rank",
+    "hello",
 ]
 
 
@@ -227,27 +227,7 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
 ToRank: TypeAlias = Welcome | Execute | Call | Push | Pull | LookUp | Debug | Input | InspectGroup | RenewGroup | Settle
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
-_encoder = msgspec.msgpack.Encoder()
-_for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_hello = msgspec.msgpack.Decoder(Hello)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Return the message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_for_rank(body: bytes) -> ToRank:
-    """Decode a message from the kernel."""
-    return _for_rank.decode(body)
-
-
-def decode_hello(body: bytes) -> Hello:
-    """Decode a rank's first message."""
-    return _hello.decode(body)
-
-
-def decode_from_rank(body: bytes) -> FromRank:
-    """Decode a later message from a rank."""
-    return _from_rank.decode(body)
+encode = msgspec.msgpack.Encoder().encode
+for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+hello = msgspec.msgpack.Decoder(Hello)

@@ -231,7 +231,7 @@ def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
     [
         ("%%distributed -n 3\n1", "--num_processes can't be used with a cell in a session"),
         ("%%distributed --background --pull rank\n1", "--pull can't be used with a cell in the background"),
-        ("%distributed debug 0-1", "%distributed debug: one rank at a time"),
+        ("%distributed debug 0-1", "%distributed debug takes one rank at a time"),
         ("%distributed debug 2", "The session has no rank 2"),
         ("%%rank 2\n1", "The session has no rank 2: it has ranks 0 to 1"),
         ("%%rank\n1", "%%rank needs ranks"),

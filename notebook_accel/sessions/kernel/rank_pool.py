@@ -130,7 +130,20 @@ class RankPool:
         """
         self._check_alive(ranks)  # refuse before waiting
         with held() as interrupts, self._queue.turn(title, lambda: self._check_waiting(interrupts), note=note):
-            return self._ask(make, self._check_alive(ranks), inputs, fields, note)
+            chosen = self._check_alive(ranks)
+            parcels = self.namespace_sync.pack(inputs, chosen)
+            self._report_sent_again(parcels)
+            request = self._request(make, chosen, parcels, **fields)
+            self._output.start()
+            self.job.expect_steps(chosen)
+            try:
+                if note is not None:
+                    note("running")
+                pending_request = self._ask_and_settle(request, self._output, stacks=self.job.stacks)
+                return self._conclude(request, pending_request, parcels)
+            finally:
+                self.job.expect_steps([])
+                self._connections.drop(request)
 
     def debug(self, rank: int | None) -> None:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
@@ -177,23 +190,20 @@ class RankPool:
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Start these ranks again, by default those that have died. Return which."""
         with held() as interrupts, self._queue.turn("the restart", lambda: self._check_waiting(interrupts)):
-            return self._restart(ranks)
-
-    def _restart(self, ranks: Sequence[int] | None) -> list[int]:
-        self._refuse_ended()
-        dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
-        chosen = dead if ranks is None else self._check_known(ranks)
-        for rank in chosen:
-            self._connections.kill(rank)
-        for rank in chosen:
-            failures.death_error(self.job, rank)  # waits for the agent's report
-            self.namespace_sync.forget(rank)
-            self._killed.discard(rank)
-            self.job.respawn(rank)
-        if chosen:
-            self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
-            self._welcome(chosen, lambda: None)  # uninterruptible: ranks without a welcome would belong to nobody
-        return chosen
+            self._refuse_ended()
+            dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
+            chosen = dead if ranks is None else self._check_known(ranks)
+            for rank in chosen:
+                self._connections.kill(rank)
+            for rank in chosen:
+                failures.death_error(self.job, rank)  # waits for the agent's report
+                self.namespace_sync.forget(rank)
+                self._killed.discard(rank)
+                self.job.respawn(rank)
+            if chosen:
+                self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
+                self._welcome(chosen, lambda: None)  # uninterruptible: ranks without a welcome would belong to nobody
+            return chosen
 
     def close(self) -> None:
         """End the ranks and wait for that. Idle ones exit by themselves."""
@@ -278,28 +288,6 @@ class RankPool:
             plain = messages.encode(make(number=number, sent_s=sent_s, **fields))
             outgoing |= dict.fromkeys(have_all, (plain, ()))
         return RankRequest(number, dict(sorted(outgoing.items())))
-
-    def _ask(
-        self,
-        make: Callable[..., messages.ToRank],
-        ranks: list[int],
-        inputs: Inputs,
-        fields: Mapping[str, Any],
-        note: Callable[[Status], object] | None,
-    ) -> dict[int, tuple[messages.Reply, Any]]:
-        parcels = self.namespace_sync.pack(inputs, ranks)
-        self._report_sent_again(parcels)
-        request = self._request(make, ranks, parcels, **fields)
-        self._output.start()
-        self.job.expect_steps(ranks)
-        try:
-            if note is not None:
-                note("running")
-            pending_request = self._ask_and_settle(request, self._output, stacks=self.job.stacks)
-            return self._conclude(request, pending_request, parcels)
-        finally:
-            self.job.expect_steps([])
-            self._connections.drop(request)
 
     def _conclude(
         self, request: RankRequest, pending_request: PendingRequest, parcels: list[Parcel]

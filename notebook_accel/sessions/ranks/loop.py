@@ -69,7 +69,7 @@ class _SessionRank:
         while True:
             for message in self._connection.receive():
                 try:
-                    request = messages.decode_for_rank(message.body)
+                    request = messages.for_rank.decode(message.body)
                     if isinstance(request, messages.Welcome):
                         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(request.renewals)
                     elif not isinstance(request, messages.Input):  # meant for a debugger that has just ended
@@ -239,7 +239,7 @@ class _SessionRank:
         self._connection.send(messages.encode(prompt))
         while True:
             for message in self._connection.receive():
-                request = messages.decode_for_rank(message.body)
+                request = messages.for_rank.decode(message.body)
                 if isinstance(request, messages.Input) and request.number == number:
                     return request.line
 
