@@ -1,4 +1,4 @@
-"""Parse the line of a magic: split it into words, read flags, and raise errors of one line."""
+"""Parse the line of a magic: split it into words, read its flags, and raise errors that fit on one line."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def name(text: str) -> str:
-    """Check that a word is a Python identifier."""
+    """Return a word, after checking that it is a Python identifier."""
     if not text.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is not a valid name")
     return text
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Split ``model,history``, with or without spaces around the commas."""
+    """Parse names such as ``model,history``, with or without spaces around the commas."""
     return tuple(name(part.strip()) for part in text.split(",") if part.strip())
 
 
 def split(line: str, magic: str) -> list[str]:
-    """Split a line as a shell would, with less need of quotes: ``--args (x, 1)``, ``--pull model, history``.
+    """Split a line as a shell would, but with fewer quotes needed: ``--args (x, 1)``, ``--pull model, history``.
 
-    Blanks inside brackets and after commas don't split, quotes outside brackets are removed, and ``#`` ends the line.
+    Blanks inside brackets and after commas don't split. Quotes outside brackets are removed. ``#`` starts a comment.
 
     Args:
         line: The line after the magic.

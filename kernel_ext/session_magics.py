@@ -20,7 +20,7 @@ from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.output import Shown, ranks_in_words
 
 if TYPE_CHECKING:
-    from notebook_accel.sessions.kernel.background import BackgroundCell
+    from notebook_accel.launching.kernel.job import Handle
     from notebook_accel.sessions.kernel.session import Session
 
 __all__ = ["COMMANDS", "SessionMagics"]
@@ -68,7 +68,7 @@ class SessionMagics:
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
 
     def handles(self, line: str) -> bool:
-        """Return whether a ``%distributed`` line is for the session. ``stop`` is if the session is what it means."""
+        """Return whether a ``%distributed`` line is for the session; ``stop`` is, unless it means another run."""
         command, *arguments = line.split() or [""]
         if command != "stop":
             return command in COMMANDS
@@ -76,7 +76,7 @@ class SessionMagics:
             return False
         running = [entry for entry in registry.latest() if entry.is_running]
         mine = next((entry for entry in running if entry.job is self.session.job), None)
-        if mine is None:  # the session has ended by itself
+        if mine is None:  # the session has already ended
             return not arguments
         if not arguments:
             return running == [mine]
@@ -93,7 +93,7 @@ class SessionMagics:
         elif command == "debug":
             ranks = parse_ranks(rest) if rest.strip() else [None]
             if len(ranks) > 1:
-                raise UsageError("%distributed debug: one rank at a time, such as %distributed debug 1.")
+                raise UsageError("%distributed debug takes one rank at a time, such as %distributed debug 1.")
             self._needed("%distributed debug").debug(ranks[0])
         else:
             self.close()
@@ -101,15 +101,14 @@ class SessionMagics:
 
     def _start(self, line: str) -> None:
         if self.session is not None and not self.session.is_over:
-            raise RunError("There is a session already.", why=repr(self.session),
-                           fix="%distributed stop, before another one is started")  # fmt: skip
-        # Not above: it can only be imported on Linux.
+            raise RunError("There is a session already.", why=repr(self.session), fix="%distributed stop ends it")
+        # Not at the top: this import works on Linux only.
         from notebook_accel.sessions.kernel.session import Session
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.close()
         config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
-        with held():  # an interrupt before the assignment would leave ranks that nobody can end
+        with held():  # an interrupt before the assignment would leave ranks that nobody could end
             self.session = Session.from_config(config)
         job = self.session.job
         ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
@@ -143,7 +142,7 @@ class SessionMagics:
 
     # Cells ------------------------------------------------------------------------------------------------------------
 
-    def cell(self, given: argparse.Namespace, cell: str) -> Shown | BackgroundCell | None:
+    def cell(self, given: argparse.Namespace, cell: str) -> Shown | Handle | None:
         """Run a ``%%distributed`` cell in the session."""
         refused = [f"--{name}" for name in (*configuration.given_flags(given), "args") if getattr(given, name)]
         if refused:
@@ -174,7 +173,7 @@ class SessionMagics:
             self._shell.push({given.out: values})
         return shown or None
 
-    def _start_cell(self, session: Session, given: argparse.Namespace, parsed: Cell) -> BackgroundCell:
+    def _start_cell(self, session: Session, given: argparse.Namespace, parsed: Cell) -> Handle:
         if given.pull:
             raise UsageError(
                 "%%distributed: --pull can't be used with a cell in the background. "
@@ -192,7 +191,7 @@ class SessionMagics:
         %%rank 0        on rank 0
         %%rank 0,2-3    on ranks 0, 2 and 3
 
-        The cell must not do what all ranks do together, such as a training step: it would wait for the others.
+        The cell must not do anything that all ranks do together, such as a training step: it would wait for the others.
         """
         session = self._needed("%%rank")
         if not line.strip():
@@ -212,8 +211,9 @@ class SessionMagics:
         given = self._names_parsers["%push"].parse(split(line, "%push"))
         missing = [name for name in given.names if name not in self._shell.user_ns]
         if missing:
-            raise CellError(f"The notebook has no name {', '.join(map(repr, missing))}.",
-                            fix="run the cell that makes it first")  # fmt: skip
+            raise CellError(
+                f"The notebook has no name {', '.join(map(repr, missing))}.", fix="run the cell that assigns it first"
+            )
         session.push(given.rank, **{name: self._shell.user_ns[name] for name in given.names})
 
     def pull(self, line: str) -> None:
@@ -246,7 +246,8 @@ def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -
     if session.job.ranks[0].has_ended:
         return "Rank 0 has died. %distributed restart starts it again."
     doing = session.job.doing()
-    why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing  # the ranks may be idle again by now
+    # The ranks may be idle again by now.
+    why = "rank 0 didn't answer; run the cell again" if doing == "idle" else doing
     return f"The ranks can't be asked just now: {why}."
 
 

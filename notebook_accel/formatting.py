@@ -114,11 +114,9 @@ def plain_text(line: str) -> str:
     return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
 
 
-def clipped(line: str) -> str:
-    """Return a readable beginning of a long line, with the number of missing characters."""
-    if len(line) <= _MOST_CHARACTERS:
-        return line
-    return f"{line[:_MOST_CHARACTERS]} … and {len(line) - _MOST_CHARACTERS:,} more characters"
+def clipped(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a readable beginning of a long text, with the number of missing characters."""
+    return text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} more characters"
 
 
 def rank_spans(ranks: Iterable[int]) -> list[str]:

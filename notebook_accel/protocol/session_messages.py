@@ -1,10 +1,10 @@
-"""What a session's kernel and its ranks say to each other. Descriptors travel beside a message, as stated.
+"""Messages between a session's kernel and its ranks. Descriptors travel beside a message, as its class states.
 
-kernel -> rank       Welcome, Execute, Call, Take, Fetch, Look, Debug, Typed, InspectGroup, Settle, Renew
+kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
-Only what has been sealed by the other side is ever unpickled, and a rank opens nothing before the kernel has taken its
-``Hello``, nor the kernel before it has checked it.
+Each side unpickles only what the other has sealed, in a memory file. A rank opens nothing before the kernel has
+accepted its ``Hello``, and the kernel opens nothing before it has checked the ``Hello``.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ __all__ = [
     "Delivery",
     "Displayed",
     "Execute",
-    "Fetch",
     "FromRank",
     "Hello",
+    "Input",
     "InspectGroup",
-    "Look",
+    "LookUp",
     "Prompt",
-    "Renew",
+    "Pull",
+    "Push",
+    "RenewGroup",
     "Reply",
     "Settle",
-    "Take",
     "ToRank",
-    "Typed",
     "Welcome",
-    "decode_for_rank",
-    "decode_from_rank",
-    "decode_hello",
     "encode",
+    "for_rank",
+    "from_rank",
+    "hello",
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _SessionMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in the sealed file beside a message, and what both sides call it from now on.
+    """The contents of the sealed file beside a message, with the numbers by which later messages refer to them.
 
     Attributes:
-        shared: Numbers of the objects that are listed in it, in order.
+        shared: Numbers of the objects that are listed in the file, in order.
         by_value: Numbers of the functions and classes that travel in it by value, in order.
-        by_force: Names that are bound whatever the rank has under them.
+        by_force: Names that replace whatever the rank has under them.
         forgotten: Numbers of earlier objects that the notebook no longer has.
-        sources: Source texts by the file name in their code, each with what a traceback calls it.
+        sources: Source texts by the file name in their code, each with its label for tracebacks.
     """
 
     shared: list[int] = []
@@ -64,35 +64,35 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> list[int]:
-        """Of all objects in it; -1 for one that nobody refers to later."""
+        """Numbers of all objects in the file; -1 for one that no later message refers to."""
         return [*self.shared, *self.by_value]
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
-    """The rank belongs to the session. ``renewals``: how often the ranks' group has been made anew."""
+class Welcome(_SessionMessage, frozen=True, kw_only=True):
+    """Accept a rank into the session. ``renewals`` is the number of process groups given up so far."""
 
     renewals: int
 
 
-class _Asked(_Message, frozen=True, kw_only=True):
-    """Something that is answered by a ``Reply`` of the same number.
+class _Request(_SessionMessage, frozen=True, kw_only=True):
+    """A request, which the rank answers with a ``Reply`` of the same number.
 
-    ``sent_s`` is when, in seconds of ``time.monotonic()``: an interrupt from before is for something else.
+    ``sent_s`` is the time of sending, in seconds of ``time.monotonic()``: earlier interrupts are for something else.
     """
 
     number: int
     sent_s: float
 
 
-class Execute(_Asked, frozen=True, kw_only=True):
+class Execute(_Request, frozen=True, kw_only=True):
     """Run a cell in the rank's ``__main__``.
 
-    Descriptors: the sealed names that it needs, if there is a ``delivery``.
+    Descriptors: the sealed names that the cell needs, if there is a ``delivery``.
 
     Attributes:
-        source: Plain Python.
-        label: What a traceback calls it; the file name of its code.
-        wants_value: Whether the value of its last expression is sent back, besides how it is shown.
+        source: The cell as plain Python.
+        label: Its name in tracebacks; the file name of its code.
+        wants_value: Whether to send back the value of its last expression itself, besides how it is shown.
     """
 
     source: str
@@ -101,86 +101,86 @@ class Execute(_Asked, frozen=True, kw_only=True):
     delivery: Delivery | None = None
 
 
-class Call(_Asked, frozen=True, kw_only=True):
-    """Call a function and send back what it returns. Descriptors: the function and its arguments, sealed."""
+class Call(_Request, frozen=True, kw_only=True):
+    """Call a function and send back its result. Descriptors: the function and its arguments, sealed."""
 
     delivery: Delivery
 
 
-class Take(_Asked, frozen=True, kw_only=True):
+class Push(_Request, frozen=True, kw_only=True):
     """Bind names. Descriptors: the names, sealed."""
 
     delivery: Delivery
 
 
-class Fetch(_Asked, frozen=True, kw_only=True):
+class Pull(_Request, frozen=True, kw_only=True):
     """Send back the values of names."""
 
     names: list[str]
 
 
-class Look(_Asked, frozen=True, kw_only=True):
-    """What can stand at the end of ``text``; or, if it ``describes``, what its value is. Nothing is computed."""
+class LookUp(_Request, frozen=True, kw_only=True):
+    """Complete the end of ``text``; if it ``describes``, describe the value of ``text``. Run no user code."""
 
     text: str
     describes: bool = False
 
 
-class Debug(_Asked, frozen=True, kw_only=True):
-    """Open a debugger at the last error. Until its ``Reply``, each ``Prompt`` of it is answered by a ``Typed``."""
+class Debug(_Request, frozen=True, kw_only=True):
+    """Open a debugger at the last error. Until its ``Reply``, the kernel answers each ``Prompt`` with an ``Input``."""
 
 
-class Typed(_Message, frozen=True, kw_only=True):
-    """A line for the debugger, with its end; empty: there will be no more.
+class Input(_SessionMessage, frozen=True, kw_only=True):
+    """A line for the debugger, with its newline; empty when there will be no more.
 
-    ``number`` is that of the ``Debug`` that it belongs to.
+    ``number`` is the number of its ``Debug``.
     """
 
     number: int
     line: str
 
 
-class InspectGroup(_Asked, frozen=True, kw_only=True):
-    """Where the rank stands in its process groups, after a cell that did not end well."""
+class InspectGroup(_Request, frozen=True, kw_only=True):
+    """Send back the rank's position in its process groups, after a cell that did not end well."""
 
 
-class Settle(_Asked, frozen=True, kw_only=True):
-    """Just answer: interrupts that were sent before are behind the rank then, and no longer meant for what follows."""
-
-
-class Renew(_Asked, frozen=True, kw_only=True):
-    """Leave the process group, which is broken, and make another one.
+class RenewGroup(_Request, frozen=True, kw_only=True):
+    """Leave the process group, which is broken.
 
     Attributes:
-        renewals: The how-manieth; keys of it in the store have their own prefix.
-        rejoins: Whether to make another one now; otherwise whoever needs one makes it.
+        renewals: Number of groups given up, with this one. The next group's keys in the store have it as their prefix.
+        rejoins: Whether to form a new group now. Otherwise the next code that needs one forms it.
     """
 
     renewals: int
     rejoins: bool = True
 
 
+class Settle(_Request, frozen=True, kw_only=True):
+    """Do nothing but answer: interrupts that were sent earlier have arrived by then, and can't hit later requests."""
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's first word. ``secret`` is the session's, from the payload that only its ranks have."""
+    """A rank's first message. ``secret`` is the session's, from the payload that only its ranks have."""
 
     secret: bytes
     rank: int
 
 
-class Displayed(_Message, frozen=True, kw_only=True):
-    """The code that was asked for under this number displays something."""
+class Displayed(_SessionMessage, frozen=True, kw_only=True):
+    """A display of the code that runs for the request of this number."""
 
     number: int
     display: Display
 
 
-class Prompt(_Message, frozen=True, kw_only=True):
+class Prompt(_SessionMessage, frozen=True, kw_only=True):
     """The debugger waits for a line.
 
     Attributes:
-        number: Of its ``Debug``.
-        text: What it has said since the last one, the prompt at its end.
-        log_bytes: How much the rank has written to its log so far.
+        number: Number of its ``Debug``.
+        text: The debugger's output since the last line, with the prompt at its end.
+        log_bytes: Length of the rank's log so far.
     """
 
     number: int
@@ -188,25 +188,25 @@ class Prompt(_Message, frozen=True, kw_only=True):
     log_bytes: int
 
 
-class Reply(_Message, frozen=True, kw_only=True):
-    """The end of what was asked.
+class Reply(_SessionMessage, frozen=True, kw_only=True):
+    """The end of a request.
 
-    Descriptors: the value, sealed, if ``has_value``.
+    Descriptors: the sealed value, if ``has_value``.
 
     Attributes:
-        number: Of what was asked.
-        shown: How the value is shown, by mime type; empty if there is none.
-        has_value: Whether the value itself comes with it.
-        failed: What was raised, if anything.
-        lacks_delivery: Whether it could not open what was sent with the question.
-        breaks_group: Whether the process group can't be trusted after that.
-        bound: Names that the rank has of its own since its last reply, and had not.
-        unbound: Names that it had of its own and has no longer.
-        missing: A name that it doesn't have, for which it failed.
-        log_bytes: How much it has written to its log so far.
-        steps: How many steps it has counted so far.
-        group_calls: For ``InspectGroup``: calls made in each process group; ``None`` without a group.
-        lines: For ``Look``: the answer. For ``Renew``: what could not be kept. For ``Debug``: why not.
+        number: Number of the request.
+        shown: The value as it is shown, by mime type; empty if there is none.
+        has_value: Whether the value itself comes with the reply.
+        failed: The exception that ended the request, if any.
+        lacks_delivery: Whether the rank could not open the delivery of the request.
+        breaks_group: Whether the process group can't be trusted any more.
+        bound: Names that have become the rank's own since its last reply.
+        unbound: Names that were the rank's own and no longer are.
+        missing: The name that the rank doesn't have, if it failed with a NameError.
+        log_bytes: Length of the rank's log so far.
+        steps: Number of steps that the rank has counted so far.
+        group_calls: For ``InspectGroup``: number of calls in each process group; ``None`` without a group.
+        lines: The answer to a ``LookUp``, the losses of a ``RenewGroup``, or the reason why a ``Debug`` is refused.
     """
 
     number: int
@@ -224,30 +224,10 @@ class Reply(_Message, frozen=True, kw_only=True):
     lines: list[str] = []
 
 
-ToRank: TypeAlias = Welcome | Execute | Call | Take | Fetch | Look | Debug | Typed | InspectGroup | Settle | Renew
+ToRank: TypeAlias = Welcome | Execute | Call | Push | Pull | LookUp | Debug | Input | InspectGroup | RenewGroup | Settle
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
-_encoder = msgspec.msgpack.Encoder()
-_for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_hello = msgspec.msgpack.Decoder(Hello)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """The message as bytes."""
-    return _encoder.encode(message)
-
-
-def decode_for_rank(body: bytes) -> ToRank:
-    """What the kernel told a rank."""
-    return _for_rank.decode(body)
-
-
-def decode_hello(body: bytes) -> Hello:
-    """A rank's first word."""
-    return _hello.decode(body)
-
-
-def decode_from_rank(body: bytes) -> FromRank:
-    """What a rank says about a question."""
-    return _from_rank.decode(body)
+encode = msgspec.msgpack.Encoder().encode
+for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+hello = msgspec.msgpack.Decoder(Hello)

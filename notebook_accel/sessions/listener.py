@@ -1,6 +1,7 @@
-"""Ranks join their session through a socket in a folder that only this user can read, with a secret.
+"""The socket through which ranks join their session. It lies in a folder that only this user can read.
 
-A socket pair that ranks inherit wouldn't do: a rank that is started again has to join too.
+Each rank proves with a secret that it belongs to the session. Inherited socket pairs wouldn't do, since a rank that is
+restarted has to join too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from notebook_accel.uninterruptible import Latch
 __all__ = ["JoinedRank", "Listener", "join_session"]
 
 _HELLO_DEADLINE_S = 5.0
-_LOOK_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
@@ -36,9 +37,9 @@ class JoinedRank:
     """A rank that has joined.
 
     Attributes:
-        rank: Its number.
+        rank: The rank's number.
         connection: The connection to it.
-        pidfd: Refers to its process, even if the process ID is reused.
+        pidfd: A reference to its process, which holds even if the process ID is reused.
         was_taken: Set once the rank's connection is served.
     """
 
@@ -68,8 +69,10 @@ class Listener:
     def __init__(self) -> None:
         folder = logs.make_folder("", "session")
         if folder is None:
-            raise LaunchError("The folder for the session's socket could not be made among the temporary files.",
-                              fix="make room there, or set TMPDIR to another folder")  # fmt: skip
+            raise LaunchError(
+                "The folder for the session's socket could not be made among the temporary files.",
+                fix="make room there, or set TMPDIR to another folder",
+            )
         self.folder: pathlib.Path = folder
         self.secret = secrets.token_bytes(32)
         self._hold = log_keeping.hold(str(folder))
@@ -77,7 +80,7 @@ class Listener:
         with _short_path(folder) as path:
             self._socket.bind(path)
         self._socket.listen(1024)
-        self._socket.settimeout(_LOOK_PERIOD_S)
+        self._socket.settimeout(_POLL_PERIOD_S)
 
     def close(self) -> None:
         """Stop listening and remove the folder."""
@@ -92,7 +95,7 @@ class Listener:
         Args:
             count: Number of ranks to wait for.
             timeout_s: Deadline for all of them together.
-            check: Called repeatedly; raises if waiting is useless.
+            check: Called repeatedly; it raises if waiting is useless.
 
         Raises:
             LaunchError: Some ranks didn't join in time.
@@ -103,19 +106,19 @@ class Listener:
             if time.monotonic() > deadline_s:
                 raise LaunchError(f"{count} of the session's ranks have not joined within {timeout_s:g} s.")
             with contextlib.suppress(TimeoutError):
-                joined = self._received(self._socket.accept()[0])
+                joined = self._checked(self._socket.accept()[0])
                 if joined is not None:
                     count -= 1
                     yield joined
 
-    def _received(self, sock: socket.socket) -> JoinedRank | None:
-        """Check who has connected. Return the rank, or ``None`` for anything else."""
+    def _checked(self, sock: socket.socket) -> JoinedRank | None:
+        """Check a new connection. Return the rank behind it, or ``None`` for anything else."""
         pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
         with contextlib.suppress(ClosedError, ProcessLookupError, ValueError):  # msgspec's errors are ValueErrors
             frames = connection.receive()
-            hello = messages.decode_hello(frames[0].body) if frames else None
+            hello = messages.hello.decode(frames[0].body) if frames else None
             if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
                 connection.set_receive_deadline(0)
                 return JoinedRank(hello.rank, connection, pidfd_open(pid))

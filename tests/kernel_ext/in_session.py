@@ -14,7 +14,7 @@ __all__ = ["assert_ready", "error", "opened", "shown"]
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
-    """A kernel with a session of two ranks, which know their ``rank``."""
+    """Run a kernel with a session of two ranks, which know their ``rank``."""
     with kernels.running(folder) as kernel:
         assert kernel.run("%load_ext notebook_accel\nimport os, torch", 120).status == "ok"
         assert_ready(kernel.run("%distributed start -n 2 --use_cpu", 180))
@@ -23,19 +23,19 @@ def opened(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
 
 
 def assert_ready(outcome: kernels.Outcome) -> None:
-    """The session says that it has started."""
+    """Assert that the session has reported its start."""
     assert outcome.stdout.startswith("2 ranks are ready, on 2 CPUs."), outcome
 
 
 def shown(notebook: kernels.Kernel, code: str) -> str:
-    """The value that a cell shows; it must not fail."""
+    """Run a cell that must not fail, and return the value that it shows."""
     outcome = notebook.run(code)
     assert outcome.status == "ok", outcome.traceback
     return outcome.result
 
 
 def error(notebook: kernels.Kernel, code: str) -> str:
-    """What a cell says that must fail, without colours."""
+    """Run a cell that must fail, and return its error without colours."""
     outcome = notebook.run(code)
     assert outcome.status == "error", outcome
     return re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback + outcome.stderr)

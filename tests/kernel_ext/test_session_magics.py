@@ -197,7 +197,7 @@ def test_interrupt_ends_the_cell_and_keeps_the_state(notebook: kernels.Kernel) -
 def test_tab_and_question_mark_know_what_rank_0_has(notebook: kernels.Kernel) -> None:
     notebook.run("%%distributed\nclass Item:\n    'Something.'\n    colour = 'red'\nitem_of_ranks = Item()")
     # Who types waits less long for rank 0 than this machine may need; who runs a cell with a question mark waits.
-    notebook.run("from notebook_accel.sessions.kernel import rank_pool as _pool\n_pool._LOOK_DEADLINE_S = 60.0")
+    notebook.run("from notebook_accel.sessions.kernel import rank_pool as _pool\n_pool._LOOKUP_DEADLINE_S = 60.0")
 
     def offered(body: str, first: str = "%%distributed") -> list[str]:
         code = f"{first}\n{body}"
@@ -215,7 +215,7 @@ def test_tab_and_question_mark_know_what_rank_0_has(notebook: kernels.Kernel) ->
     assert "Value: 'red'" in ast.literal_eval(told)
     assert notebook.run("%%distributed\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
     assert notebook.run("%%distributed\n?nothing").stdout == "Rank 0 has no name 'nothing'.\n"
-    notebook.run("_pool._LOOK_DEADLINE_S = 0.0")
+    notebook.run("_pool._LOOKUP_DEADLINE_S = 0.0")
     assert notebook.run("%%distributed\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
 
 
@@ -231,7 +231,7 @@ def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
     [
         ("%%distributed -n 3\n1", "--num_processes can't be used with a cell in a session"),
         ("%%distributed --background --pull rank\n1", "--pull can't be used with a cell in the background"),
-        ("%distributed debug 0-1", "%distributed debug: one rank at a time"),
+        ("%distributed debug 0-1", "%distributed debug takes one rank at a time"),
         ("%distributed debug 2", "The session has no rank 2"),
         ("%%rank 2\n1", "The session has no rank 2: it has ranks 0 to 1"),
         ("%%rank\n1", "%%rank needs ranks"),

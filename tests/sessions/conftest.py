@@ -1,4 +1,4 @@
-"""A session of two ranks for the tests of this folder, in this process; interrupts that come at the right moment."""
+"""A session of two ranks for the tests of this folder, in this process, and interrupts at the right moment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def session(engine: local.LocalEngine) -> Iterator[Session]:
 
 @pytest.fixture
 def everybody_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank in which something fails later than in another is not interrupted before that, however slow it is."""
+    """Don't interrupt a rank that fails later than another before it has failed, however slow it is."""
     monkeypatch.setattr(pending_request, "_HEAD_START_S", _APPEARS_S)
 
 
@@ -49,7 +49,14 @@ def interrupted(
     only: int | None = None,
     then: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """Interrupts this process, as a kernel is, as soon as all ranks, or one, stand like that."""
+    """Interrupt this process, as a kernel is interrupted, as soon as all ranks, or one, meet a condition.
+
+    Args:
+        session: The session.
+        stands: Returns whether a rank's stack meets the condition.
+        only: The rank to look at. Default: all.
+        then: Called after the interrupt.
+    """
     failures: list[str] = []
 
     def look() -> None:
@@ -74,10 +81,10 @@ def interrupted(
 
 
 def waits(stack: RankStack) -> bool:
-    """It is in a collective, or where torch's data parallel module waits for the others."""
+    """Return whether it is in a collective, or where torch's data parallel module waits for the others."""
     return bool(stack.waits_in) or any("/torch/nn/parallel/" in frame.file for frame in stack.frames)
 
 
 def runs(stack: RankStack) -> bool:
-    """It is in the user's code."""
+    """Return whether it is in the user's code."""
     return bool(stack.user_line)

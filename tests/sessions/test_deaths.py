@@ -24,7 +24,7 @@ int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())
 
 @pytest.fixture
 def whole(engine: local.LocalEngine) -> Iterator[Session]:
-    """A session of the test's own, with a name in each rank."""
+    """A session of the test's own, with a variable in each rank."""
     with Session(num_processes=2, use_cpu=True, view="none") as running:
         running.execute("import os, time, torch\nrank = int(os.environ['RANK'])\nkept = [rank]")
         yield running

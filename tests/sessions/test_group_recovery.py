@@ -84,14 +84,14 @@ all(bool((of_ranks == of_ranks[0]).all()) for of_ranks in (weights, moments, rat
 
 @pytest.fixture(scope="package")
 def prepared(session: Session) -> Session:
-    """With an Accelerator and what it has prepared, as after the first cells of a notebook."""
+    """A session with an Accelerator and its prepared objects, as after the first cells of a notebook."""
     session.execute(_PREPARE)
     session.execute("step()")
     return session
 
 
 def goes_on(session: Session) -> bool:
-    """Whether ranks train together, and are in the same state before and after."""
+    """Return whether the ranks train together, and are in the same state before and after."""
     return all(
         session.execute(source)[rank] == "True"
         for source in (_STATE, _GRADIENT_IS_RIGHT, "step()\n" + _STATE)
@@ -327,7 +327,7 @@ reporter.catch_up = lambda: done.append("catch up") or catch_up()
 
 
 def test_nccl_is_given_up_before_anything_of_a_broken_cell_is_read(engine: local.LocalEngine) -> None:
-    """NCCL's communicators are replaced, since they need GPUs."""
+    """A stand-in replaces NCCL's communicators, which need GPUs."""
     with Session(num_processes=1, use_cpu=True, view="none") as own:
         own.execute(_NCCL_NOTED)
         for error, expected in (("ValueError", "['catch up']"), ("KeyboardInterrupt", "['abort', 'catch up']")):
@@ -356,7 +356,7 @@ accelerator = Accelerator()
 
 
 def test_ranks_that_idle_between_cells_do_not_stand_still(engine: local.LocalEngine) -> None:
-    """gloo in NCCL's place, and a deadline of one second in that of ten minutes."""
+    """Use gloo instead of NCCL, and a deadline of one second instead of ten minutes."""
     with Session(num_processes=2, use_cpu=True, view="none") as idle:
         idle.execute("import sys, torch")
         idle.execute(_WATCHED_AS_WITH_NCCL)
@@ -369,7 +369,7 @@ accelerator.gather_for_metrics([accelerator.process_index], use_gather_object=Tr
 
 
 def calls_of_each_backend() -> Any:
-    """Unequal calls by gloo in a group in which NCCL is the one that torch asks, as that of CPUs and GPUs has it."""
+    """Make unequal calls by gloo in a group in which torch asks NCCL, as in a group of CPUs and GPUs."""
     process_group.join(cpu=True)
     group: Any = torch.distributed.group.WORLD
     group._set_default_backend(torch.distributed.ProcessGroup.BackendType.NCCL)

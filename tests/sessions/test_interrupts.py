@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.sessions.kernel import interrupts as interrupts_module
-from notebook_accel.sessions.kernel.interrupts import held
+from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.rank_pool import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
@@ -35,12 +35,12 @@ class Plain:
 
 
 class Interrupting:
-    """Has SIGINT come at the n-th step, and perhaps at the next ones, of what this thread does in some files.
+    """Raises SIGINT at the n-th bytecode that this thread runs in some files, and perhaps at the next ones.
 
     Args:
-        step: At which.
-        times: How often; a trace that has raised ends, so the others only come if the first has raised nothing.
-        folder: Of the files.
+        step: The number of the bytecode.
+        times: The number of signals. A trace that has raised ends, so later ones come only if the first raised nothing.
+        folder: Folder of the files.
     """
 
     def __init__(self, step: int, times: int = 1, folder: str = _OURS) -> None:
@@ -50,7 +50,7 @@ class Interrupting:
         self.has_come = False
 
     def _trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith((self._folder, __file__)) or frame.f_code.co_name == "_come":
+        if not frame.f_code.co_filename.startswith((self._folder, __file__)) or frame.f_code.co_name == "_arrive":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -61,7 +61,7 @@ class Interrupting:
         return self._trace
 
     def call(self, act: Callable[[], object]) -> bool:
-        """Does it; whether that has ended by a KeyboardInterrupt."""
+        """Call ``act``, and return whether it has ended by a KeyboardInterrupt."""
         sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether any frame wants it only when a trace is set
         sys.settrace(self._trace)
         try:
@@ -74,7 +74,7 @@ class Interrupting:
 
 
 def every_step(times: int) -> Iterator[Interrupting]:
-    """One for each step, until an act had no more of them."""
+    """Yield an ``Interrupting`` for each step, until an act ends before its step."""
     step = 0
     goes_on = True
     while goes_on:
@@ -86,7 +86,7 @@ def every_step(times: int) -> Iterator[Interrupting]:
 
 @pytest.fixture(autouse=True)
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The handler that a kernel has while a cell runs, which must be there in the end."""
+    """Install the handler that a kernel has while a cell runs. It must be there in the end."""
     monkeypatch.setattr(interrupts_module, "_SAME_CLICK_S", 60.0)  # however slow the machine is
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -123,11 +123,11 @@ def test_turn_is_left_wherever_an_interrupt_strikes(times: int) -> None:
 
         def act() -> None:
             nonlocal entered
-            with held() as interrupts, queue.turn("a cell", check=interrupts.check):
+            with held() as interrupts, queue.turn("a cell", interrupts.check):
                 entered += 1
 
         assert interrupting.call(act) == interrupting.has_come
-        assert queue.labels == []
+        assert queue.titles == []
     assert entered > 10
 
 
@@ -142,7 +142,7 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
             leaves.wait(60)
 
     def check() -> None:
-        said.extend(queue.labels)
+        said.extend(queue.titles)
         signal.raise_signal(signal.SIGINT)
         interrupts.check()
 
@@ -152,20 +152,20 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         held() as interrupts,
-        queue.turn("a cell", says=False, check=check),
+        queue.turn("a cell", check, note=said.append),
     ):
         raise AssertionError("two at a time")
-    assert said == ["another cell", "a cell"] and queue.labels == ["another cell"]
+    assert said == ["waiting", "another cell", "a cell"] and queue.titles == ["another cell"]
     leaves.set()
     thread.join()
-    assert queue.labels == []
+    assert queue.titles == []
 
 
 def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), held() as interrupts:
         try:
-            with interrupts.opened():
+            with interrupts.allowed():
                 done.append("began")
                 signal.raise_signal(signal.SIGINT)
                 done.append("went on")
@@ -176,14 +176,16 @@ def test_code_of_the_users_is_ended_and_what_ends_it_is_not() -> None:
 
 
 def test_one_that_has_come_is_raised_in_the_end_and_two_clicks_are_one() -> None:
-    taken: list[BaseException] = []
+    woken: list[bool] = []
     with pytest.raises(KeyboardInterrupt) as raised, held() as interrupts:
-        with interrupts.taken_by(taken.append), held() as same:
+        with interrupts.waking(lambda: woken.append(True)), held() as same:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-            assert same is interrupts and not interrupts.have_come
-        taken.append(EOFError())
-    assert taken[0] is raised.value and [type(item) for item in taken] == [KeyboardInterrupt, EOFError]
+            assert same is interrupts and woken == [True]
+            taken = interrupts.take()
+            assert taken is not None and not interrupts.has_pending and interrupts.take() is None
+        interrupts.note(EOFError())
+    assert taken is raised.value and woken == [True]
     with pytest.raises(EOFError), held():
         signal.raise_signal(signal.SIGINT)
         raise EOFError
@@ -195,7 +197,7 @@ def test_handler_of_the_users_does_what_it_did() -> None:
     try:
         with held() as interrupts:
             signal.raise_signal(signal.SIGINT)
-            assert not interrupts.have_come
+            assert not interrupts.has_pending
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert heard == [signal.SIGINT]
@@ -223,7 +225,7 @@ def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) 
         goes_on = interrupting.has_come
         interruptions += was_interrupted
         assert was_interrupted or not goes_on
-        assert session._pool._queue.labels == [] and session.job.doing() == "idle"
+        assert session._pool._queue.titles == [] and session.job.doing() == "idle"
         assert not session._pool._connections._requests
         step += _STRIDE
     assert interruptions > 10
@@ -253,6 +255,25 @@ def test_handle_of_a_cell_in_the_background_bears_interrupts(session: Session) -
         assert cell.wait(60) and cell.results(0) == [0, 1]
 
 
+def test_another_thread_holds_what_is_noted_for_it() -> None:
+    noted = Interrupts()
+    seen: list[bool] = []
+
+    def act() -> None:
+        with held(noted), held() as same:
+            seen.append(same is noted)
+            noted.note(KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                same.check()
+        with held() as other:
+            seen.append(other is noted)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+    assert seen == [True, False]
+
+
 def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +283,7 @@ def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
     cell = session.start("of_the_notebook.number")
-    cell.interrupt()  # which has them go on: they find it before what they are to take
+    cell.interrupt()  # lets them go on, and reaches them before the delivery
     assert cell.wait(60) and cell.status == "stopped"
     assert repr(session.execute("of_the_notebook.number")) == "ranks 0-1: 3"
     session.execute("of_the_notebook = 4")

@@ -26,6 +26,6 @@ def test_nothing_is_said_to_wait_for_itself_when_what_it_waits_for_ends_meanwhil
 
     monkeypatch.setattr(Latch, "is_set", property(ends_once_asked))
     with queue.turn("the second"):
-        assert queue.labels == ["the second"]
+        assert queue.titles == ["the second"]
     said = capsys.readouterr().err
     assert said == "[the second waits until the first has ended; an interrupt ends only the waiting]\n"

@@ -178,7 +178,7 @@ def test_cell_that_is_no_python_is_said_before_anything_runs(session: Session) -
 def test_completion_knows_the_ranks_names_and_computes_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_pool, "_LOOK_DEADLINE_S", 60.0)  # who types waits less long than this machine may need
+    monkeypatch.setattr(rank_pool, "_LOOKUP_DEADLINE_S", 60.0)  # who types waits less long than this machine may need
     session.execute(
         "class Costly:\n    plain = 3\n    @property\n    def value(self): raise SystemExit\nitem = Costly()\n"
         "net = torch.nn.Sequential(torch.nn.Linear(3, 4))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import dataclasses
@@ -37,13 +38,79 @@ from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, R
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Ending", "Job"]
+__all__ = ["Ending", "Handle", "Job", "Status"]
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
 _numbers = itertools.count(1)
 
-Status = Literal["starting", "running", "succeeded", "failed", "stopped"]
+Status = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
+
+
+class Handle(abc.ABC):
+    """The handle of code that runs in ranks: the ``Job`` of a launch, or a session's cell in the background.
+
+    Attributes:
+        name: The code's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._ended = Latch()
+
+    @property
+    @abc.abstractmethod
+    def status(self) -> Status:
+        """The status in a word. A cell is ``waiting`` while the ranks are busy with earlier ones."""
+
+    @property
+    def done(self) -> bool:
+        """True if the code has ended, in whatever way."""
+        return self._ended.is_set
+
+    @property
+    @abc.abstractmethod
+    def error(self) -> BaseException | None:
+        """The error that ended the code; ``None`` while it runs and after success."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the code has ended, and return whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def results(self, timeout_s: float | None = None) -> Results:
+        """Return the result of every rank that has run the code, as soon as all are there.
+
+        Args:
+            timeout_s: Longest wait in seconds; ``None`` waits until the code has ended.
+
+        Raises:
+            RunTimeoutError: The code hasn't ended by then; it goes on.
+            RunError: The code has failed or was stopped.
+            ResultError: A result can't be had here; the others are in the error.
+        """
+        if not self.wait(timeout_s):
+            raise RunTimeoutError(
+                f"{self.name!r} has not ended after {timeout_s:g} s.",
+                why="It goes on; asking again later does no harm.",
+                fix="results() to wait for its end, stop() to end it",
+            )
+        return self._results()
+
+    @abc.abstractmethod
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank that runs the code. Doesn't wait for the end."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """End the code. Doesn't wait for the end."""
+
+    @abc.abstractmethod
+    def stacks(self, timeout_s: float = 10.0) -> Stacks:
+        """Return every rank's stack."""
+
+    @abc.abstractmethod
+    def _results(self) -> Results:
+        """Return the results, or raise the error, of code that has ended."""
 
 
 @dataclasses.dataclass
@@ -66,7 +133,7 @@ class Ending:
         self.status = status
 
 
-class Job:
+class Job(Handle):
     """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
 
     Attributes:
@@ -108,8 +175,8 @@ class Job:
         set_variables: Callable[[dict[str, Any]], object] | None = None,
         on_death: OnDeath = "stop",
     ) -> None:
+        super().__init__(spec.name)
         self.id = job_id
-        self.name = spec.name
         self.config = config
         self.world_size = spec.world_size
         self.devices = devices
@@ -129,7 +196,6 @@ class Job:
         self._can_be_asked_again = False
         self._control: RunControl | None = None
         self._lock = threading.Lock()
-        self._ended = Latch()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
         self.state_lock = threading.RLock()
@@ -173,11 +239,6 @@ class Job:
     # What users call ---------------------------------------------------------------------------------------------
 
     @property
-    def done(self) -> bool:
-        """True if the run has ended, in whatever way."""
-        return self._ended.is_set
-
-    @property
     def status(self) -> Status:
         """The run's status, in a word."""
         if not self.done:
@@ -199,27 +260,7 @@ class Job:
                 self._error = self._make_error()
             return self._error
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run has ended, and return whether it has."""
-        return self._ended.wait(timeout_s)
-
-    def results(self, timeout_s: float | None = None) -> Results:
-        """Return every rank's result, as soon as all are there.
-
-        Args:
-            timeout_s: Longest wait in seconds; ``None`` waits until the run has ended.
-
-        Raises:
-            RunTimeoutError: The run hasn't ended by then; it goes on.
-            RunError: The run has failed or was stopped.
-            ResultError: Something that has come can't be had here; the rest is in the error. It can be asked again.
-        """
-        if not self.wait(timeout_s):
-            raise RunTimeoutError(
-                f"The run {self.name!r} has not ended after {timeout_s:g} s.",
-                why="It goes on; asking again later does no harm.",
-                fix="job.results() to wait for its end, job.stop() to end it",
-            )
+    def _results(self) -> Results:
         error = self.error
         if error is not None:
             saved, lost = self.pull_saved()
@@ -373,8 +414,7 @@ class Job:
     def where_ranks_stood(self) -> list[str]:
         """Return lines such as ``rank 0 was at In[7], line 12``, for ranks that were interrupted."""
         with self.state_lock:
-            raised = [(rank.number, rank.failed) for rank in self.state.ranks if rank.failed is not None]
-        return [f"rank {number} was at {failed.line}" for number, failed in raised if failed.line]
+            return failures.where_ranks_stood({rank.number: rank.failed for rank in self.state.ranks})
 
     def notice_silence(self, now_s: float) -> None:
         """Ask for the ranks' stacks if one keeps the others waiting. Waits for nothing; whoever draws the run calls it.

@@ -21,14 +21,15 @@ from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
 __all__ = [
     "Failures",
-    "cause_of",
     "crash_frames",
     "describe_shortage",
     "explain_death",
     "explain_exception",
     "in_a_line",
     "lost_process_error",
+    "raised_error",
     "raised_in_words",
+    "where_ranks_stood",
 ]
 
 _MOST_TRACEBACK_LINES = 300
@@ -96,19 +97,11 @@ class Failures:
         return error
 
     def _raised(self, state: RunState, rank: RankState, failed: Failed) -> RankFailedError:
-        where = f" at {failed.line}" if failed.line else ""
         memory = {other.rank: other.memory for other in state.ranks if other.memory is not None}
-        why, fix = explain_exception(failed, rank.ended, memory, self.unsent)
-        error = RankFailedError(
-            f"rank {rank.number} of {state.total_ranks} failed{where}: {raised_in_words(failed)}",
-            rank=rank.number,
-            world_size=state.total_ranks,
-            why=why,
-            fix=fix,
-            remote_traceback=_shown(failed.traceback),
-            exit_code=1,
+        error = raised_error(
+            failed, rank.number, state.total_ranks, self.by_value, end=rank.ended, memory=memory, unsent=self.unsent
         )
-        error.__cause__ = cause_of(failed, self.by_value)
+        error.exit_code = 1
         return error
 
     def _died(self, state: RunState, rank: RankState) -> RankFailedError:
@@ -158,7 +151,47 @@ def raised_in_words(failed: Failed) -> str:
     return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
-def cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
+def raised_error(
+    failed: Failed,
+    rank: int,
+    world_size: int,
+    by_value: serialization.Origins,
+    *,
+    end: Ended | None = None,
+    memory: Mapping[int, Memory] = {},
+    unsent: Mapping[str, str] = {},
+) -> RankFailedError:
+    """Return the error of a rank that has raised something.
+
+    Args:
+        failed: The rank's exception.
+        rank: The rank's number among all.
+        world_size: Number of all ranks.
+        by_value: Functions and classes that were sent by value, for exceptions that refer to them.
+        end: The end of its process, ``None`` while it lives.
+        memory: Each rank's last report of its memory.
+        unsent: Names that couldn't be sent, with the reason.
+    """
+    why, fix = explain_exception(failed, end, memory, unsent)
+    where = f" at {failed.line}" if failed.line else ""
+    error = RankFailedError(
+        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
+        rank=rank,
+        world_size=world_size,
+        why=why,
+        fix=fix,
+        remote_traceback=_shown(failed.traceback),
+    )
+    error.__cause__ = _cause_of(failed, by_value)
+    return error
+
+
+def where_ranks_stood(failed: Mapping[int, Failed | None]) -> list[str]:
+    """Return lines such as ``rank 0 was at In[7], line 12``, for ranks that were interrupted."""
+    return [f"rank {rank} was at {raised.line}" for rank, raised in failed.items() if raised and raised.line]
+
+
+def _cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
     """Return the rank's exception; one of its name and text where it can't be pickled or made again."""
     if failed.exception:
         with contextlib.suppress(Exception):

@@ -5,7 +5,6 @@ Where the output is no terminal, no line is ever written over, and none has a co
 
 from __future__ import annotations
 
-import collections
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from notebook_accel.formatting import format_clock, plain_lines, plain_text
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
 from notebook_accel.launching.views.rank_lines import line_prefix as prefix
 from notebook_accel.protocol import events
 
@@ -42,34 +41,6 @@ def line_prefix(job: Job, ranks: Iterable[int]) -> str:
     return prefix(ranks, job.total_ranks, first=job.first_rank, template=job.config.log_line_prefix_template or "")
 
 
-class _Lines:
-    """One rank's lines on their way out: the first as they come, the last of the others at the end."""
-
-    def __init__(self, job: Job, rank: int) -> None:
-        self._log_file = str(job.log_files[rank]) if job.log_files else ""
-        self._free = max(_MOST_LINES // job.world_size, 1)
-        self._held = collections.deque[str](maxlen=max(_LAST_LINES // job.world_size, 1))
-        self._left_out = 0
-
-    def add(self, text: str, left_out: int = 0) -> list[str]:
-        """Take lines, and return those that are to be shown now."""
-        if left_out:
-            self._left_out += left_out + len(self._held)
-            self._held.clear()
-            self._free = 0
-        lines = list(plain_lines(text))
-        shown = lines[: self._free]
-        self._free -= len(shown)
-        self._left_out += max(len(self._held) + len(lines) - len(shown) - (self._held.maxlen or 0), 0)
-        self._held.extend(lines[len(shown) :])
-        return shown
-
-    def close(self) -> list[str]:
-        """Return the lines to show at the end."""
-        where = f"; the whole output is in {self._log_file}" if self._log_file else ""
-        return [*([f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []), *self._held]
-
-
 class LinesView:
     """Prints the ranks' lines with a prefix, and from time to time each rank's progress.
 
@@ -85,7 +56,9 @@ class LinesView:
         self._period_s = period_s
         self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
         self._shown: list[str] = []
-        self._lines = [_Lines(job, rank) for rank in range(job.world_size)]
+        most, last = (max(count // job.world_size, 1) for count in (_MOST_LINES, _LAST_LINES))
+        files = map(str, job.log_files) if job.log_files else [""] * job.world_size
+        self._limits = [LineLimit[str](file, most, last) for file in files]
         self._alike = AlikeLines(job.world_size, HOLD_S, self._print_line)
         self._silent_steps: dict[int, int | None] = {}
         self._nodes: list[str] = []
@@ -109,8 +82,8 @@ class LinesView:
         self._due_s = float("inf")
         self.refresh()
         self._alike.settle()
-        for rank, lines in enumerate(self._lines):
-            self._print(f"{line_prefix(self._job, [rank])}{line}" for line in lines.close())
+        for rank, limit in enumerate(self._limits):
+            self._print(f"{line_prefix(self._job, [rank])}{line}" for line in [*limit.note, *limit.kept])
         self._print_progress(self._job.ended_s or time.monotonic())
         self._out.flush()
 
@@ -132,13 +105,14 @@ class LinesView:
             self._alike.settle()  # what was printed before comes before
         came_s = min(event.time_s, now_s)
         if isinstance(event, events.Output):
-            self._alike.add(rank, self._lines[rank].add(event.text, event.left_out), came_s)
+            self._limits[rank].leave_out(event.left_out)
+            self._alike.add(rank, self._limits[rank].add(list(plain_lines(event.text))), came_s)
         elif isinstance(event, events.Display):
             if self._terminal is not None:
                 self._terminal.erase()
             self._out.flush()
             if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
-                self._alike.add(rank, self._lines[rank].add(text), came_s)
+                self._alike.add(rank, self._limits[rank].add(list(plain_lines(text))), came_s)
         elif isinstance(event, events.Silent) and not event.waits_in:
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):

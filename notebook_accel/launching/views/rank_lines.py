@@ -12,14 +12,15 @@ import operator
 import string
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from notebook_accel.formatting import format_clock, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
-__all__ = ["AlikeLines", "KernelDisplay", "RankLine", "folded", "line_prefix", "lines"]
+__all__ = ["AlikeLines", "KernelDisplay", "LineLimit", "RankLine", "folded", "line_prefix", "lines"]
 
+_Line = TypeVar("_Line")
 _MOST_LINES = 4  # of ranks, before they are folded into one
 _MOST_METRICS = 6
 
@@ -296,6 +297,46 @@ class AlikeLines:
             self._append(other)
             self._last.update(dict.fromkeys(other.ranks, other.number))
         return True
+
+
+class LineLimit(Generic[_Line]):
+    """Passes on a rank's first lines as they come, and keeps the last of the others for the end.
+
+    Args:
+        log_file: The file with the whole output; empty if there is none.
+        most: Number of lines that are passed on.
+        last: Number of lines that are kept.
+
+    Attributes:
+        kept: The lines to show at the end.
+    """
+
+    def __init__(self, log_file: str, most: int, last: int) -> None:
+        self._log_file = log_file
+        self._free = most
+        self._left_out = 0
+        self.kept = collections.deque[_Line](maxlen=last)
+
+    def add(self, lines: Sequence[_Line]) -> Sequence[_Line]:
+        """Take lines, and return those that are to be shown now."""
+        shown, others = lines[: self._free], lines[self._free :]
+        self._free -= len(shown)
+        self._left_out += max(len(self.kept) + len(others) - (self.kept.maxlen or 0), 0)
+        self.kept.extend(others)
+        return shown
+
+    def leave_out(self, count: int) -> None:
+        """Count lines that were left out before they came here. Later ones are kept for the end."""
+        if count:
+            self._left_out += count + len(self.kept)
+            self.kept.clear()
+            self._free = 0
+
+    @property
+    def note(self) -> list[str]:
+        """A line that counts the lines that are never shown; nothing if there are none."""
+        where = f"; the whole output is in {self._log_file}" if self._log_file else ""
+        return [f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []
 
 
 class KernelDisplay:

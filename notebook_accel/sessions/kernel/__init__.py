@@ -1,1 +1,1 @@
-"""The kernel's side of a session: it starts ranks, sends them requests and shows what they answer."""
+"""The kernel's side of a session: it starts ranks, sends them requests and shows their answers."""

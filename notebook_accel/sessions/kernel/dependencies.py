@@ -1,4 +1,4 @@
-"""Find the notebook variables that an object depends on: those that its functions look up when they are called."""
+"""Finds the notebook variables that an object depends on: those that its functions look up when they are called."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["used_by", "with_what_they_use"]
+__all__ = ["dependencies_of", "with_dependencies"]
 
 
-def with_what_they_use(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
+def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
     """Return these names and, transitively, those that the functions and classes among their values use.
 
     Args:
-        names: Names of notebook variables.
+        names: The names of notebook variables.
         namespace: The notebook's namespace.
     """
     found: dict[str, None] = {}
@@ -23,35 +23,35 @@ def with_what_they_use(names: Iterable[str], namespace: Mapping[str, Any]) -> li
         if name not in found:
             found[name] = None
             waiting += [
-                used for used in _used_by(namespace[name], namespace) if used in namespace and used not in found
+                used for used in _names_in(namespace[name], namespace) if used in namespace and used not in found
             ]
     return list(found)
 
 
-def used_by(value: Any, namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names that an object uses, transitively."""
-    return with_what_they_use(_used_by(value, namespace), namespace)
+def dependencies_of(value: Any, namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names that a value uses, transitively."""
+    return with_dependencies(_names_in(value, namespace), namespace)
 
 
-def _used_by(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
+def _names_in(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
             yield from _global_names(value.__code__)
         for cell in value.__closure__ or ():
             contents = _contents(cell)
             if isinstance(contents, types.FunctionType) and contents is not value:
-                yield from _used_by(contents, namespace)
+                yield from _names_in(contents, namespace)
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None:
-            yield from _used_by(wrapped, namespace)
+            yield from _names_in(wrapped, namespace)
     elif isinstance(value, type):
         for base in value.__mro__:
             if base.__module__ == "__main__":
                 for part in vars(base).values():
                     for function in _functions_of(part):
-                        yield from _used_by(function, namespace)
+                        yield from _names_in(function, namespace)
     elif type(value).__module__ == "__main__":
-        yield from _used_by(type(value), namespace)
+        yield from _names_in(type(value), namespace)
 
 
 def _functions_of(part: Any) -> list[types.FunctionType]:

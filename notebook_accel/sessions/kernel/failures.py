@@ -9,52 +9,36 @@ from typing import Any
 
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.failures import cause_of, explain_exception, raised_in_words
-from notebook_accel.protocol.events import Failed
+from notebook_accel.launching.state.failures import raised_error, raised_in_words, where_ranks_stood
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
 
-__all__ = ["first_failure", "how_it_died", "interrupted"]
+__all__ = ["death_error", "describe_interrupt", "first_failure"]
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
-_DEATH_DEADLINE_S = 30.0  # the agent reports a death, which on a busy machine it may notice late
-_LOOK_PERIOD_S = 0.02
+_DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine
+_POLL_PERIOD_S = 0.02
 
 
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
 ) -> RankFailedError | None:
-    """Return the error of the rank that failed first.
+    """Return the error of the rank that failed first, ``None`` if none has failed.
 
     Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
     """
-    failed_ranks = {rank: reply.failed for rank, reply in replies.items() if reply.failed is not None}
-    if not failed_ranks:
+    failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
+    if not failed:
         return None
-    rank = min(failed_ranks, key=lambda rank: _order(rank in interrupted, failed_ranks[rank]))
-    failed = failed_ranks[rank]
-    others = [
-        RankEnd(other, stopped=other in interrupted, error=raised_in_words(said))
-        for other, said in sorted(failed_ranks.items())
-        if other != rank
-    ]
-    where = f" at {failed.line}" if failed.line else ""
-    why, fix = explain_exception(failed, None, {})
-    error = RankFailedError(
-        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
-        rank=rank,
-        world_size=world_size,
-        why=why,
-        fix=_of_missing_name(replies[rank].missing, replies) or fix,
-        remote_traceback=failed.traceback,
-        others=tuple(others),
+    first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
+    error = raised_error(failed[first], first, world_size, origins)
+    error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
+    error.others = tuple(
+        RankEnd(rank, stopped=rank in interrupted, error=raised_in_words(other))
+        for rank, other in failed.items()
+        if rank != first
     )
-    error.__cause__ = cause_of(failed, origins)
     return error
-
-
-def _order(was_interrupted: bool, failed: Failed) -> tuple[bool, bool, float]:
-    return was_interrupted, failed.lost_peer, failed.time_s
 
 
 def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
@@ -65,30 +49,26 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
     return f"the notebook has a {name!r} that {who} doesn't have: %push {name}, or session.push({name}={name})"
 
 
-def interrupted(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
-    """Have the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
+def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
+    """Make the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
-    lines = [
-        f"  rank {rank} was at {reply.failed.line}"
-        for rank, reply in replies.items()
-        if reply.failed and reply.failed.line
-    ]
+    lines = [f"  {line}" for line in where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})]
     text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their variables.", *lines])
     interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return interrupt
 
 
-def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
-    """Return the error that explains a rank's death. Wait for it: the agent reports a death after a moment."""
+def death_error(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
+    """Return the error that explains a rank's death. Wait for the agent's report, which takes a moment."""
     deadline_s = time.monotonic() + _DEATH_DEADLINE_S
     error: RunError | None = None
     while error is None and not job.done and time.monotonic() < deadline_s:
         error = job.death(rank)
         if error is None:
-            time.sleep(_LOOK_PERIOD_S)
+            time.sleep(_POLL_PERIOD_S)
     if job.done:
-        return _of_the_whole(job)
+        return _end_error(job)
     if error is None:
         return RunError(f"Rank {rank} of {job.name!r} no longer answers, for an unknown reason.", fix=_RESTART)
     if was_killed:
@@ -100,7 +80,7 @@ def how_it_died(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
     return error
 
 
-def _of_the_whole(job: Job) -> RunError:
+def _end_error(job: Job) -> RunError:
     error = job.error
     if isinstance(error, RunError):
         error.fix = error.fix or "%distributed start, or a new Session"

@@ -16,13 +16,13 @@ class Ask(Protocol):
     """Sends ranks a request that runs no user code."""
 
     def __call__(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
     ) -> Mapping[int, RankAnswer]:
         """Return the answers of the ranks that are still alive."""
 
 
 class GroupRecovery:
-    """Checks the ranks' process group after a failure, and makes a new one where needed.
+    """Checks the ranks' process group after a failure, and replaces a broken one.
 
     Args:
         world_size: Number of ranks.
@@ -38,7 +38,7 @@ class GroupRecovery:
         self.renewals = 0
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
-        """Make a new group if the ranks have entered different collectives. Report what that loses.
+        """Make a new group if the ranks have entered different collectives. Report the losses.
 
         Args:
             alive: The ranks that are alive.
@@ -70,7 +70,7 @@ class GroupRecovery:
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
         self.renewals += 1
-        answers = self._ask(messages.Renew, alive, renewals=self.renewals, rejoins=rejoins)
+        answers = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, answer in answers.items():
             if answer.reply.failed is not None:
                 why = f"{answer.reply.failed.kind}: {answer.reply.failed.message}"

@@ -71,10 +71,10 @@ class Parcel:
 
     Attributes:
         ranks: The ranks that get it.
-        delivery: Its description, for the message.
+        delivery: The description of its contents, for the message.
         descriptor: The file's descriptor.
         fingerprints: Fingerprints of its variables.
-        again: Those of its names that ranks have with an earlier value.
+        again: Names of variables of which the ranks have an earlier value.
     """
 
     ranks: tuple[int, ...]
@@ -85,8 +85,8 @@ class Parcel:
 
 
 @dataclasses.dataclass
-class _Rank:
-    """A rank's own names, the notebook's values that it was sent, and the numbers of objects that it has."""
+class _RankState:
+    """The state of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects."""
 
     own: set[str] = dataclasses.field(default_factory=set)
     fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
@@ -97,7 +97,7 @@ class NamespaceSync:
     """Keeps track of what the ranks of a session have. Used by the thread that runs cells."""
 
     def __init__(self, world_size: int) -> None:
-        self._ranks = [_Rank() for _ in range(world_size)]
+        self._ranks = [_RankState() for _ in range(world_size)]
         self._objects: dict[int, Callable[[], Any]] = {}
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -112,7 +112,7 @@ class NamespaceSync:
 
     def forget(self, rank: int) -> None:
         """Forget what a rank had. A fresh process has taken its place."""
-        self._ranks[rank] = _Rank()
+        self._ranks[rank] = _RankState()
 
     @property
     def origins(self) -> Mapping[int, Any]:
@@ -122,7 +122,9 @@ class NamespaceSync:
     # Sending ---------------------------------------------------------------------------------------------------------
 
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
-        """Seal what these ranks don't have yet. Ranks that need the same share a file, which the caller closes.
+        """Seal the inputs that these ranks don't have yet. Ranks that lack the same ones share a file.
+
+        The caller closes the files.
 
         Raises:
             PayloadError: A value can't be sent.
@@ -139,7 +141,12 @@ class NamespaceSync:
         return made
 
     def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
-        """Note that a parcel's ranks have it, except those that failed before they had opened all of it."""
+        """Note that a parcel's ranks have its contents.
+
+        Args:
+            parcel: The parcel.
+            lacking: Ranks that failed before they had opened all of it.
+        """
         for rank in parcel.ranks:
             state = self._ranks[rank]
             if rank in lacking:
@@ -165,10 +172,10 @@ class NamespaceSync:
             name
             for name, value in inputs.names.items()
             if name in inputs.by_force
-            or (not self._is_anywhere_own(name) and not (name in fingerprints and fingerprints[name].matches(value)))
+            or (not self._is_own_somewhere(name) and not (name in fingerprints and fingerprints[name].matches(value)))
         )
 
-    def _is_anywhere_own(self, name: str) -> bool:
+    def _is_own_somewhere(self, name: str) -> bool:
         """Return whether some rank has a value of its own under this name.
 
         Such a name isn't sent unasked: some ranks would have their own value and others the notebook's, unnoticed.
@@ -177,7 +184,7 @@ class NamespaceSync:
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
-        # Values that ranks have in an older state, or are to get afresh, can't be sent as references.
+        # A value that the ranks have in an older state, or that has to replace theirs, can't be sent as a reference.
         afresh = [names[name] for name in names if name in had or name in inputs.by_force]
         stale = {id(part) for value in afresh for part in _shareable(value)}
         known = set.intersection(*(self._ranks[rank].numbers for rank in ranks))
@@ -196,7 +203,7 @@ class NamespaceSync:
         except BaseException:
             os.close(descriptor)
             raise
-        is_kept = inputs.call is None  # of a call only the classes are kept: their instances may outlive it
+        is_kept = inputs.call is None  # ranks keep only the classes of a call, whose instances may outlive it
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
             by_value=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value],
@@ -270,7 +277,7 @@ def _cannot_be_sent(value: Any, origins: Mapping[int, Any]) -> bool:
 
 
 def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
-    with held() as interrupts, interrupts.opened():  # pickling runs methods of the user's objects
+    with held() as interrupts, interrupts.allowed():  # pickling runs methods of the user's objects
         return serialization.pickle_by_value(value, roots=roots, namespace=_namespace(), origins=origins)
 
 
@@ -279,7 +286,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _shareable(value: Any) -> list[Any]:
-    """Return the objects in a value that others commonly refer to: the value itself and a model's parameters."""
+    """Return the parts of a value that other values often refer to: the value itself and a model's parameters."""
     if isinstance(value, _BY_NAME):
         return []
     parts = [*_parameters(value)]
@@ -316,7 +323,7 @@ def _versions(value: Any) -> int:
 def _digest(value: Any) -> int | None:
     try:
         pickled = _by_value(value, {"it": value}, {})
-    except PayloadError:  # it can't be sent any more: ranks keep what they have
+    except PayloadError:  # it can't be sent any more, and the ranks keep the value that they have
         return None
     return zlib.crc32(pickled.data)
 

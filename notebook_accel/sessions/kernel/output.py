@@ -1,4 +1,4 @@
-"""Show under a cell what its ranks print, display, count and return.
+"""Shows the output, displays, progress and values of a cell's ranks under the cell.
 
 Printed lines are read from the ranks' logs. Displays arrive over the connections, each with the length of the log at
 that moment, so that both appear in order. A line that several ranks print alike is shown once.
@@ -6,7 +6,6 @@ that moment, so that both appear in order. A line that several ranks print alike
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import html
 import os
@@ -19,22 +18,22 @@ from typing import Any
 from notebook_accel.formatting import clipped, format_clock, plain_text, rank_spans
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
 from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
 
-__all__ = ["Output", "Shown", "ranks_in_words"]
+__all__ = ["CellOutput", "Shown", "ranks_in_words"]
 
 _CHUNK_BYTES = 1 << 20
-_MOST_LINES = 4000  # of a cell, of all ranks together
+_MOST_LINES = 4000  # of all ranks of a cell together
 _LAST_LINES = 20
 _PERIOD_S = 1.0
 _LINE_PERIOD_S = 5.0  # where earlier output can't be replaced
 _PERIOD_GROWTH = 1.5
 _LONGEST_PERIOD_S = 60.0
 _LAST_DEADLINE_S = 5.0
-_LOOK_PERIOD_S = 0.01
+_POLL_PERIOD_S = 0.01
 _TEXT, _HTML = "text/plain", "text/html"
 _IMAGES = ("image/png", "image/jpeg")
 
@@ -54,14 +53,12 @@ class _Log:
         self._show = show
         self._descriptor = -1
         self._position = 0
-        self._begun = b""
+        self._unfinished = b""  # the line that has no end yet
         self.start()
 
     def start(self) -> None:
         """Reset the limits for a new cell."""
-        self._free = self._most_lines
-        self._left_out = 0
-        self._last: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
+        self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
         """Show the lines up to ``until`` bytes, by default all that are there."""
@@ -76,44 +73,36 @@ class _Log:
             if not data:
                 break
             self._position += len(data)
-            *lines, self._begun = (self._begun + data).split(b"\n")
-            self._take(lines)
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            self.add(lines)
 
     def end_line(self) -> None:
         """End an unfinished line, so that later output starts a new one."""
-        if self._begun:
-            self._take([self._begun])
-            self._begun = b""
+        if self._unfinished:
+            self.add([self._unfinished])
+            self._unfinished = b""
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Show lines, as far as the limit allows."""
+        shown = self._limit.add(lines)
+        if shown:
+            self._show([_shown(line) for line in shown])
 
     def rest(self) -> list[str]:
         """Return the lines to show at the end of the cell."""
-        left_out = self._left_out - len(self._last)
-        note = f"[{left_out:,} lines left out here; the whole output is in {self._path}]"
-        return [*([note] if left_out > 0 else []), *map(_shown, self._last)]
-
-    def add(self, text: str) -> None:
-        """Show lines that are not in the log."""
-        self._take([line.encode() for line in text.splitlines()])
+        return [*self._limit.note, *map(_shown, self._limit.kept)]
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _take(self, lines: Sequence[bytes]) -> None:
-        now, later = lines[: self._free], lines[self._free :]
-        self._free -= len(now)
-        self._left_out += len(later)
-        self._last.extend(later)
-        if now:
-            self._show([_shown(line) for line in now])
-
 
 def _shown(line: bytes) -> str:
     return clipped(plain_text(line.decode(errors="replace")))
 
 
-class Output:
+class CellOutput:
     """The ranks' output, shown in the cells that it belongs to.
 
     Args:
@@ -132,34 +121,34 @@ class Output:
         self._progress = _CellProgress(job, self._display)
 
     def start(self) -> None:
-        """Begin a cell. Output that ranks have written since the last one appears in it too."""
+        """Begin a cell. Output that ranks have written since the last cell appears in it too."""
         self._display.begin_cell()
         self._progress.begin()
         for log in self._logs:
             log.start()
 
     def show_new(self) -> None:
-        """Print new whole lines, each after a moment in which other ranks may print the same."""
+        """Print new whole lines, each after a moment in which other ranks may still print the same."""
         for log in self._logs:
             log.read(None)
         self._alike.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
-        """Print what a rank wrote until then, so that its other messages come after it."""
+        """Print a rank's output up to this length of its log, so that later messages come after it."""
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
         self._alike.settle()
 
     def display(self, rank: int, event: Display) -> None:
-        """Show what a rank displays; mere text as a line of its output."""
+        """Show a rank's display; mere text as a line of its output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
-            self._logs[rank].add(str(event.data.get("text/plain", "")))
+            self._logs[rank].add([line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
 
     def finish(self, replies: Mapping[int, Reply]) -> None:
-        """Show all that these ranks printed and counted by the end of the cell."""
+        """Show the rest of these ranks' output, and their final step counts."""
         for rank, log in enumerate(self._logs):
             log.read(replies[rank].log_bytes if rank in replies else None)
             log.end_line()
@@ -178,7 +167,7 @@ class Output:
 
 
 class _CellProgress:
-    """Steps and metrics of the running cell; nothing while it counts none.
+    """Shows the steps and metrics of the running cell, if it counts any.
 
     Args:
         job: The session's run.
@@ -191,16 +180,16 @@ class _CellProgress:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a cell. Count from here."""
+        """Begin a cell, and count from here."""
         self._before = self._job.ranks
-        self._place = ""
+        self._display_id = ""
         self._shown: list[str] = []
         self._began_s = time.monotonic()
         self._period_s = _LINE_PERIOD_S
         self._due_s = self._began_s + _PERIOD_S
 
     def show(self) -> None:
-        """Show the progress, if that is due."""
+        """Show the progress, if it is due."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _PERIOD_S
             self._show(is_end=False)
@@ -217,7 +206,7 @@ class _CellProgress:
         while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
             if time.monotonic() > deadline_s:
                 break
-            time.sleep(_LOOK_PERIOD_S)
+            time.sleep(_POLL_PERIOD_S)
         self._show(is_end=True)
 
     def _show(self, *, is_end: bool) -> None:
@@ -232,11 +221,11 @@ class _CellProgress:
         text = "\n".join(described)
         shown = Display(
             data={"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"},
-            display_id=self._place or uuid.uuid4().hex,
-            is_update=bool(self._place),
+            display_id=self._display_id or uuid.uuid4().hex,
+            is_update=bool(self._display_id),
         )
         if self._display.show(shown):
-            self._shown, self._place = described, shown.display_id
+            self._shown, self._display_id = described, shown.display_id
         elif is_end or time.monotonic() >= self._began_s + self._period_s:
             self._shown = described
             self._period_s += min(self._period_s * _PERIOD_GROWTH, _LONGEST_PERIOD_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import signal
 import sys
@@ -12,8 +11,8 @@ from collections.abc import Callable
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.kernel.output import Output, ranks_in_words
+from notebook_accel.sessions.kernel.interrupts import Interrupts, held
+from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
 
 __all__ = ["Console", "PendingRequest"]
@@ -29,6 +28,7 @@ class PendingRequest:
     """Sends ranks a request and waits for its end.
 
     Args:
+        request: The request.
         connections: The connections to the ranks.
         output: Shows what ranks print and display meanwhile; ``None`` to show nothing.
         grace_s: Time that an interrupted rank may take to end before a message reports it.
@@ -38,98 +38,91 @@ class PendingRequest:
     Attributes:
         interrupted: Ranks that were interrupted, by the kernel or because another rank failed.
         killed: Ranks that went on all the same, and were killed.
-        interrupt: The kernel's interrupt, or another exception that ended the waiting.
+        interrupt: The first interrupt, or another exception that ended the waiting.
     """
 
     def __init__(
         self,
+        request: RankRequest,
         connections: RankConnections,
-        output: Output | None,
+        output: CellOutput | None,
         grace_s: float,
         *,
         console: Console | None = None,
         stacks: Callable[[float], Stacks] | None = None,
     ) -> None:
+        self._request = request
         self._connections = connections
         self._output = output
         self._grace_s = grace_s
         self._console = console
         self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
         self._alone_s: float | None = None  # since when some ranks go on alone
-        self._look_s = _ALONE_S  # time from then until their stacks are inspected
+        self._inspection_s = _ALONE_S  # time from then until their stacks are inspected
         self._interrupt_s: float | None = None
-        self._said = False
-        self._interrupts: collections.deque[BaseException] = collections.deque()  # not acted upon yet
+        self._is_reported = False
         self.interrupted: list[int] = []
         self.killed: list[int] = []
         self.interrupt: BaseException | None = None
 
-    def ask(self, request: RankRequest) -> None:
-        """Send the request and wait until every rank has answered or died. The kernel's interrupt is kept, not raised.
+    def ask(self) -> None:
+        """Send the request and wait until every rank has answered or died. The first interrupt is kept, not raised.
 
-        So is any other exception: the ranks would be left to themselves.
+        So is any other exception: the ranks would be left to themselves. A second interrupt kills the ranks that go on.
         """
         is_over = False
-        with held() as interrupts, interrupts.taken_by(lambda interrupt: self.interrupt_by(interrupt, request)):
+        with held() as interrupts, interrupts.waking(self._request.notify):
             while not is_over:
                 try:
-                    if not request.was_asked:
-                        self._connections.ask(request)
-                    self._wait(request)
+                    if not self._request.was_asked:
+                        self._connections.ask(self._request)
+                    self._wait(interrupts)
                     is_over = True
-                except BaseException as interrupt:  # noqa: BLE001 - a signal handler of the user's may raise anything
-                    self.interrupt_by(interrupt, request)
-        self._act_on_interrupts(request)
+                except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
+                    interrupts.note(error)
+            self._act_on(interrupts)
 
-    def interrupt_by(self, interrupt: BaseException, request: RankRequest) -> None:
-        """Interrupt the ranks. The second time, kill those that go on.
-
-        Only notes it: any thread may call this, and a signal handler in the middle of anything.
-        """
-        self._interrupts.append(interrupt)
-        request.notify()
-
-    def _act_on_interrupts(self, request: RankRequest) -> None:
-        while self._interrupts:
-            interrupt = self._interrupts.popleft()
+    def _act_on(self, interrupts: Interrupts) -> None:
+        while (interrupt := interrupts.take()) is not None:
             if self.interrupt is None:
                 self.interrupt = interrupt
             elif isinstance(interrupt, KeyboardInterrupt):
-                self._kill(request)
+                self._kill()
 
-    def _wait(self, request: RankRequest) -> None:
+    def _wait(self, interrupts: Interrupts) -> None:
+        request = self._request
         failed_s: float | None = None
         show_s = time.monotonic() + _TICK_S
         while pending := request.pending:
             now_s = time.monotonic()
-            self._act_on_interrupts(request)
+            self._act_on(interrupts)
             if failed_s is None and (request.lost or any(a.reply.failed for a in list(request.answers.values()))):
                 failed_s = now_s
             is_over = self.interrupt is not None or (failed_s is not None and now_s - failed_s >= _HEAD_START_S)
             if is_over and request.was_sent and self._interrupt_s is None:
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
-                self._press(request, now_s - self._interrupt_s)
+                self._press(now_s - self._interrupt_s)
             elif len(pending) < len(self._connections.ranks):
-                self._look_for_waiting(request, now_s)
+                self._look_for_waiting(now_s)
             request.wait(_TICK_S)
-            self._listen(request)
+            self._take_messages()
             if self._output is not None and time.monotonic() >= show_s:  # a short cell's only at its end, by rank
                 self._output.show_new()
                 show_s = time.monotonic() + _TICK_S
-        self._listen(request)
+        self._take_messages()
 
-    def _listen(self, request: RankRequest) -> None:
-        while request.said:
-            rank, said = request.said.popleft()
-            if isinstance(said, messages.Displayed):
+    def _take_messages(self) -> None:
+        while self._request.incoming:
+            rank, message = self._request.incoming.popleft()
+            if isinstance(message, messages.Displayed):
                 if self._output is not None:
-                    self._output.display(rank, said.display)
+                    self._output.display(rank, message.display)
             elif self._console is not None:
                 if self._output is not None:
-                    self._output.show_until(rank, said.log_bytes)
-                line = self._console.answer(said.text) if self.interrupt is None else ""
-                self._connections.tell(rank, messages.Typed(number=request.number, line=line))
+                    self._output.show_until(rank, message.log_bytes)
+                line = self._console.answer(message.text) if self.interrupt is None else ""
+                self._connections.tell(rank, messages.Input(number=self._request.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s
@@ -137,36 +130,36 @@ class PendingRequest:
         for rank in ranks:
             self._connections.signal(rank, signal.SIGINT)
 
-    def _press(self, request: RankRequest, since_s: float) -> None:
+    def _press(self, since_s: float) -> None:
+        """Report the ranks that go on after an interrupt; kill them if they go on for long."""
         if since_s > _PATIENCE_S:
-            self._kill(request)
-        elif since_s > max(self._grace_s, 1.0) and not self._said:
-            self._said = True
-            who = ranks_in_words(request.pending)
-            goes_on = (
-                f"{who} goes on although it was" if len(request.pending) == 1 else f"{who} go on although they were"
-            )
+            self._kill()
+        elif since_s > max(self._grace_s, 1.0) and not self._is_reported:
+            self._is_reported = True
+            pending = self._request.pending
+            go_on = "goes on although it was" if len(pending) == 1 else "go on although they were"
             sys.stderr.write(
-                f"[{goes_on} interrupted. Interrupt once more to kill; after {_PATIENCE_S:g} s that is done anyway]\n"
+                f"[{ranks_in_words(pending)} {go_on} interrupted. Interrupt once more to kill; after {_PATIENCE_S:g} s "
+                "that is done anyway]\n"
             )
 
-    def _look_for_waiting(self, request: RankRequest, now_s: float) -> None:
+    def _look_for_waiting(self, now_s: float) -> None:
         """Report ranks that wait in a collective while the other ranks have nothing to do."""
         self._alone_s = self._alone_s or now_s
-        if self._stacks is None or now_s - self._alone_s < self._look_s:
+        if self._stacks is None or now_s - self._alone_s < self._inspection_s:
             return
-        self._look_s *= 2
+        self._inspection_s *= 2
         with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
-            waiting = [stack for stack in self._stacks(_STACKS_DEADLINE_S) if stack.rank in request.pending]
-            lines = [f"rank {stack.rank} waits for others at {stack.user_line}"
-                     for stack in waiting if stack.waits_in not in ("", "backward")]  # fmt: skip
+            stacks, pending = self._stacks(_STACKS_DEADLINE_S), self._request.pending
+            waiting = [stack for stack in stacks if stack.rank in pending and stack.waits_in not in ("", "backward")]
+            lines = [f"rank {stack.rank} waits for others at {stack.user_line}" for stack in waiting]
             if lines:
                 self._stacks = None
-                others = ranks_in_words([rank for rank in self._connections.ranks if rank not in request.pending])
+                others = ranks_in_words([rank for rank in self._connections.ranks if rank not in pending])
                 sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
-    def _kill(self, request: RankRequest) -> None:
-        for rank in request.pending:
+    def _kill(self) -> None:
+        for rank in self._request.pending:
             if rank not in self.killed:
                 self.killed.append(rank)
                 self._connections.signal(rank, signal.SIGKILL)
@@ -195,7 +188,7 @@ class Console:
         sys.stdout.write(before + newline)
         sys.stdout.flush()
         try:
-            with held() as interrupts, interrupts.opened():
+            with held() as interrupts, interrupts.allowed():
                 return input(prompt) + "\n"
         except (EOFError, KeyboardInterrupt):
             sys.stdout.write("\n")

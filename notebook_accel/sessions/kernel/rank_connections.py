@@ -1,7 +1,7 @@
 """The connections between a session and its ranks, and the one thread that reads and writes them.
 
-It is not the thread that runs the cell: there the kernel's interrupt may strike at any moment, even in the middle of a
-message. Answers are kept until the request is dropped, so an interrupt loses nothing.
+The thread that runs the cell can't do that: there the kernel's interrupt may come at any moment, even in the middle of
+a message. Answers are kept until the request is dropped, so an interrupt loses nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from notebook_accel.launching.processes import pidfd_send_signal
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Message
+from notebook_accel.protocol.session_messages import Displayed, Prompt
 from notebook_accel.sessions.listener import JoinedRank
 
 __all__ = ["RankAnswer", "RankConnections", "RankRequest"]
@@ -46,20 +47,18 @@ class RankRequest:
 
     Attributes:
         number: The request's number, which the replies repeat.
-        orders: The message for each rank, and the descriptors beside it, which the request owns.
-        answers: Answers by rank.
-        said: Messages that ranks sent before their answers, each with the rank, in order.
+        outgoing: The message for each rank, and the descriptors beside it, which the request owns.
+        answers: Answers by rank, so far.
+        incoming: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
-        was_asked: Whether it was passed to ``RankConnections.ask``.
+        was_asked: Whether the request was passed to ``RankConnections.ask``.
         was_sent: Whether it was sent, so that the ranks will answer.
     """
 
     number: int
-    orders: Mapping[int, tuple[bytes, Sequence[int]]]
+    outgoing: Mapping[int, tuple[bytes, Sequence[int]]]
     answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
-    said: collections.deque[tuple[int, messages.Displayed | messages.Prompt]] = dataclasses.field(
-        default_factory=collections.deque
-    )
+    incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
     lost: set[int] = dataclasses.field(default_factory=set)
     was_asked: bool = False
     was_sent: bool = False
@@ -71,7 +70,7 @@ class RankRequest:
     @property
     def pending(self) -> list[int]:
         """The ranks that still owe an answer."""
-        return [rank for rank in self.orders if rank not in self.answers and rank not in self.lost]
+        return [rank for rank in self.outgoing if rank not in self.answers and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news such as an answer or a rank's death, at most so long; without limit if negative."""
@@ -79,12 +78,12 @@ class RankRequest:
 
     def notify(self) -> None:
         """Wake whoever waits for news."""
-        with contextlib.suppress(RuntimeError):  # nobody has waited since the last news
+        with contextlib.suppress(RuntimeError):  # the last news hasn't been taken yet
             self._news.release()
 
-    def close_orders(self) -> None:
+    def close_outgoing(self) -> None:
         """Close the descriptors of the messages, once they are sent or won't be."""
-        for descriptor in {number for _, descriptors in self.orders.values() for number in descriptors}:
+        for descriptor in {number for _, descriptors in self.outgoing.values() for number in descriptors}:
             os.close(descriptor)
 
     def close(self) -> None:
@@ -97,7 +96,7 @@ class RankRequest:
 
 @dataclasses.dataclass(frozen=True)
 class _FollowUp:
-    """A message about the request that a rank is busy with."""
+    """A further message about the request that a rank is busy with."""
 
     rank: int
     body: bytes
@@ -116,16 +115,16 @@ class RankConnections:
         self._thread.start()
 
     def add(self, joined: JoinedRank) -> None:
-        """Take over a rank's connection. From now on it receives requests."""
+        """Take over a rank's connection. The rank receives requests from now on."""
         self._put(joined)
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
     def ask(self, request: RankRequest) -> None:
-        """Send a request, without waiting for answers. Asked again after an interrupt, it is sent only once."""
+        """Send a request, without waiting for answers. A request that is asked again is sent only once."""
         self._put(request)
         request.was_asked = True
 
-    def tell(self, rank: int, message: messages.Typed) -> None:
+    def tell(self, rank: int, message: messages.Input) -> None:
         """Send a rank a message about the request that it is busy with."""
         self._put(_FollowUp(rank, messages.encode(message)))
 
@@ -151,7 +150,7 @@ class RankConnections:
     @property
     def ranks(self) -> list[int]:
         """The ranks that are connected."""
-        return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and a list is made in one step
+        return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self) -> None:
         """End the thread and close the connections. Idle ranks exit when theirs closes."""
@@ -200,11 +199,11 @@ class RankConnections:
     def _send(self, poll: select.poll, request: RankRequest) -> None:
         self._requests[request.number] = request
         request.was_sent = True
-        for rank, (body, descriptors) in request.orders.items():
+        for rank, (body, descriptors) in request.outgoing.items():
             if rank not in self._joined:
                 request.lost.add(rank)
             self._send_to(poll, rank, body, descriptors)
-        request.close_orders()
+        request.close_outgoing()
         request.notify()
 
     def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -223,17 +222,17 @@ class RankConnections:
             self._lose(poll, rank)
 
     def _received(self, rank: int, message: Message) -> None:
-        said = messages.decode_from_rank(message.body)
-        request = self._requests.get(said.number)
-        if request is None or rank not in request.orders:
+        from_rank = messages.from_rank.decode(message.body)
+        request = self._requests.get(from_rank.number)
+        if request is None or rank not in request.outgoing:
             for descriptor in message.descriptors:
                 os.close(descriptor)
             return
-        if isinstance(said, messages.Reply):
+        if isinstance(from_rank, messages.Reply):
             value, *_ = [*message.descriptors, -1]
-            request.answers[rank] = RankAnswer(said, value)
+            request.answers[rank] = RankAnswer(from_rank, value)
         else:
-            request.said.append((rank, said))
+            request.incoming.append((rank, from_rank))
         request.notify()
 
     def _lose(self, poll: select.poll, rank: int) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching.kernel import foreground, launcher
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
+from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
-from notebook_accel.sessions.kernel.background import BackgroundCell
 from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
-from notebook_accel.sessions.kernel.output import Output, ranks_in_words
+from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
 from notebook_accel.sessions.kernel.rank_connections import RankAnswer, RankConnections, RankRequest
 from notebook_accel.sessions.listener import Listener
@@ -33,8 +33,8 @@ __all__ = ["RankPool", "RequestQueue"]
 
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
-_LOOK_DEADLINE_S = 1.0
-_LOOK_PERIOD_S = 0.1
+_LOOKUP_DEADLINE_S = 1.0
+_POLL_PERIOD_S = 0.1
 
 
 class RankPool:
@@ -56,11 +56,12 @@ class RankPool:
         self._queue = RequestQueue()
         self._is_closed = False
         self._failed_rank: int | None = None  # the rank of the last error
-        self._killed: set[int] = set()  # for going on after an interrupt
-        self._output: Output | None = None
-        self._job: Job | None = None
+        self._killed: set[int] = set()  # ranks that went on after an interrupt
+        self._job: Job | None = None  # set as soon as it is launched
+        self._closing = contextlib.ExitStack()
         with held() as interrupts:
             self._listener = Listener()
+            self._closing.callback(self._listener.close)
             self._connections = RankConnections()
             try:
                 self._start(config, interrupts)
@@ -70,7 +71,7 @@ class RankPool:
             atexit.register(self.close)  # runs before the engine's own, which would leave the listener's folder
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
-        with interrupts.opened():  # a cluster may take long
+        with interrupts.allowed():  # a cluster may take long
             launcher.launch_function(
                 loop.serve,
                 (str(self._listener.folder), self._listener.secret),
@@ -83,13 +84,14 @@ class RankPool:
         self.job: Job = self._job
         self.job.expect_steps([])
         self.job.doing = self._doing
-        self._output = Output(self.job)
+        self._output = CellOutput(self.job)
+        self._closing.callback(self._output.close)
         self.namespace_sync = NamespaceSync(self.job.world_size)
         self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
         self._welcome(range(self.job.world_size), interrupts.check)
 
     def _launched(self, job: Job) -> None:
-        self._job = job  # before anything else: an interrupt may strike
+        self._job = job  # first of all, since an interrupt may come
         foreground.show_panel(job)
 
     @property
@@ -103,9 +105,9 @@ class RankPool:
         ranks: Sequence[int] | None = None,
         inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         *,
-        called: str,
-        background: BackgroundCell | None = None,
-        **what: Any,
+        title: str,
+        note: Callable[[Status], object] | None = None,
+        **fields: Any,
     ) -> dict[int, tuple[messages.Reply, Any]]:
         """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
 
@@ -115,9 +117,9 @@ class RankPool:
             make: The type of the message.
             ranks: The ranks to ask. Default: all.
             inputs: Notebook variables that the ranks need for it.
-            called: The request in words.
-            background: The cell's handle, for a cell in the background.
-            what: The message's other fields.
+            title: The request in words.
+            note: Takes the status of a cell in the background. Default: print which request it waits for.
+            fields: The message's other fields.
 
         Raises:
             PayloadError: Something that the ranks need can't be sent.
@@ -127,10 +129,21 @@ class RankPool:
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
         self._check_alive(ranks)  # refuse before waiting
-        with held() as interrupts:
-            check = background.check if background is not None else lambda: self._check_waiting(interrupts)
-            with self._queue.turn(called, says=background is None, check=check):
-                return self._ask(make, self._check_alive(ranks), inputs, what, background)
+        with held() as interrupts, self._queue.turn(title, lambda: self._check_waiting(interrupts), note=note):
+            chosen = self._check_alive(ranks)
+            parcels = self.namespace_sync.pack(inputs, chosen)
+            self._report_sent_again(parcels)
+            request = self._request(make, chosen, parcels, **fields)
+            self._output.start()
+            self.job.expect_steps(chosen)
+            try:
+                if note is not None:
+                    note("running")
+                pending_request = self._ask_and_settle(request, self._output, stacks=self.job.stacks)
+                return self._conclude(request, pending_request, parcels)
+            finally:
+                self.job.expect_steps([])
+                self._connections.drop(request)
 
     def debug(self, rank: int | None) -> None:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
@@ -142,59 +155,55 @@ class RankPool:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
         [rank] = self._check_alive([self._failed_rank or 0 if rank is None else rank])
         console = Console()
-        with held() as interrupts, self._queue.turn("the debugger", check=lambda: self._check_waiting(interrupts)):
+        with held() as interrupts, self._queue.turn("the debugger", lambda: self._check_waiting(interrupts)):
             self._check_alive([rank])
-            request = self._request(messages.Debug, {}, [rank], [])
-            pending_request = PendingRequest(self._connections, self._output, self.job.config.grace_s, console=console)
-            self._start_output()
-            self._ask_and_settle(pending_request, request)
-            interrupts.heeded()  # one may have ended the debugger, as it should
-            answers = dict(request.answers)
+            request = self._request(messages.Debug, [rank])
+            self._output.start()
+            pending_request = self._ask_and_settle(request, self._output, console=console)
+            interrupts.forget_taken()  # one may have ended the debugger, as it should
+            replies = {answered: answer.reply for answered, answer in request.answers.items()}
             self._connections.drop(request)
-            self._finish_output(answers)
+            self._output.finish(replies)
             # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
         if request.lost:
-            raise self._how_it_died(rank)
+            raise self._death_error(rank)
         if console.refusal is not None:
             raise console.refusal
-        for line in answers[rank].reply.lines:
+        for line in replies[rank].lines:
             raise RunError(line)
 
-    def look(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
+    def look_up(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
         """Ask rank 0 about a piece of code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
         with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
-            request = self._request(messages.Look, {"text": text, "describes": describes}, [0], [])
+            request = self._request(messages.LookUp, [0], text=text, describes=describes)
             self._connections.ask(request)
-            deadline_s = time.monotonic() + (_LOOK_DEADLINE_S if timeout_s is None else timeout_s)
-            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.have_come:
-                request.wait(min(left_s, _LOOK_PERIOD_S))
+            deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
+            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
+                request.wait(min(left_s, _POLL_PERIOD_S))
             answer = request.answers.get(0)
             self._connections.drop(request)
             return None if answer is None else answer.reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Start these ranks again, by default those that have died. Return which."""
-        with held() as interrupts, self._queue.turn("the restart", check=lambda: self._check_waiting(interrupts)):
-            return self._restart(ranks)
-
-    def _restart(self, ranks: Sequence[int] | None) -> list[int]:
-        self._refuse_ended()
-        dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
-        chosen = dead if ranks is None else self._check_known(ranks)
-        for rank in chosen:
-            self._connections.kill(rank)
-        for rank in chosen:
-            failures.how_it_died(self.job, rank)  # waits for the agent's report
-            self.namespace_sync.forget(rank)
-            self._killed.discard(rank)
-            self.job.respawn(rank)
-        if chosen:
-            self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
-            self._welcome(chosen, lambda: None)  # uninterruptible: unwelcomed ranks would belong to nobody
-        return chosen
+        with held() as interrupts, self._queue.turn("the restart", lambda: self._check_waiting(interrupts)):
+            self._refuse_ended()
+            dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
+            chosen = dead if ranks is None else self._check_known(ranks)
+            for rank in chosen:
+                self._connections.kill(rank)
+            for rank in chosen:
+                failures.death_error(self.job, rank)  # waits for the agent's report
+                self.namespace_sync.forget(rank)
+                self._killed.discard(rank)
+                self.job.respawn(rank)
+            if chosen:
+                self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
+                self._welcome(chosen, lambda: None)  # uninterruptible: ranks without a welcome would belong to nobody
+            return chosen
 
     def close(self) -> None:
         """End the ranks and wait for that. Idle ones exit by themselves."""
@@ -205,21 +214,19 @@ class RankPool:
     def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
         atexit.unregister(self.close)
-        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.labels
+        is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.titles
         self._connections.close()
         if self._job is not None:
             try:
                 ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
-                while time.monotonic() < ends_s and not interrupts.have_come and not self._job.wait(_LOOK_PERIOD_S):
+                while time.monotonic() < ends_s and not interrupts.has_pending and not self._job.wait(_POLL_PERIOD_S):
                     pass
             finally:
                 self._job.kill()
                 self._job.wait(_END_DEADLINE_S)
             with contextlib.suppress(NotebookAccelError):  # the job has already reported its failure
                 self._job.results(0)  # closes the files for results
-        if self._output is not None:
-            self._output.close()
-        self._listener.close()
+        self._closing.close()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -246,11 +253,11 @@ class RankPool:
         chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
         for rank in chosen:
             if rank not in self.alive:
-                raise self._how_it_died(rank)
+                raise self._death_error(rank)
         return chosen
 
-    def _how_it_died(self, rank: int) -> RunError:
-        return failures.how_it_died(self.job, rank, was_killed=rank in self._killed)
+    def _death_error(self, rank: int) -> RunError:
+        return failures.death_error(self.job, rank, was_killed=rank in self._killed)
 
     def _check_known(self, ranks: Sequence[int]) -> list[int]:
         unknown = [rank for rank in ranks if not 0 <= rank < self.job.world_size]
@@ -262,50 +269,25 @@ class RankPool:
 
     def _refuse_ended(self) -> None:
         if self.job.done:
-            raise failures.how_it_died(self.job, 0)
+            raise failures.death_error(self.job, 0)
 
     def _check_waiting(self, interrupts: Interrupts) -> None:
         interrupts.check()
         self._refuse_ended()
 
     def _request(
-        self, make: Callable[..., messages.ToRank], what: Mapping[str, Any], ranks: Sequence[int], parcels: list[Parcel]
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], parcels: Sequence[Parcel] = (), **fields: Any
     ) -> RankRequest:
         number, sent_s = next(self._numbers), time.monotonic()
-        orders: dict[int, tuple[bytes, Sequence[int]]] = {}
+        outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
-            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **what))
-            orders |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
-        have_all = [rank for rank in ranks if rank not in orders]
+            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **fields))
+            outgoing |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
+        have_all = [rank for rank in ranks if rank not in outgoing]
         if have_all:
-            plain = messages.encode(make(number=number, sent_s=sent_s, **what))
-            orders |= dict.fromkeys(have_all, (plain, ()))
-        return RankRequest(number, dict(sorted(orders.items())))
-
-    def _ask(
-        self,
-        make: Callable[..., messages.ToRank],
-        ranks: list[int],
-        inputs: Inputs,
-        what: Mapping[str, Any],
-        background: BackgroundCell | None,
-    ) -> dict[int, tuple[messages.Reply, Any]]:
-        parcels = self.namespace_sync.pack(inputs, ranks)
-        self._report_sent_again(parcels)
-        request = self._request(make, what, ranks, parcels)
-        pending_request = PendingRequest(
-            self._connections, self._output, self.job.config.grace_s, stacks=self.job.stacks
-        )
-        self._start_output()
-        self.job.expect_steps(ranks)
-        try:
-            if background is not None:
-                background.begin(pending_request, request)
-            self._ask_and_settle(pending_request, request)
-            return self._conclude(request, pending_request, parcels)
-        finally:
-            self.job.expect_steps([])
-            self._connections.drop(request)
+            plain = messages.encode(make(number=number, sent_s=sent_s, **fields))
+            outgoing |= dict.fromkeys(have_all, (plain, ()))
+        return RankRequest(number, dict(sorted(outgoing.items())))
 
     def _conclude(
         self, request: RankRequest, pending_request: PendingRequest, parcels: list[Parcel]
@@ -315,10 +297,10 @@ class RankPool:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
         for rank, reply in replies.items():
             self.namespace_sync.note(rank, reply.bound, reply.unbound)
-        self._finish_output(request.answers)
+        self._output.finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
-                raise RunStoppedError(f"The session {self.job.name!r} was ended, and what ran in it too.")
+                raise RunStoppedError(f"The session {self.job.name!r} was ended, and the code that ran in it too.")
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             self._raise_failure(request, pending_request, replies)
         if pending_request.interrupt is not None:  # all ranks had just finished
@@ -327,21 +309,13 @@ class RankPool:
             rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(request), strict=True)
         }
 
-    def _start_output(self) -> None:
-        if self._output is not None:
-            self._output.start()
-
-    def _finish_output(self, answers: Mapping[int, RankAnswer]) -> None:
-        if self._output is not None:
-            self._output.finish({rank: answer.reply for rank, answer in answers.items()})
-
     def _raise_failure(
         self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
     ) -> None:
         if request.lost:
-            raise self._how_it_died(min(request.lost))
+            raise self._death_error(min(request.lost))
         if pending_request.interrupt is not None:
-            raise failures.interrupted(pending_request.interrupt, replies)
+            raise failures.describe_interrupt(pending_request.interrupt, replies)
         failure = failures.first_failure(
             replies, pending_request.interrupted, self.job.world_size, self.namespace_sync.origins
         )
@@ -368,29 +342,40 @@ class RankPool:
         return [openings[rank].outcome if rank in openings else None for rank in sorted(request.answers)]
 
     def _ask_quietly(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **what: Any
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
     ) -> dict[int, RankAnswer]:
-        request = self._request(make, what, ranks, [])
-        pending_request = PendingRequest(self._connections, None, self.job.config.grace_s)
-        self._ask_and_settle(pending_request, request)
+        request = self._request(make, ranks, **fields)
+        self._ask_and_settle(request, None)
         answers = dict(request.answers)
         self._connections.drop(request)
         return answers
 
-    def _ask_and_settle(self, pending_request: PendingRequest, request: RankRequest) -> None:
+    def _ask_and_settle(
+        self,
+        request: RankRequest,
+        output: CellOutput | None,
+        *,
+        console: Console | None = None,
+        stacks: Callable[[float], Stacks] | None = None,
+    ) -> PendingRequest:
         """Ask, and wait until no interrupt of this request can hit the next one.
 
         Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
         written to the connection afterwards; so each interrupted rank answers one more, empty request.
         """
-        pending_request.ask(request)
+        pending_request = PendingRequest(
+            request, self._connections, output, self.job.config.grace_s, console=console, stacks=stacks
+        )
+        pending_request.ask()
         self._killed.update(pending_request.killed)
         interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
+        return pending_request
 
     def _doing(self) -> str:
-        first, *others = self._queue.labels or [""]
+        """Return in words what the ranks do, for the panel and ``%distributed status``."""
+        first, *others = self._queue.titles or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"
 
@@ -402,9 +387,9 @@ class RankPool:
 
 
 class _Turn:
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.is_mine = Latch()
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.has_come = Latch()
 
 
 class RequestQueue:
@@ -418,35 +403,39 @@ class RequestQueue:
         self._queue: list[_Turn] = []
 
     @property
-    def labels(self) -> list[str]:
+    def titles(self) -> list[str]:
         """The request that has the ranks, and those that wait, in words."""
-        return [turn.what for turn in list(self._queue)]
+        return [turn.title for turn in list(self._queue)]
 
     @contextlib.contextmanager
-    def turn(self, what: str, *, says: bool = True, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def turn(
+        self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+    ) -> Iterator[None]:
         """Wait until the ranks are free, and keep them for the body.
 
         Args:
-            what: The request in words.
-            says: Whether to print that it waits, and for what.
+            title: The request in words.
             check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
+            note: Called with ``waiting`` if it has to wait. Default: print which request it waits for.
         """
-        mine = _Turn(what)
+        mine = _Turn(title)
         try:
             busy_with = self._join(mine)
-            if says and busy_with:
-                sys.stderr.write(f"[{what} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine.is_mine.is_set:
+            if busy_with and note is not None:
+                note("waiting")
+            elif busy_with:
+                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine.has_come.is_set:
                 check()
-                mine.is_mine.wait(_LOOK_PERIOD_S)
+                mine.has_come.wait(_POLL_PERIOD_S)
             yield
         finally:
             self._leave(mine)
 
     @contextlib.contextmanager
-    def if_free(self, what: str) -> Iterator[bool]:
-        """Keep the ranks for the body if they are free now. Yields whether they are."""
-        mine = _Turn(what)
+    def if_free(self, title: str) -> Iterator[bool]:
+        """Keep the ranks for the body if they are free now. Yield whether they are."""
+        mine = _Turn(title)
         with self._lock:
             is_free = not self._queue
             if is_free:
@@ -457,18 +446,18 @@ class RequestQueue:
             self._leave(mine)
 
     def _join(self, turn: _Turn) -> str:
-        """Join the queue. Return the label of the request that has the ranks, empty if they are free.
+        """Join the queue. Return the title of the request that has the ranks, empty if they are free.
 
-        Looked up under the lock: a moment later the first request may be the caller's own.
+        Read the title under the lock: a moment later the first request may be the caller's own.
         """
         with self._lock:
             self._queue.append(turn)
-            self._queue[0].is_mine.set()
-            return "" if self._queue[0] is turn else self._queue[0].what
+            self._queue[0].has_come.set()
+            return "" if self._queue[0] is turn else self._queue[0].title
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
             if self._queue:
-                self._queue[0].is_mine.set()
+                self._queue[0].has_come.set()

@@ -13,12 +13,12 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel import dependencies
 from notebook_accel.sessions.kernel.background import BackgroundCell
+from notebook_accel.sessions.kernel.dependencies import dependencies_of, with_dependencies
 from notebook_accel.sessions.kernel.namespace_sync import Inputs
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import RankPool
@@ -98,7 +98,7 @@ class Session:
         ranks: Sequence[int] | None = None,
         push: Sequence[str] = (),
         wants_values: bool = False,
-    ) -> tuple[Shown, Results | None]:
+    ) -> tuple[Shown, Results]:
         """Run a cell, as ``execute`` does.
 
         Args:
@@ -109,10 +109,9 @@ class Session:
             wants_values: Whether to return the values themselves too.
 
         Returns:
-            The values as they are shown, and the values themselves if they are wanted.
+            The values as they are shown, and the values themselves; ``None`` for each if they aren't wanted.
         """
-        shown, values = self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
-        return shown, values if wants_values else None
+        return self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
 
     def start_cell(
         self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
@@ -124,7 +123,7 @@ class Session:
         """
         inputs = _inputs(cell, namespace, push)
         handle = BackgroundCell(cell.label, self.stacks)
-        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, background=handle))
+        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, note=handle.note))
         return handle
 
     def _run_cell(
@@ -134,12 +133,12 @@ class Session:
         ranks: Sequence[int] | None,
         *,
         wants_values: bool,
-        background: BackgroundCell | None = None,
+        note: Callable[[Status], object] | None = None,
     ) -> tuple[Shown, Results]:
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
-        what = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._pool.ask(messages.Execute, ranks, inputs, called=cell.label, background=background, **what)
+        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
+        answers = self._pool.ask(messages.Execute, ranks, inputs, title=cell.label, note=note, **fields)
         shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
         return shown, Results([value for _, value in answers.values()])
 
@@ -151,11 +150,11 @@ class Session:
             RankFailedError: As ``execute``.
         """
         namespace = sys.modules["__main__"].__dict__
-        names = {name: namespace[name] for name in dependencies.used_by(function, namespace)}
+        names = {name: namespace[name] for name in dependencies_of(function, namespace)}
         inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
-        called = getattr(function, "__name__", "a function")
-        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, called=called).values()])
+        title = getattr(function, "__name__", "a function")
+        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, title=title).values()])
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
         """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
@@ -168,7 +167,7 @@ class Session:
             PayloadError: A value can't be sent.
         """
         if names:
-            self._pool.ask(messages.Take, ranks, Inputs(names, tuple(names)), called=f"push of {', '.join(names)}")
+            self._pool.ask(messages.Push, ranks, Inputs(names, tuple(names)), title=f"push of {', '.join(names)}")
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
@@ -182,7 +181,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """Return the ranks' values of some names: a dictionary for each rank."""
-        answers = self._pool.ask(messages.Fetch, ranks, called=f"pull of {', '.join(names)}", names=list(names))
+        answers = self._pool.ask(messages.Pull, ranks, title=f"pull of {', '.join(names)}", names=list(names))
         return Results([values for _, values in answers.values()])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
@@ -215,7 +214,7 @@ class Session:
 
     def complete(self, text: str) -> list[str]:
         """Return completions for the end of some code, from rank 0's variables; none while it is busy."""
-        return self._pool.look(text=text, describes=False) or []
+        return self._pool.look_up(text=text, describes=False) or []
 
     def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
         """Return lines that describe a dotted name on rank 0; none if it has no such name.
@@ -227,7 +226,7 @@ class Session:
         Returns:
             The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
         """
-        return self._pool.look(text=path, describes=True, timeout_s=timeout_s)
+        return self._pool.look_up(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
         """End the session and its ranks, and wait for that."""
@@ -257,7 +256,7 @@ def _parsed(source: str) -> Cell:
 def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Inputs:
     """Collect the notebook variables that a cell needs."""
     captured = cell.captured(namespace, push)
-    names = {name: namespace[name] for name in dependencies.with_what_they_use(captured, namespace)}
+    names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
     return Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 

@@ -1,1 +1,1 @@
-"""A rank's side of a session: the loop that waits for the next cell and runs it."""
+"""The ranks' side of a session: the loop that waits for the next request and carries it out."""

@@ -1,4 +1,4 @@
-"""A debugger at a rank's last error, which talks over the session's connection. Runs in the rank."""
+"""A debugger at a rank's last error. It runs in the rank, and talks to the user over the session's connection."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def post_mortem(traceback: types.TracebackType, rank: int, converse: Converse) -
     """
     debugger = _Debugger(rank, converse)
     debugger.reset()
-    with _asked_by(converse):
+    with _forwarding_input(converse):
         debugger.interaction(None, traceback)
 
 
 class _Debugger(pdb.Pdb):
-    """A pdb that collects its output, and sends it when it wants a line."""
+    """A pdb that collects its output, and sends it when it asks for a line."""
 
     def __init__(self, rank: int, converse: Converse) -> None:
-        self._said = io.StringIO()
+        self._output = io.StringIO()
         self._converse = converse
-        super().__init__(stdin=_Lines(self._ask), stdout=self._said, nosigint=True, readrc=False)
+        super().__init__(stdin=_UserInput(self._ask), stdout=self._output, nosigint=True, readrc=False)
         self.prompt = f"rank {rank} (Pdb) "
 
     def canonic(self, filename: str) -> str:
-        """Keep ``In[7]`` as it is: pdb would take it for a file in the working directory."""
+        """Return ``In[7]`` unchanged: pdb would take it for a file in the working directory."""
         return filename if filename in linecache.cache else super().canonic(filename)
 
     def get_stack(self, f: types.FrameType | None, t: types.TracebackType | None) -> tuple[list[Any], int]:
@@ -54,13 +54,13 @@ class _Debugger(pdb.Pdb):
         return stack, users[-1] if is_ours else index
 
     def _ask(self) -> str:
-        said = self._said.getvalue()
-        self._said.seek(0)
-        self._said.truncate()
-        return self._converse(said)
+        text = self._output.getvalue()
+        self._output.seek(0)
+        self._output.truncate()
+        return self._converse(text)
 
 
-class _Lines(io.StringIO):
+class _UserInput(io.StringIO):
     def __init__(self, ask: Callable[[], str]) -> None:
         super().__init__()
         self._ask = ask
@@ -70,8 +70,8 @@ class _Lines(io.StringIO):
 
 
 @contextlib.contextmanager
-def _asked_by(converse: Converse) -> Iterator[None]:
-    """Send ``input()`` of the debugger's own commands, such as ``interact``, to the user too."""
+def _forwarding_input(converse: Converse) -> Iterator[None]:
+    """Forward ``input()`` to the user during the body, for commands of the debugger such as ``interact``."""
 
     def ask(prompt: object = "", /) -> str:
         line = converse(str(prompt))

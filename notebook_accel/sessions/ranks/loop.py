@@ -1,6 +1,7 @@
-"""The function that a session launches: each rank waits in it for requests and carries them out.
+"""The function that a session launches: each rank runs it to receive requests and carry them out.
 
-Runs in a rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's code.
+It runs in the rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's
+code.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from notebook_accel import reporting
+from notebook_accel.formatting import clipped
 from notebook_accel.launching.ranks import displays, failure, interruption, mime_bundles, nccl, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -38,7 +40,7 @@ def serve(folder: str, secret: bytes) -> None:
 
     Args:
         folder: Folder of the session's socket.
-        secret: Known only to the session's ranks.
+        secret: Proof that this rank belongs to the session.
     """
     interruption.note_only()
     nccl.let_ranks_survive()
@@ -46,10 +48,10 @@ def serve(folder: str, secret: bytes) -> None:
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a DataLoader worker must not hold the connection open
         with contextlib.suppress(ClosedError):
-            _Rank(rank, connection).serve()
+            _SessionRank(rank, connection).serve()
 
 
-class _Rank:
+class _SessionRank:
     def __init__(self, rank: int, connection: Connection) -> None:
         self._rank = rank
         self._connection = connection
@@ -67,38 +69,38 @@ class _Rank:
         while True:
             for message in self._connection.receive():
                 try:
-                    order = messages.decode_for_rank(message.body)
-                    if isinstance(order, messages.Welcome):
-                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(order.renewals)
-                    elif not isinstance(order, messages.Typed):  # meant for a debugger that has just ended
-                        self._answer(order, message)
+                    request = messages.for_rank.decode(message.body)
+                    if isinstance(request, messages.Welcome):
+                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(request.renewals)
+                    elif not isinstance(request, messages.Input):  # meant for a debugger that has just ended
+                        self._answer(request, message)
                 finally:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
 
-    def _answer(self, order: Any, message: Message) -> None:
-        do = _HANDLERS[type(order)]
+    def _answer(self, request: Any, message: Message) -> None:
+        do = _HANDLERS[type(request)]
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            # An interrupt may strike before the delivery is opened.
-            self._lacks_delivery = getattr(order, "delivery", None) is not None
-            facts = self._run(lambda: do(self, order, message), order.sent_s, type(order) in _INTERRUPTIBLE)
-            if facts.get("breaks_group"):  # a GPU kernel may wait in the group for ever
+            # Until the delivery is opened: an interrupt may come before.
+            self._lacks_delivery = getattr(request, "delivery", None) is not None
+            fields = self._run(lambda: do(self, request, message), request.sent_s, type(request) in _INTERRUPTIBLE)
+            if fields.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
-            if "values" in facts:
-                facts, descriptors = self._sealed(facts, opened)
+            if "values" in fields:
+                fields, descriptors = self._sealed(fields, opened)
             bound, unbound = self._tracker.changes()
             streams.flush()
             reply = messages.Reply(
-                number=order.number,
+                number=request.number,
                 lacks_delivery=self._lacks_delivery,
                 bound=bound,
                 unbound=unbound,
                 has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
-                **facts,
+                **fields,
             )
             self._connection.send(messages.encode(reply), descriptors)
 
@@ -109,7 +111,7 @@ class _Rank:
             interruption.forget(sent_s)
             if is_interruptible:
                 interruption.allow()
-            facts = act()
+            fields = act()
             interruption.note_only()
         except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
             if os.getpid() != self._pid:
@@ -117,10 +119,10 @@ class _Rank:
             error = interruption.settle(raised)
             if isinstance(error, KeyboardInterrupt):
                 modes.restore()
-            facts = self._failed(error)
+            fields = self._failed(error)
         if os.getpid() != self._pid:
             failure.end_fork(None, self._spec)
-        return facts
+        return fields
 
     def _failed(self, error: BaseException) -> dict[str, Any]:
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -142,8 +144,8 @@ class _Rank:
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
             self._traceback = tb
 
-    def _sealed(self, facts: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
-        values = facts.pop("values")
+    def _sealed(self, fields: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
+        values = fields.pop("values")
         try:
             descriptor = memory_files.memory_file("notebook-accel-value")
             opened.callback(os.close, descriptor)
@@ -155,19 +157,20 @@ class _Rank:
                 advice="take something else of it, such as numbers, tensors or a state_dict()",
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
-            return {**facts, **self._failed(error)}, []
-        return facts, [descriptor]
+            return {**fields, **self._failed(error)}, []
+        return fields, [descriptor]
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _take(self, order: messages.Take | messages.Execute | messages.Call, message: Message) -> Any:
-        if order.delivery is None:
+    def _open_delivery(self, request: messages.Push | messages.Execute | messages.Call, message: Message) -> Any:
+        """Bind the names that came with a request. Return the call that came with it, if any."""
+        if request.delivery is None:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
         with interruption.only_noted():  # all of it arrives, or nothing
-            self._show_sources(order.delivery.sources)
-            call = self._tracker.take(order.delivery, message.descriptors[0])
+            self._show_sources(request.delivery.sources)
+            call = self._tracker.take(request.delivery, message.descriptors[0])
             self._lacks_delivery = False
         return call
 
@@ -176,31 +179,31 @@ class _Rank:
         self._spec.sources.update(new)
         worker.show_sources(new)
 
-    def _just_take(self, order: messages.Take, message: Message) -> dict[str, Any]:
-        self._take(order, message)
+    def _push(self, request: messages.Push, message: Message) -> dict[str, Any]:
+        self._open_delivery(request, message)
         return {}
 
-    def _execute(self, order: messages.Execute, message: Message) -> dict[str, Any]:
-        self._take(order, message)
-        self._show_sources({order.label: (order.label, order.source)})
-        with self._displaying(order.number):
-            value = worker.run_cell(order.source, order.label, self._namespace)
-        facts: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
+    def _execute(self, request: messages.Execute, message: Message) -> dict[str, Any]:
+        self._open_delivery(request, message)
+        self._show_sources({request.label: (request.label, request.source)})
+        with self._displaying(request.number):
+            value = worker.run_cell(request.source, request.label, self._namespace)
+        fields: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value
-        if order.wants_value:
-            facts["values"] = {"": value}
-        return facts
+        if request.wants_value:
+            fields["values"] = {"": value}
+        return fields
 
-    def _call(self, order: messages.Call, message: Message) -> dict[str, Any]:
-        function, args, kwargs = self._take(order, message)
-        with self._displaying(order.number):
+    def _call(self, request: messages.Call, message: Message) -> dict[str, Any]:
+        function, args, kwargs = self._open_delivery(request, message)
+        with self._displaying(request.number):
             value = function(*args, **kwargs)
         return {"values": {"": value}}
 
     @contextlib.contextmanager
     def _displaying(self, number: int) -> Iterator[None]:
-        """Send what the body displays, and figures that it leaves open, to the cell."""
+        """Send the body's displays, and the figures that it leaves open, to the cell."""
 
         def show(event: events.Display) -> None:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
@@ -212,59 +215,56 @@ class _Rank:
         finally:
             displays.lead_to(None)
 
-    def _fetch(self, order: messages.Fetch, _: Message) -> dict[str, Any]:
-        for name in order.names:
+    def _pull(self, request: messages.Pull, _: Message) -> dict[str, Any]:
+        for name in request.names:
             if name not in self._namespace:
                 raise NameError(f"name {name!r} is not defined", name=name)
-        return {"values": {name: self._namespace[name] for name in order.names}}
+        return {"values": {name: self._namespace[name] for name in request.names}}
 
-    def _look(self, order: messages.Look, _: Message) -> dict[str, Any]:
-        look = description if order.describes else completions
-        return {"lines": look(self._namespace, order.text)}
+    def _look_up(self, request: messages.LookUp, _: Message) -> dict[str, Any]:
+        answer = description if request.describes else completions
+        return {"lines": answer(self._namespace, request.text)}
 
-    def _debug(self, order: messages.Debug, _: Message) -> dict[str, Any]:
+    def _debug(self, request: messages.Debug, _: Message) -> dict[str, Any]:
         if self._traceback is None:
             return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to debug."]}
         debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
-        debugging.post_mortem(self._traceback, self._rank, lambda text: self._typed(order.number, text))
+        debugging.post_mortem(self._traceback, self._rank, lambda text: self._ask_user(request.number, text))
         return {}
 
-    def _typed(self, number: int, text: str) -> str:
-        """Send the user this text and return the line that they type."""
+    def _ask_user(self, number: int, text: str) -> str:
+        """Send the user this text, and return the line that they type."""
         streams.flush()
         prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
         self._connection.send(messages.encode(prompt))
         while True:
             for message in self._connection.receive():
-                order = messages.decode_for_rank(message.body)
-                if isinstance(order, messages.Typed) and order.number == number:
-                    return order.line
+                request = messages.for_rank.decode(message.body)
+                if isinstance(request, messages.Input) and request.number == number:
+                    return request.line
 
-    def _inspect_group(self, _order: messages.InspectGroup, _: Message) -> dict[str, Any]:
+    def _inspect_group(self, _request: messages.InspectGroup, _: Message) -> dict[str, Any]:
         _import_training("loader_position").abandon_iterations()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
 
-    def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
-        return {}
-
-    def _renew(self, order: messages.Renew, _: Message) -> dict[str, Any]:
+    def _renew_group(self, request: messages.RenewGroup, _: Message) -> dict[str, Any]:
         recovery = _import_training("backends.group_recovery")
-        return {"lines": recovery.renew_group(order.renewals, rejoins=order.rejoins, namespace=self._namespace)}
+        return {"lines": recovery.renew_group(request.renewals, rejoins=request.rejoins, namespace=self._namespace)}
 
 
 _HANDLERS: dict[type, Any] = {
-    messages.Execute: _Rank._execute,
-    messages.Call: _Rank._call,
-    messages.Take: _Rank._just_take,
-    messages.Fetch: _Rank._fetch,
-    messages.Look: _Rank._look,
-    messages.Debug: _Rank._debug,
-    messages.InspectGroup: _Rank._inspect_group,
-    messages.Settle: _Rank._settle,
-    messages.Renew: _Rank._renew,
+    messages.Execute: _SessionRank._execute,
+    messages.Call: _SessionRank._call,
+    messages.Push: _SessionRank._push,
+    messages.Pull: _SessionRank._pull,
+    messages.LookUp: _SessionRank._look_up,
+    messages.Debug: _SessionRank._debug,
+    messages.InspectGroup: _SessionRank._inspect_group,
+    messages.Settle: lambda *_: {},
+    messages.RenewGroup: _SessionRank._renew_group,
 }
 
-_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Fetch, messages.Debug, messages.Renew}
+_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Pull, messages.Debug, messages.RenewGroup}
 
 
 def _import_training(module: str) -> Any:
@@ -307,9 +307,5 @@ class _TorchModes:
 def _bundle(value: Any) -> dict[str, str]:
     """Return a value's mime bundle, with long text cut off."""
     data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
-    text = data["text/plain"]
-    if len(text) > _MOST_SHOWN_CHARACTERS:
-        data["text/plain"] = (
-            f"{text[:_MOST_SHOWN_CHARACTERS]} … and {len(text) - _MOST_SHOWN_CHARACTERS:,} more characters"
-        )
+    data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS)
     return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}

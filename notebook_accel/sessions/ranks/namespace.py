@@ -1,6 +1,7 @@
-"""A rank's ``__main__``: which variables came from the notebook, and lookups for completion and ``?``. Runs in a rank.
+"""A rank's ``__main__``: separates the rank's own variables from the notebook's, and answers completion and ``?``.
 
-A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it.
+A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it. This code runs
+in a rank.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from notebook_accel.formatting import clipped
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.session_messages import Delivery
 
 __all__ = ["NamespaceTracker", "SealedDelivery", "completions", "description"]
 
-_NOTHING = object()
+_MISSING = object()
 
-# Contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
+# The contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
 SealedDelivery = tuple[
     dict[str, Any], list[Any], tuple[str, ...], "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None"
 ]
 _DOTTED = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
 _MOST_CHARACTERS = 4000
-_NOT_THERE = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -59,13 +60,13 @@ class NamespaceTracker:
         before = dict(self._namespace)
         try:
             opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
-        except BaseException:  # names that did arrive would count as the rank's own, and never be sent again
+        except BaseException:  # else the names that arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
             self._namespace.update(before)
             raise
         names, shared, submodules, call = opened.value
-        # A function brings along the globals that it uses. They must not replace variables that the rank has.
+        # A function brings the globals that it uses along. They must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
         arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
@@ -77,14 +78,14 @@ class NamespaceTracker:
         numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.by_value)], strict=True)
         self.objects.update((number, obj) for number, obj in numbered if number >= 0)
         for name in submodules:
-            with contextlib.suppress(ImportError):  # code that needs it will raise, where it needs it
+            with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
         return call
 
     def is_own(self, name: str) -> bool:
         """Return whether the rank itself has bound this name, to something other than the notebook's value."""
-        value = self._namespace.get(name, _NOTHING)
-        return value is not _NOTHING and name not in self._given and self._taken.get(name, _NOTHING) is not value
+        value = self._namespace.get(name, _MISSING)
+        return value is not _MISSING and name not in self._given and self._taken.get(name, _MISSING) is not value
 
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the names that became the rank's own since the last call, and those that no longer are."""
@@ -101,7 +102,7 @@ def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
     if not dot:
         return sorted(name for name in namespace if name.startswith(begun) and (begun or not name.startswith("_")))
     obj = _resolve(namespace, owner)
-    if obj is _NOT_THERE:
+    if obj is _MISSING:
         return []
     names = [name for name in _dir(obj) if name.startswith(begun) and (begun or not name.startswith("_"))]
     return [f"{owner}.{name}" for name in sorted(names)]
@@ -110,7 +111,7 @@ def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
 def description(namespace: Mapping[str, Any], path: str) -> list[str]:
     """Return lines that describe a dotted name; none if there is no such name."""
     obj = _resolve(namespace, path)
-    if obj is _NOT_THERE:
+    if obj is _MISSING:
         return []
     lines = []
     try:
@@ -122,23 +123,21 @@ def description(namespace: Mapping[str, Any], path: str) -> list[str]:
     shape = getattr(obj, "shape", None)
     if isinstance(shape, tuple):
         lines.append(f"Shape: {tuple(shape)}, {getattr(obj, 'dtype', '')}")
-    elif isinstance(obj, (*_PLAIN, list, tuple, dict, set)):
-        lines += [f"Value: {_clipped(repr(obj))}"] if isinstance(obj, _PLAIN) else [f"Length: {len(obj)}"]
+    elif isinstance(obj, _PLAIN):
+        lines.append(f"Value: {clipped(repr(obj), _MOST_CHARACTERS)}")
+    elif isinstance(obj, (list, tuple, dict, set)):
+        lines.append(f"Length: {len(obj)}")
     documentation = inspect.getdoc(obj) if callable(obj) or inspect.ismodule(obj) else inspect.getdoc(type(obj))
     if documentation:
-        lines += ["Docstring:", _clipped(documentation)]
+        lines += ["Docstring:", clipped(documentation, _MOST_CHARACTERS)]
     return lines
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " …"
 
 
 def _resolve(namespace: Mapping[str, Any], path: str) -> Any:
     name, *attributes = path.split(".")
-    obj = namespace.get(name, _NOT_THERE)
+    obj = namespace.get(name, _MISSING)
     for attribute in attributes:
-        if obj is not _NOT_THERE:
+        if obj is not _MISSING:
             obj = _attribute(obj, attribute)
     return obj
 
@@ -146,18 +145,15 @@ def _resolve(namespace: Mapping[str, Any], path: str) -> Any:
 def _attribute(obj: Any, name: str) -> Any:
     """Return an attribute without running code. A property could compute anything, even a collective."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        return _NOT_THERE
-    found = inspect.getattr_static(obj, name, _NOT_THERE)
-    if found is _NOT_THERE:  # torch keeps a module's parts in three dictionaries
-        parts = (
-            vars(obj).get(kind, {}) for kind in ("_modules", "_parameters", "_buffers") if hasattr(obj, "__dict__")
-        )
-        return next((part[name] for part in parts if name in part), _NOT_THERE)
+        return _MISSING
+    found = inspect.getattr_static(obj, name, _MISSING)
+    if found is _MISSING:  # torch keeps a module's parts in three dictionaries
+        kinds = ("_modules", "_parameters", "_buffers") if hasattr(obj, "__dict__") else ()
+        parts = (vars(obj).get(kind, {}) for kind in kinds)
+        return next((part[name] for part in parts if name in part), _MISSING)
     if isinstance(found, property) or (hasattr(type(found), "__get__") and not callable(found)):
-        return _NOT_THERE
-    return (
-        getattr(obj, name, _NOT_THERE) if callable(found) or isinstance(found, (staticmethod, classmethod)) else found
-    )
+        return _MISSING
+    return getattr(obj, name, _MISSING) if callable(found) else found
 
 
 def _dir(obj: Any) -> list[str]:
