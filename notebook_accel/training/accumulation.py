@@ -139,7 +139,7 @@ class GradientState:
         self._since = ACTIVE_ITERATIONS.moment
         self.reset()
         GradientState._latest = self
-        if plugin is not None:  # an Accelerator makes it, as every rank has
+        if plugin is not None:  # made by an Accelerator, and every rank makes as many
             group_recovery.track_state(self)
 
     def reset(self) -> None:

@@ -78,11 +78,8 @@ def _warn_of_repeats(backend: Backend, tensors: list[torch.Tensor], tail: Tail) 
 def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
     """Gather without the samples that were repeated to fill the last round of an epoch.
 
-    Args:
-        backend: This rank's backend.
-        tree: Nested tensors; or a list of any objects, which is concatenated with the other ranks' lists.
-        tail: The current round if it is a last round that differs from the others.
-        use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
+    Lists of other objects than tensors, and with ``use_gather_object`` any list, are concatenated as objects. ``tail``
+    is the current round if it is a last round that differs from the others.
 
     Raises:
         TrainingError: Some ranks have no batch in this round.
@@ -366,7 +363,14 @@ def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = Fa
     if world_size == 1:
         return inputs
     if isinstance(inputs, Mapping):
-        _check_lengths(inputs)
+        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+            raise TrainingError(
+                f"split_between_processes was given values of different lengths: {shown}.",
+                why="Each rank gets the same items of all of them.",
+                fix="make them equally long",
+            )
         return {key: part_of(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
     if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
         raise TrainingError(
@@ -383,14 +387,3 @@ def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = Fa
     if isinstance(inputs, torch.Tensor):
         return torch.cat([part, *[last] * missing]) if missing else part
     return part + last * missing
-
-
-def _check_lengths(inputs: Mapping[Any, Any]) -> None:
-    lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
-        raise TrainingError(
-            f"split_between_processes was given values of different lengths: {shown}.",
-            why="Each rank gets the same items of all of them.",
-            fix="make them equally long",
-        )

@@ -212,12 +212,8 @@ def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
 
     In a notebook this happens when a model was replaced by a trained copy, and its optimizer wasn't.
 
-    Args:
-        objects: Prepared objects, of which the optimizers are checked.
-        prepared: All prepared objects, with the models among them.
-
     Raises:
-        TrainingError: An optimizer moves no parameter of any of the models.
+        TrainingError: An optimizer in ``objects`` moves no parameter of any model in ``prepared``.
     """
     known: set[int] = set()
     for item in prepared:

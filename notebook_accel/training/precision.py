@@ -92,11 +92,7 @@ class Precision:
             )
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch's operations use this precision where that is safe.
-
-        Args:
-            options: Settings for this context; by default those of this object.
-        """
+        """Return a context in which torch's operations use this precision where that is safe."""
         options = options or self._autocast
         if self.dtype is None:
             return contextlib.nullcontext()
@@ -112,10 +108,6 @@ class LossScaler:
 
     The scale changes before the next loss is scaled rather than right after a step. So all optimizers of one backward
     pass are unscaled by the scale that their gradients have.
-
-    Args:
-        device: The device of the gradients.
-        options: The scale and how it changes.
     """
 
     def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:

@@ -64,10 +64,6 @@ class CudaUploader:
 
     It allocates a batch's memory when the backward pass before it begins, or else when the batch is taken. By then the
     loop has released the batch before the current one, so that at most two are on the GPU.
-
-    Args:
-        device: The GPU.
-        non_blocking: Don't wait for copies out of pinned memory.
     """
 
     def __init__(self, device: torch.device, *, non_blocking: bool) -> None:
@@ -113,12 +109,8 @@ class CudaUploader:
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
     """Return this rank's own GPU, after making it the current one, or the CPU without a GPU or with ``cpu``.
 
-    A rank that sees a single GPU gets that one: ``srun --gpus-per-task=1`` and the like show each rank its own.
-
-    Args:
-        place: This rank's place.
-        cpu: Compute on the CPU.
-        shared: Let several ranks use one GPU if there aren't enough, which NCCL doesn't allow.
+    A rank that sees a single GPU gets that one: ``srun --gpus-per-task=1`` and the like show each rank its own. With
+    ``shared``, several ranks use one GPU if there aren't enough, which NCCL doesn't allow.
 
     Raises:
         TrainingError: This machine has several GPUs, but fewer GPUs than ranks.

@@ -16,12 +16,7 @@ __all__ = ["SingleProcess", "WorkerProcess"]
 
 
 class SingleProcess(TorchDevice):
-    """A ``Backend`` of one rank, in which every collective is the identity.
-
-    Args:
-        place: Rank 0 of 1.
-        device: The device to compute on.
-    """
+    """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""
 
     compares_calls = False
 
@@ -64,12 +59,9 @@ class SingleProcess(TorchDevice):
 
 
 class WorkerProcess(TorchDevice):
-    """A ``Backend`` of a data loader's worker process, which knows its rank's place and refuses collectives.
+    """A ``Backend`` of a data loader's worker process, which has its rank's place and refuses collectives.
 
     The rank itself takes part in collectives; no rank waits for a worker.
-
-    Args:
-        place: The place of the rank that owns the worker.
     """
 
     compares_calls = False

@@ -32,12 +32,7 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 
 
 class TorchDistributed(TorchDevice):
-    """A ``Backend`` over torch's default process group.
-
-    Args:
-        place: This rank's place in the group.
-        device: The device to compute on.
-        options: Options of the group, if it has to be made, such as how long ranks wait in it.
+    """A ``Backend`` that uses torch's default process group, made with ``options`` if there is none.
 
     Raises:
         TrainingError: The other ranks, or the store where ranks meet, weren't there in time.

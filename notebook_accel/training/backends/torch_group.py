@@ -69,9 +69,9 @@ class Group:
         place: This rank's place in the group.
         sockets: The connections that this package opened for the group.
         store: The store where the ranks meet.
-        deadline: Deadline of a collective if this package made the group; gloo's, where it has gloo.
-        nccl_deadline: NCCL's deadline of a collective, if this package made the group and it has NCCL.
-        options: Options of the group, if this package made it.
+        deadline: The deadline of a collective if this package made the group; gloo's, if it has gloo.
+        nccl_deadline: NCCL's deadline of a collective if this package made the group and it has NCCL.
+        options: The options of the group if this package made it.
 
     Attributes:
         members: The backends that use the group.

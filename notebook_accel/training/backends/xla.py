@@ -57,11 +57,8 @@ def is_asked_for() -> bool:
 class XlaDevice:
     """A ``Backend`` on one XLA device.
 
-    Tensors on the host travel between ranks by gloo, tensors on devices directly if PJRT has joined the devices.
-
-    Args:
-        place: This rank's place.
-        options: Options of the ranks' group on the host.
+    Tensors on the host travel between ranks by gloo, in a group with ``options``; tensors on devices travel directly if
+    PJRT has joined the devices.
 
     Raises:
         TrainingError: The other ranks didn't come in time, or PJRT gives this process no device of its own.
@@ -245,10 +242,7 @@ class XlaDevice:
 class _XlaUploader:
     """An ``Uploader`` that uses torch_xla's parallel loader, which works in a thread of its own.
 
-    Args:
-        device: The device.
-        compilations: Receives the batches' shapes.
-        mark_step: Called before a batch is taken, and at the end.
+    It reports the batches' shapes to ``compilations``, and calls ``mark_step`` before it takes a batch and at the end.
     """
 
     _DEADLINE_S = 600.0
@@ -306,9 +300,7 @@ class Compilations:
     """Reports the compilations of one device, and warns if batches of another shape cause them.
 
     XLA compiles a step for the shapes of its tensors, which takes long, and reuses it for later steps of these shapes.
-
-    Args:
-        compiled: A function that returns the number of compiled graphs.
+    ``compiled`` returns the number of compiled graphs.
     """
 
     def __init__(self, compiled: Callable[[], int] = compiled_count) -> None:
@@ -319,11 +311,9 @@ class Compilations:
         self._last: _Shapes = ()
 
     def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> tuple[_Shapes, bool]:
-        """Record a batch on its way to the device; return its shapes, and whether they are new.
+        """Record a batch on its way to the device; return its shapes, and True if they are new.
 
-        Args:
-            tensors: The tensors of the batch.
-            previous: The shapes of the batch before it in the same iteration, ``None`` for the first batch.
+        ``previous`` are the shapes of the batch before it in the same iteration, ``None`` for the first batch.
         """
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         is_new = shapes not in self._known
@@ -379,7 +369,7 @@ _ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1
 
 
 def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
-    """Return this process's device, and whether PJRT has joined the devices of all ranks.
+    """Return this process's device, and True if PJRT has joined the devices of all ranks.
 
     PJRT reads the environment once, after torch_xla has added missing variables. But notebook services set some of them
     for a single process that has the whole TPU. Ranks that follow these wait for each other in vain, or fail.

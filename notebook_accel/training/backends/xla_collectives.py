@@ -38,12 +38,7 @@ class Collectives(Protocol):
 
 
 class BetweenDevices:
-    """``Collectives`` of devices that PJRT has joined.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """``Collectives`` of devices that PJRT has joined."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -82,11 +77,9 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThroughHost:
-    """``Collectives`` of devices that PJRT hasn't joined, by the host's memory.
+    """``Collectives`` of devices that PJRT hasn't joined, through the host's memory.
 
-    Args:
-        host: The backend of tensors on the host.
-        compute: A function that has the device compute all recorded work.
+    ``host`` is the backend of tensors on the host; ``compute`` has the device compute all recorded work.
     """
 
     def __init__(self, host: Backend, compute: Callable[[], None]) -> None:
@@ -143,11 +136,6 @@ class DataParallel(torch.nn.Module):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
     It pickles and copies as the model in it, since it means nothing outside its ranks.
-
-    Args:
-        model: The model, on the device.
-        world_size: Number of ranks.
-        collectives: Collectives of the ranks' devices.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
