@@ -1,4 +1,4 @@
-"""``Accelerator``, the object that training code holds. Its methods delegate to one module for each area."""
+"""``Accelerator``, the class that training code uses. Its methods delegate to one module for each area."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,26 +52,30 @@ _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
 
 
+def _loading_setting(name: str) -> Any:
+    return property(operator.attrgetter(f"_loading.{name}"), doc="The setting of ``DataLoaderConfiguration``.")
+
+
 class Accelerator(ProcessState):
     """One rank of a training run.
 
-    The first one in a process joins the group that the environment describes, or trains alone if it describes none.
-    Further ones use the same group.
+    The first object in a process joins the group that the environment describes, or trains alone if it describes none.
+    Further objects use the same group.
 
     Args:
         device_placement: Put models and batches on this rank's device.
-        split_batches: Take the loaders' batch size as that of all ranks together. As in ``dataloader_config``.
+        split_batches: Divide the loaders' batch size among the ranks, as in ``dataloader_config``.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: the launch's setting, or ``"no"``.
         gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: the
             launch's setting, or 1.
         gradient_accumulation_plugin: Further settings of accumulation.
-        dataloader_config: How loaders are prepared.
+        dataloader_config: Settings of prepared loaders.
         cpu: Compute on the CPU, even where there are GPUs.
         log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
-        project_dir: The folder of checkpoints and logs. As in ``project_config``.
+        project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. The
-            order of samples is the same on all ranks without it.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
+            ranks have one order of samples even without it.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
@@ -80,14 +85,14 @@ class Accelerator(ProcessState):
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
         state: This rank and its precision.
         project_configuration: The folders of the run.
-        trackers: The trackers that ``log`` writes to; on rank 0, after ``init_trackers``.
+        trackers: The trackers that ``log`` writes to, on rank 0 after ``init_trackers``.
 
     Raises:
         ConfigError: An option has a value that isn't possible, or a tracker isn't installed or has no folder.
         TrainingError: The other ranks didn't come in time, or this rank has no device.
     """
 
-    # Programs that support every way to spread a model over devices ask for these first.
+    # Programs that support other ways to spread a model over devices check these first.
     deepspeed_plugin: None = None
     parallelism_config: None = None
     is_composable_parallelism_enabled = False
@@ -143,35 +148,12 @@ class Accelerator(ProcessState):
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self._precision.name
 
-    @property
-    def split_batches(self) -> bool:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """The setting of ``DataLoaderConfiguration``."""
-        return self._loading.use_stateful_dataloader
+    split_batches: bool = _loading_setting("split_batches")
+    dispatch_batches: bool | None = _loading_setting("dispatch_batches")
+    even_batches: bool = _loading_setting("even_batches")
+    use_seedable_sampler: bool = _loading_setting("use_seedable_sampler")
+    non_blocking: bool = _loading_setting("non_blocking")
+    use_stateful_dataloader: bool = _loading_setting("use_stateful_dataloader")
 
     @property
     def multi_device(self) -> bool:
@@ -190,7 +172,7 @@ class Accelerator(ProcessState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that make one optimizer step. Can be set between two windows."""
+        """Micro-batches that make one optimizer step. It can be set between two windows."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -209,19 +191,20 @@ class Accelerator(ProcessState):
 
         Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
         rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
-        were prepared before, are returned as they are.
+        were prepared before, are returned unchanged.
 
         Args:
             objects: The objects to prepare.
-            device_placement: Whether to put each of them on the device; ``None`` follows the Accelerator's setting.
+            device_placement: For each object ``True`` to put it on the device, ``False``, or ``None`` for the
+                Accelerator's setting.
 
         Returns:
-            The objects in the same order; a single one by itself.
+            The prepared objects in the same order, or the object itself if there is only one.
 
         Raises:
-            ConfigError: A loader can't be sharded, a dataset was given in place of one, or ``device_placement`` has
-                another length.
-            TrainingError: An optimizer comes with a model and moves no parameter of any prepared one.
+            ConfigError: A loader can't be sharded, a dataset was given in place of a loader, or ``device_placement``
+                has another length.
+            TrainingError: An optimizer comes with a model and moves no parameter of any prepared model.
         """
         data.refuse_data(objects)
         prepared, placed = objects, self._placements(objects, device_placement)
@@ -236,17 +219,19 @@ class Accelerator(ProcessState):
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients."""
-        prepare = functools.partial(
+        return self._once(
+            model,
             models.prepare_model,
+            self._backend,
+            self._precision,
             device_placement=self._is_placed(device_placement),
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_missing_ranks,
         )
-        return self._once(model, lambda: prepare(model, self._backend, self._precision))
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
-        return self._once(leaf, lambda: models.prepare_leaf(leaf, self._backend, device_placement=device_placement))
+        return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -254,23 +239,23 @@ class Accelerator(ProcessState):
         """Prepare one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
         moves, mark_step = self._is_placed(device_placement), self._backend.mark_step
         prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, mark_step=mark_step)
-        return self._once(optimizer, lambda: prepare(optimizer, self.gradient_state, self._precision.scaler))
+        return self._once(optimizer, prepare, self.gradient_state, self._precision.scaler)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
     ) -> DataLoaderShard:
         """Prepare one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
         data.refuse_slicing(slice_fn_for_dispatch)
-        prepare = functools.partial(data.shard_dataloader, config=self._loading, rng_types=self._rng_types)
         device = self.device if self._is_placed(device_placement) else None
-        return self._once(data_loader, lambda: prepare(data_loader, backend=self._backend, device=device))
+        prepare = functools.partial(data.shard_dataloader, config=self._loading, rng_types=self._rng_types)
+        return self._once(data_loader, prepare, backend=self._backend, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one scheduler. Its optimizer has to be prepared before."""
         steps = 1 if self._loading.split_batches else self.num_processes
         follows = self._step_scheduler_with_optimizer
 
-        def prepare() -> AcceleratedScheduler:
+        def prepare(scheduler: LRScheduler) -> AcceleratedScheduler:
             if self.is_main_process and follows:
                 unprepared_warnings.log_schedule_hint(scheduler, ranks=steps, window=self.gradient_accumulation_steps)
             return optimizers.prepare_scheduler(
@@ -283,21 +268,21 @@ class Accelerator(ProcessState):
     def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any, bool], Any]], ...]:
         """The kinds of objects in the order in which they are prepared, with the method for each."""
         return (
-            (_is_a(torch.nn.Module), self.prepare_model),  # first: optimizers follow where their parameters have gone
+            (_is_a(torch.nn.Module), self.prepare_model),  # first, since optimizers need their parameters' new devices
             (models.is_leaf, self._prepare_leaf),
             (_is_a(torch.optim.Optimizer), self.prepare_optimizer),
             (_is_a(DataLoader), self.prepare_data_loader),
-            # Last: each looks for its optimizer among the prepared ones.
+            # Last, since each looks for its optimizer among the prepared ones.
             (_is_a(LRScheduler), lambda scheduler, _: self.prepare_scheduler(scheduler)),
         )
 
-    def _once(self, given: Any, prepare: Callable[[], _T]) -> _T:
-        """Return ``given`` as it was prepared before, or prepare it now."""
+    def _once(self, given: Any, prepare: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+        """Return ``given`` as it was prepared before, or ``prepare(given, *args, **kwargs)``."""
         for original, prepared in self._prepared:
             if given is original or given is prepared:
                 already: _T = prepared
                 return already
-        new = prepare()
+        new = prepare(given, *args, **kwargs)
         self._prepared.append((given, new))
         return new
 
@@ -317,7 +302,7 @@ class Accelerator(ProcessState):
         return self._device_placement if device_placement is None else device_placement
 
     def _placements(self, objects: Sequence[object], device_placement: Sequence[bool | None] | None) -> list[bool]:
-        """Return for each object whether it goes to the device."""
+        """Return True for each object that goes to the device."""
         asked: Any = [None] * len(objects) if device_placement is None else device_placement
         if not isinstance(asked, Sequence) or len(asked) != len(objects):
             raise ConfigError(
@@ -327,7 +312,7 @@ class Accelerator(ProcessState):
         return [self._is_placed(placement) for placement in asked]
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader of the same batches without the first ``num_batches``, to go on in the middle of an epoch."""
+        """Return a loader without the first ``num_batches`` batches, to go on in the middle of an epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
@@ -337,8 +322,8 @@ class Accelerator(ProcessState):
 
         Args:
             model: A prepared model; any other is returned as it is.
-            keep_fp32_wrapper: Return it still computing in mixed precision. ``False`` returns a model that computes in
-                its own precision, with the same weights.
+            keep_fp32_wrapper: Keep it computing in mixed precision. ``False`` returns a model that computes in its own
+                precision, with the same weights.
             keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
         """
         return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -358,10 +343,7 @@ class Accelerator(ProcessState):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Finish trackers, forget all prepared objects and leave the group.
-
-        The group ends with the last Accelerator of this process.
-        """
+        """Finish trackers, forget all prepared objects and leave the group, which ends with its last member."""
         for tracker in self.trackers:
             tracker.finish()
         self.trackers = []
@@ -374,7 +356,7 @@ class Accelerator(ProcessState):
         """Call ``loss.backward(**kwargs)``, with the loss divided by the window's length and scaled for fp16.
 
         Raises:
-            CollectiveError: Another rank didn't come to average the gradients. The message says where each rank was.
+            CollectiveError: Another rank didn't take part in averaging. The message says where each rank was.
         """
         if not self._has_begun:
             self._warn_of_unprepared()
@@ -421,7 +403,7 @@ class Accelerator(ProcessState):
 
         Args:
             joinables: The prepared models that are trained in the context.
-            even_batches: Overrides the setting of the prepared loaders within the context.
+            even_batches: The setting of the prepared loaders within the context; by default their own.
         """
         if self.num_processes == 1:
             return contextlib.nullcontext()
@@ -437,7 +419,7 @@ class Accelerator(ProcessState):
         return handlers.profile(profile_handler or self._handlers.profile, self.process_index)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None) -> None:
-        """Bring the gradients of a window that ends here back to their real size. Only fp16 scales them.
+        """Bring fp16 gradients of a window that ends here back to their real size.
 
         Args:
             optimizer: One or several prepared optimizers; by default all.
@@ -451,13 +433,13 @@ class Accelerator(ProcessState):
     ) -> torch.Tensor:
         """Clip gradients to a total norm where they sync, and return the norm that they had before.
 
-        Can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
+        It can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
         """
         clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
         return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip gradients to ``[-clip_value, clip_value]`` where they sync. Can be called for every micro-batch."""
+        """Clip gradients to ``[-clip_value, clip_value]`` where they sync; it can be called for every micro-batch."""
         clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
         clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
 
@@ -466,20 +448,23 @@ class Accelerator(ProcessState):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the ranks' tensors on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
 
-        Takes nested lists, tuples and mappings of tensors. With one process they come back as they are.
+        The tensors can be nested in lists, tuples and mappings. With one process they come back as they are.
 
         Raises:
-            CollectiveError: Shapes or types differ between ranks. Between CPUs this is noticed before it happens.
+            CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
         """
         return collectives.gather(self._backend, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather each sample of an epoch once: leave out those that were repeated to fill the last batches.
+        """Gather each sample of an epoch once, without those that were repeated to fill the last batches.
 
         Args:
-            input_data: Nested tensors with as many rows for each sample of the current batch, mostly one; or a list of
-                objects.
+            input_data: Nested tensors that have one row for each sample of the current batch, or an equal number of
+                rows; or a list of objects.
             use_gather_object: Gather a list as objects even if its items are tensors.
+
+        Raises:
+            TrainingError: With ``even_batches=False`` some ranks have no batch in this round.
         """
         return collectives.gather_for_metrics(
             self._backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
@@ -500,7 +485,7 @@ class Accelerator(ProcessState):
         return collectives.broadcast(self._backend, tensor, from_process)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
+        """Pad the ranks' tensors along ``dim`` to the greatest length, so that they can be gathered."""
         return collectives.pad_across_processes(self._backend, tensor, dim, pad_index, pad_first)
 
     # The project's folder
@@ -511,7 +496,7 @@ class Accelerator(ProcessState):
             self.project_configuration.set_directories(folder)
         self._log_with = tracking.resolve(log_with, self.logging_dir)
         self._registered: list[Any] = []
-        # Ordered dictionaries, since a handle refers to them weakly.
+        # Not plain dictionaries, since a handle refers to them weakly.
         self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
         self._before_load: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
 
@@ -536,8 +521,8 @@ class Accelerator(ProcessState):
         """Save everything that training depends on, so that ``load_state`` goes on as if nothing had happened.
 
         A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random numbers,
-        the position of each loader, the gradients of an unfinished window, and registered objects. All ranks call
-        this. The folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
+        the position of each loader, the gradients of an unfinished window, and registered objects. All ranks call this
+        method. The folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
 
         Args:
             output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
@@ -571,14 +556,14 @@ class Accelerator(ProcessState):
         *,
         strict: bool = True,
     ) -> str:
-        """Put training back to where ``save_state`` was called. All ranks call this, after ``prepare``.
+        """Put training back to where ``save_state`` was called. All ranks call this method, after ``prepare``.
 
-        A loader goes on with the next batch of the epoch that was running, which its ``epoch`` says. If the last batch
-        of an epoch was out, that epoch has no further ones, and the code after its loop runs.
+        A loader goes on with the next batch of the interrupted epoch, which is its ``epoch``. If the loop had received
+        the last batch of that epoch, it gets no further one, and the code after the loop runs.
 
         Args:
-            input_dir: The folder; by default, with automatic naming, the numbered one with the highest number.
-            load_kwargs: ``{"weights_only": False}`` also reads registered objects that can run code when they are read.
+            input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
+            load_kwargs: ``{"weights_only": False}`` to also read registered objects that can run code when read.
             strict: Require that the models have exactly the tensors that were saved.
 
         Returns:
@@ -614,7 +599,7 @@ class Accelerator(ProcessState):
         return CheckpointState(models, states, self._loaders, self.gradient_state)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Make objects part of each checkpoint.
+        """Add objects to each checkpoint.
 
         Raises:
             TrainingError: An object has no ``state_dict`` or no ``load_state_dict``.
@@ -633,18 +618,15 @@ class Accelerator(ProcessState):
     ) -> RemovableHandle:
         """Call ``hook(models, weights, folder)`` on every rank before models are saved.
 
-        ``folder`` has a temporary name at that time. Weights that the hook removes from the list aren't saved.
-
-        Returns:
-            A handle; ``handle.remove()`` removes the hook.
+        ``folder`` has a temporary name at that time. Weights that the hook removes from the list aren't saved. The
+        returned handle's ``remove()`` removes the hook.
         """
         return _add_hook(self._before_save, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[[list[torch.nn.Module], str], None]) -> RemovableHandle:
-        """Call ``hook(models, folder)`` on every rank before models are loaded. Models that it removes aren't loaded.
+        """Call ``hook(models, folder)`` on every rank before models are loaded.
 
-        Returns:
-            A handle; ``handle.remove()`` removes the hook.
+        Models that the hook removes from the list aren't loaded. The returned handle's ``remove()`` removes the hook.
         """
         return _add_hook(self._before_load, hook)
 
@@ -671,8 +653,8 @@ class Accelerator(ProcessState):
             safe_serialization: Write safetensors rather than torch's own format.
 
         Raises:
-            CheckpointError: The model's state has something that safetensors can't hold.
-            ConfigError: ``max_shard_size`` isn't a size, or there is a file where the folder should be.
+            CheckpointError: The model's state has a value that safetensors can't hold.
+            ConfigError: ``max_shard_size`` isn't a size, or ``save_directory`` is a file.
         """
         if self.is_main_process:
             state = self.get_state_dict(model)
@@ -694,7 +676,7 @@ class Accelerator(ProcessState):
         """Start the trackers of ``log_with`` on rank 0.
 
         Args:
-            project_name: The run's name there.
+            project_name: The run's name in the trackers.
             config: The run's settings, such as hyperparameters.
             init_kwargs: Further arguments by the tracker's name, such as ``{"tensorboard": {"flush_secs": 60}}``.
         """
@@ -714,7 +696,7 @@ class Accelerator(ProcessState):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or with ``unwrap`` its library's own object. Other ranks get an idle tracker.
+        """Return a tracker by its name, or with ``unwrap`` its library's own object; ranks above 0 get an idle tracker.
 
         Raises:
             ConfigError: There is no tracker of that name.

@@ -1,7 +1,7 @@
-"""Gradient accumulation: when gradients sync, and the divisor of the loss.
+"""Gradient accumulation: decides when gradients sync, and divides the loss.
 
 A window is the sequence of micro-batches whose gradients make one optimizer step. Each window of an epoch has
-``num_steps`` micro-batches, except the last, which ends with the loader.
+``num_steps`` micro-batches, except the last one, which ends with the loader.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class GradientAccumulationPlugin:
     Attributes:
         num_steps: Micro-batches in a window; by default the ``Accelerator``'s ``gradient_accumulation_steps``.
         adjust_scheduler: Advance a scheduler by all the micro-batches of a window instead of by one, for a schedule
-            that was planned in micro-batches. Accelerate's default is ``True``, but there it has no effect on the
-            learning rate, so that ``False`` gives the same numbers.
+            that was planned in micro-batches. Accelerate's default is ``True``, which has no effect on the learning
+            rate there, so that ``False`` gives the same numbers.
         sync_with_dataloader: End a window where the loader ends.
         sync_each_batch: Average gradients over the ranks after every micro-batch instead of once in a window. This is
             slower, but no rank holds gradients of its own.
@@ -63,21 +63,22 @@ def resolve(
 ) -> GradientAccumulationPlugin:
     """Return the plugin that results from ``gradient_accumulation_steps``, the given plugin and the launch.
 
-    The launch's setting, in the environment, is for programs that don't set it themselves.
+    The launch's setting, an environment variable, is for programs that don't set a number themselves.
 
     Raises:
-        ConfigError: The first two are different numbers, or one isn't a whole number from 1.
+        ConfigError: ``steps`` and the plugin have different numbers, or a number isn't a whole number from 1.
     """
     plugin = plugin or GradientAccumulationPlugin()
-    told = _steps_of_launch(environ)
-    said = plugin.num_steps if steps is None else steps
-    if told is not None and said not in (None, told):
+    of_launch = _steps_of_launch(environ)
+    of_program = plugin.num_steps if steps is None else steps
+    if of_launch is not None and of_program not in (None, of_launch):
         warnings.warn(
-            f"The launch sets gradient_accumulation_steps={told}, and the Accelerator {said}, which is used.",
+            f"The launch sets gradient_accumulation_steps={of_launch}, but the Accelerator sets {of_program}, which is "
+            "used.",
             stacklevel=3,
         )
     if steps is None:
-        steps = 1 if said is not None else told or 1
+        steps = 1 if of_program is not None else of_launch or 1
     _check_steps("gradient_accumulation_steps", steps)
     if plugin.num_steps not in (None, steps) and steps != 1:
         raise ConfigError(
@@ -107,11 +108,11 @@ def _steps_of_launch(environ: Mapping[str, str]) -> int | None:
 
 
 class GradientState:
-    """The accumulation window of an ``Accelerator``. Its optimizers and schedulers share it.
+    """The accumulation window of an ``Accelerator``, shared with its optimizers and schedulers.
 
-    All objects of a process know the current batch, whichever ``Accelerator`` has prepared the loader. But a new object
+    All states of a process see the current batch, whichever ``Accelerator`` has prepared the loader. But a new state
     ignores batches from before it was made: an exception may have ended their iteration, and a notebook keeps the
-    traceback, which keeps the iterator.
+    traceback, which keeps the iterator alive.
 
     Args:
         plugin: The plugin that ``resolve`` returns. Without one, this is the state of the latest ``Accelerator``.
@@ -138,7 +139,7 @@ class GradientState:
         self._since = ACTIVE_ITERATIONS.moment
         self.reset()
         GradientState._latest = self
-        if plugin is not None:  # made by an Accelerator, which every rank has
+        if plugin is not None:  # made by an Accelerator, and every rank makes as many
             group_recovery.track_state(self)
 
     def reset(self) -> None:
@@ -151,18 +152,18 @@ class GradientState:
 
     @property
     def is_in_window(self) -> bool:
-        """True if gradients have been summed that have not synced yet."""
+        """True if there are summed gradients that haven't synced yet."""
         return not self.sync_gradients
 
     def change_steps(self, steps: int) -> None:
-        """Change the number of micro-batches in a window. An unfinished window ends when it has as many.
+        """Change the number of micro-batches in a window; an unfinished window ends when it has that many.
 
         Raises:
             ConfigError: ``steps`` isn't a whole number from 1.
         """
         _check_steps("gradient_accumulation_steps", steps)
         self.num_steps = steps
-        # In an unfinished window, losses were divided by the old number; they are rescaled where it ends.
+        # In an unfinished window, losses were divided by the old number; gradients are rescaled where it ends.
         if self.sync_gradients or not self.plugin.scale_last_window:
             self._divisor = steps
 
@@ -201,7 +202,7 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """True if a prepared loader is being iterated."""
+        """True while a prepared loader is being iterated."""
         return any(self._seen(running) is not None for running in ACTIVE_ITERATIONS.running)
 
     @property
@@ -212,13 +213,13 @@ class GradientState:
 
     @property
     def tail(self) -> Tail | None:
-        """The round of the current batch, if it is the last round and differs from the others."""
+        """The round of the current batch if it is the last round and differs from the others, else ``None``."""
         current = self._seen(ACTIVE_ITERATIONS.current)
         return None if current is None else current.tail
 
     @property
     def remainder(self) -> int:
-        """Samples in the last round that aren't repeated, if it is the current round and repeats any; -1 otherwise."""
+        """The number of samples in the last round that aren't repeated if it is the current one, else -1."""
         tail = self.tail
         return -1 if tail is None else tail.real
 
@@ -239,7 +240,7 @@ class GradientState:
         self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
 
     def _expected_length(self, current: LoaderIteration | None) -> int:
-        """Return the length of the window that begins, as far as the loader's length tells."""
+        """Return the length of the window that begins, as far as the loader's length is known."""
         if current is None or current.total is None or not self.plugin.scale_last_window:
             return self.num_steps
         batches_left = current.total - current.counter.step + 1
@@ -253,7 +254,7 @@ class GradientState:
 
         Args:
             loss: The loss of this micro-batch.
-            parameters: Returns the parameters whose gradients accumulate.
+            parameters: A function that returns the parameters whose gradients accumulate.
 
         Raises:
             TrainingError: Gradients would sync with ranks that have no such batch.
@@ -268,10 +269,10 @@ class GradientState:
         return loss if self._divisor == 1 else loss / self._divisor
 
     def refuse_missing_ranks(self) -> None:
-        """Raise if gradients would sync with ranks that have no further batch.
+        """Check that gradients won't sync with ranks that have no further batch.
 
         Raises:
-            TrainingError: They would.
+            TrainingError: Some ranks have no further batch.
         """
         current = self._seen(ACTIVE_ITERATIONS.training)
         if current is None or current.tail is None or not current.tail.missing:
@@ -287,7 +288,7 @@ class GradientState:
 
 
 class _MicroBatch:
-    """The context of a micro-batch. A generator would cost several microseconds more in each micro-batch."""
+    """The context of a micro-batch, a class because a generator would cost several microseconds more each time."""
 
     __slots__ = ("_local", "_models", "_state")
 
@@ -312,7 +313,7 @@ class _MicroBatch:
 
 
 def _may_sync(kind: type) -> bool:
-    """Return whether objects of a class can have ``no_sync``; looking it up in a module without it is slow."""
+    """Return whether objects of a class can have ``no_sync``, without the slow lookup in a module that lacks it."""
     return hasattr(kind, "no_sync") or getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__
 
 
@@ -330,8 +331,7 @@ def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
     return method() if callable(method) else contextlib.nullcontext()
 
 
-# Tensors by identity: they compare element by element.
-_local_tensors: set[int] = set()
+_local_tensors: set[int] = set()  # by identity, since tensors compare element by element
 
 
 @contextlib.contextmanager

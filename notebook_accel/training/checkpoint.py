@@ -1,8 +1,8 @@
-"""Saving and loading a checkpoint, by all ranks together.
+"""Saves and loads a checkpoint on all ranks together.
 
-A checkpoint is a folder: the weights of each model in safetensors, the state of each optimizer, scheduler and
-registered object, and one file for each rank with its random numbers, the position of each loader, and the gradients of
-an unfinished window. A failure on one rank raises on all of them, and the group can still be used.
+A checkpoint is a folder with the weights of each model in safetensors, the state of each optimizer, scheduler and
+registered object, and for each rank a file with its random numbers, the position of each loader, and the gradients of
+an unfinished window. A failure on one rank raises on all ranks, and the group can still be used.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from notebook_accel.training.models import unwrap_model
 
 __all__ = ["CUSTOM", "CheckpointState", "load", "save", "state_of"]
 
-# The kind of objects that users register, named as in Accelerate's files.
-CUSTOM = "custom_checkpoint"
+CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
 
 _SHOWN_TENSORS = 5
-
 
 _BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
 _BeforeLoad = Sequence[Callable[[list[Any], str], None]]
@@ -39,17 +37,10 @@ _BeforeLoad = Sequence[Callable[[list[Any], str], None]]
 
 @dataclasses.dataclass
 class CheckpointState:
-    """The objects whose state a checkpoint has.
-
-    Attributes:
-        models: Prepared models.
-        states: Objects whose state is equal on all ranks, by kind. The kind names their files.
-        loaders: Prepared loaders, each with its position.
-        gradients: The accumulation window.
-    """
+    """The prepared and registered objects whose state goes into a checkpoint."""
 
     models: list[torch.nn.Module]
-    states: dict[str, list[Any]]
+    states: dict[str, list[Any]]  # objects whose state is equal on all ranks, by kind; the kind names their files
     loaders: list[Any]
     gradients: GradientState
 
@@ -73,13 +64,12 @@ def save(
     Args:
         backend: The backend of this rank.
         state: The objects to save.
-        hooks: Called with models, their weights and the folder that is being written. Weights that a hook removes from
-            the list aren't saved.
-        choose: Returns the folder; only rank 0's is used.
+        hooks: Functions of the models, their weights and the draft's folder; weights that a hook removes aren't saved.
+        choose: A function that returns the folder; only rank 0 calls it.
         safe: Write weights as safetensors rather than in torch's own format.
 
     Raises:
-        CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is still there.
+        CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
     """
     is_main = backend.place.rank == 0
 
@@ -90,14 +80,18 @@ def save(
         folders.start_draft(folder)
         return folder
 
+    def complete() -> None:
+        if is_main:
+            counts = {name: len(items) for name, items in state.states.items()}
+            manifest = {"world_size": backend.place.world_size, "models": fingerprints, "counts": counts}
+            folders.publish(folder, manifest)
+
     folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
     draft = folders.draft_of(folder)
     try:
-        fingerprints = _on_all_ranks(
-            backend, "write its part of a checkpoint", lambda: _write(backend, state, hooks, draft, safe)
-        )
-        publish = functools.partial(_publish, backend, state, folder, fingerprints[0])
-        _on_all_ranks(backend, "complete a checkpoint", publish if is_main else lambda: None)
+        write = functools.partial(_write, backend, state, hooks, draft, safe)
+        fingerprints: list[str] = _on_all_ranks(backend, "write its part of a checkpoint", write)[0]
+        _on_all_ranks(backend, "complete a checkpoint", complete)
     except BaseException:
         if is_main:
             folders.abandon(folder)
@@ -120,15 +114,6 @@ def _write(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: 
             for number, of_object in enumerate(of_one_kind):
                 model_files.write_object(of_object, draft / _numbered(name, number))
     return [_fingerprint(of_model) for of_model in weights]
-
-
-def _publish(backend: Backend, state: CheckpointState, folder: pathlib.Path, fingerprints: list[str]) -> None:
-    manifest = {
-        "world_size": backend.place.world_size,
-        "models": fingerprints,
-        "counts": {name: len(items) for name, items in state.states.items()},
-    }
-    folders.publish(folder, manifest)
 
 
 def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
@@ -163,8 +148,8 @@ def load(
     Args:
         backend: The backend of this rank.
         state: The objects to load into.
-        hooks: Called with models and the folder. Models that a hook removes from the list aren't loaded.
-        choose: Returns the folder; only rank 0's is used.
+        hooks: Functions of the models and the folder. Models that a hook removes from the list aren't loaded.
+        choose: A function that returns the folder; only rank 0 calls it.
         strict: Require that the models have exactly the tensors that were saved.
         weights_only: Read nothing that can run code. Registered objects may need ``False``.
 
@@ -180,16 +165,16 @@ def load(
         return folder
 
     folder: pathlib.Path = _on_all_ranks(backend, "find a checkpoint", begin)[0]
-    own: list[_RankPart] = []
+    parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
-    _on_all_ranks(backend, "read a checkpoint", lambda: own.append(read()))
-    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, own[0], strict=strict))
+    _on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
+    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
     return folder
 
 
 @dataclasses.dataclass
 class _RankPart:
-    """A rank's part of a checkpoint in memory."""
+    """A rank's part of a checkpoint in memory: pairs of an object and its saved state, and the rank's own state."""
 
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
     states: list[tuple[Any, Any]]
@@ -237,7 +222,7 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
     for item, saved in read.states:
         item.load_state_dict(saved)
-    for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # evaluation's may come later
+    for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # some may be prepared later
         loader.load_state_dict(position)
     state.gradients.load_state_dict(read.own["window"])
     for model, gradients in zip(state.models, read.own["gradients"], strict=False):
@@ -253,24 +238,20 @@ def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> lis
     Raises:
         CheckpointError: The action failed on a rank. The others get the first such rank's message.
     """
-    value, error = None, None
-    verify_collective(backend, what)  # no rank saves what another one loads
+    value, error, text = None, None, None
+    verify_collective(backend, what)  # no rank saves while another one loads
     try:
         value = action()
-    except Exception as raised:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
+    except Exception as raised:  # noqa: BLE001  the other ranks wait for the outcome, whatever it is
         error = raised
-    text = None if error is None else str(error) if isinstance(error, NotebookAccelError) else _described(error)
-    ends = collectives.gather_object(backend, [(value if error is None else None, text)])
+        text = str(error) if isinstance(error, NotebookAccelError) else f"{type(error).__name__}: {error}"
+    outcomes = collectives.gather_object(backend, [(value, text)])
     if isinstance(error, NotebookAccelError):
         raise error
-    for rank, (_, reported) in enumerate(ends):
+    for rank, (_, reported) in enumerate(outcomes):
         if reported is not None:
             raise CheckpointError(f"Rank {rank} could not {what}: {reported}") from error
-    return [value for value, _ in ends]
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return [value for value, _ in outcomes]
 
 
 def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pathlib.Path) -> None:
@@ -278,7 +259,7 @@ def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pat
     if saved != now:
         raise CheckpointError(
             f"The checkpoint {folder} was saved by {saved} ranks, and this run has {now}.",
-            why="The position in the data and the random numbers belong to each rank, and can't be redistributed.",
+            why="Each rank has its own position in the data and random numbers, which can't be redistributed.",
             fix=f"num_processes={saved}; or take the weights alone: "
             f'safetensors.torch.load_model(model, "{folder / "model.safetensors"}")',
         )
@@ -290,7 +271,7 @@ def _check_counts(
     saved = {"model": len(manifest["models"]), **manifest["counts"]}
     prepared = {"model": len(list(models)), **{name: len(items) for name, items in state.states.items()}}
     for name, count in prepared.items():
-        # Fewer is fine, such as a model alone to evaluate it.
+        # Fewer objects are fine, such as a model alone to evaluate it.
         is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
         if is_wrong:
             raise CheckpointError(
@@ -348,7 +329,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def _fingerprint(state: Mapping[str, Any]) -> str:
-    """Return a hash of names and shapes: equal for two models if the weights of one fit the other."""
+    """Return a hash of names and shapes, which is equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """Checkpoint folders and files that appear only when they are complete, however the process that writes them ends.
 
-A checkpoint is written under a temporary name, its manifest last, and then renamed. It replaces an older one of its
-name in two renames; ``recover`` puts the older one back if the process was killed between them.
+A checkpoint is written under a temporary name, with its manifest last, and then renamed. Two renames put it in place of
+an older checkpoint of its name; ``recover`` restores the older one if the process was killed between them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
 
 MANIFEST = "checkpoint.json"
 _FORMAT = 1
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # raised for a folder that has no valid manifest
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -50,7 +51,7 @@ class ProjectConfiguration:
         total_limit: With automatic naming, keep this number of checkpoints, the newest ones. By default all.
         iteration: With automatic naming, the number of the next checkpoint. ``load_state`` sets it to the number after
             the loaded checkpoint's.
-        save_on_each_node: Only ``False``: there is one machine, or one file system that all machines share.
+        save_on_each_node: Only ``False``, since all machines share one file system.
 
     Raises:
         ConfigError: An option has a value that isn't possible.
@@ -71,7 +72,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the run's folder, and that of the trackers if it isn't set."""
+        """Set the run's folder, and the trackers' folder if it isn't set."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -100,8 +101,8 @@ def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
     if _is_complete(folder):
         raise ConfigError(
             f"There is a checkpoint {folder} already.",
-            why="An earlier run has written it, and this one would replace it.",
-            fix="accelerator.load_state() to go on from the last one, or another project_dir",
+            why="An earlier run has written it, and this run would replace it.",
+            fix="accelerator.load_state() to go on from the last checkpoint, or another project_dir",
         )
     return folder
 
@@ -117,17 +118,16 @@ def latest(configuration: ProjectConfiguration) -> pathlib.Path:
     complete = _numbered(folder)
     if not complete:
         raise CheckpointError(
-            f"There is no checkpoint in {folder}.", fix="accelerator.save_state() first, or the right project_dir"
+            f"There is no checkpoint in {folder}.", fix="accelerator.save_state() first, or another project_dir"
         )
     return complete[-1]
 
 
 def delete_oldest(folder: pathlib.Path, limit: int | None) -> None:
-    """Delete all numbered checkpoints in ``folder`` but the newest ``limit``, and the drafts of killed processes."""
+    """Delete the numbered checkpoints in ``folder`` but the newest ``limit``, and the drafts of killed processes."""
     for old in [] if limit is None else _numbered(folder)[:-limit]:
-        # Rename it before deleting files, so that half of a checkpoint is never taken for one.
-        old.rename(_sibling(old, "removed"))
-    for path in list(folder.glob(".checkpoint_*.removed")) + list(folder.glob(".checkpoint_*.saving")):
+        old.rename(_sibling(old, "removed"))  # first, so that half of a checkpoint is never taken for a whole one
+    for path in [*folder.glob(".checkpoint_*.removed"), *folder.glob(".checkpoint_*.saving")]:
         _delete(path)
 
 
@@ -142,13 +142,11 @@ def draft_of(folder: pathlib.Path) -> pathlib.Path:
     return _sibling(folder, "saving")
 
 
-def start_draft(folder: pathlib.Path) -> pathlib.Path:
-    """Create an empty folder to write to, in place of a killed process's draft."""
+def start_draft(folder: pathlib.Path) -> None:
+    """Create an empty draft to write to, in place of a killed process's draft."""
     recover(folder)
-    draft = draft_of(folder)
-    _delete(draft)
-    draft.mkdir(parents=True)
-    return draft
+    abandon(folder)
+    draft_of(folder).mkdir(parents=True)
 
 
 def abandon(folder: pathlib.Path) -> None:
@@ -157,9 +155,9 @@ def abandon(folder: pathlib.Path) -> None:
 
 
 def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Complete the draft with its manifest and give it the folder's name.
+    """Complete the draft with its manifest and rename it to ``folder``.
 
-    Files in an older folder of that name that aren't part of a checkpoint move to the new one.
+    If a folder of that name exists, its files that aren't part of a checkpoint move to the new folder.
     """
     draft, previous = draft_of(folder), _sibling(folder, "previous")
     files = {
@@ -179,12 +177,15 @@ def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def recover(folder: pathlib.Path) -> None:
-    """Finish or undo the renames of a killed process: afterwards there is one folder of that name, or none."""
+    """Finish or undo the renames of a killed process, so that there is one folder of that name, or none."""
     previous = _sibling(folder, "previous")
     if previous.exists() and not folder.exists():
         previous.rename(folder)
     elif previous.exists():
-        own = {name.split(os.sep)[0] for name in _listed(previous)}
+        try:
+            own = {MANIFEST, *(name.split(os.sep)[0] for name in _parsed_manifest(previous)["files"])}
+        except _UNREADABLE:
+            own = set()
         for entry in list(previous.iterdir()):
             if entry.name not in own and not (folder / entry.name).exists():
                 entry.rename(folder / entry.name)
@@ -200,9 +201,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"There is no checkpoint {folder}.", fix=_others_near(folder))
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _parsed_manifest(folder)
         files: dict[str, int] = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"{folder} isn't a checkpoint of accelerator.save_state: its {MANIFEST} can't be read ({error}).",
             fix=_others_near(folder),
@@ -210,7 +211,8 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{folder} was written by another version.", fix="load it with that version")
     for name, size_bytes in files.items():
-        found = _size_bytes(folder / name)
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
         if found != size_bytes:
             state = "is missing" if found is None else f"has {found} bytes instead of {size_bytes}"
             raise CheckpointError(
@@ -221,15 +223,16 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     return manifest
 
 
-def _size_bytes(path: pathlib.Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _parsed_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return manifest
 
 
 def _others_near(folder: pathlib.Path) -> str:
     parent = folder.parent
     others = sorted(path.name for path in parent.iterdir() if _is_complete(path)) if parent.is_dir() else []
     shown = ", ".join(name for name in others if name != folder.name)
-    return f"use another one of {parent}: {shown}" if shown else "look where accelerator.save_state has saved"
+    return f"use another one of {parent}: {shown}" if shown else "use the folder that accelerator.save_state returned"
 
 
 def _is_complete(folder: pathlib.Path) -> bool:
@@ -245,15 +248,6 @@ def _numbered(folder: pathlib.Path) -> list[pathlib.Path]:
     return [path for number, path in sorted((number, path) for number, path in found.items() if number is not None)]
 
 
-def _listed(folder: pathlib.Path) -> list[str]:
-    """Return the names of a checkpoint's files; none if the folder isn't a checkpoint."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [MANIFEST, *files]
-
-
 def _sibling(folder: pathlib.Path, what: str) -> pathlib.Path:
     return folder.with_name(f".{folder.name}.{what}")
 
@@ -267,7 +261,7 @@ def _delete(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a temporary name to write a file under, and rename the file to ``path`` if the body succeeds."""
+    """Yield a temporary path to write to, and rename that file to ``path`` if the body succeeds."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield draft
@@ -278,7 +272,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _fsync(path: pathlib.Path) -> None:
-    """Block until a file's content, or the names in a folder, are on the disk."""
+    """Block until a file's content, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
 """Collectives over nested lists, tuples, named tuples and mappings: gather, reduce, broadcast, pad.
 
-In one process tensors come back as they are. In a group, ranks whose calls differ get a ``CollectiveError`` wherever
-the backend compares calls. All of them get it, and the group can still be used.
+In one process tensors come back as they are. In a group whose backend compares calls, all ranks get a
+``CollectiveError`` if their calls differ, such as in shapes or types, and the group can still be used. Collectives of
+tensors raise a ``TrainingError`` for a leaf that isn't a tensor.
 """
 
 from __future__ import annotations
@@ -43,21 +44,15 @@ __all__ = [
 _T = TypeVar("_T")
 _has_warned = False  # of repeated rows, once in a process
 
-# Sums of these would overflow, or can't be made by every backend.
+# Sums of these types would overflow, or some backend can't compute them.
 _SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
+_SHOWN_DIFFERENCES = 3
 
 
 def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
     """Concatenate the ranks' tensors: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
 
-    Args:
-        backend: This rank's backend.
-        tree: Nested tensors.
-        tail: The present round if it is a last one unlike the others; warns, once, of repeated rows.
-
-    Raises:
-        CollectiveError: Shapes or types differ between ranks.
-        TrainingError: Something in ``tree`` isn't a tensor.
+    Warns once of repeated rows if ``tail``, the current round, is a last round that differs from the others.
     """
     if backend.place.world_size == 1:
         return tree
@@ -83,14 +78,10 @@ def _warn_of_repeats(backend: Backend, tensors: list[torch.Tensor], tail: Tail) 
 def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_gather_object: bool = False) -> Any:
     """Gather without the samples that were repeated to fill the last round of an epoch.
 
-    Args:
-        backend: This rank's backend.
-        tree: Nested tensors; or a list of any objects, which is concatenated with the other ranks' lists.
-        tail: The present round if it is a last one unlike the others.
-        use_gather_object: Treat ``tree`` as a list of objects although it is made of tensors.
+    Lists of other objects than tensors, and with ``use_gather_object`` any list, are concatenated as objects. ``tail``
+    is the current round if it is a last round that differs from the others.
 
     Raises:
-        CollectiveError: Shapes or types differ between ranks.
         TrainingError: Some ranks have no batch in this round.
     """
     if backend.place.world_size == 1:
@@ -103,7 +94,7 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
             fix="even_batches=True: gather_for_metrics leaves out what is repeated",
         )
     are_tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree))
-    # An empty list is one of objects: other ranks may have some.
+    # An empty list counts as a list of objects, since other ranks may have some.
     if use_gather_object or not are_tensors or (isinstance(tree, list) and not tree):
         gathered = gather_object(backend, tree)
         return gathered[: tail.kept(len(gathered))] if tail else gathered
@@ -115,7 +106,7 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
 
 
 def _gather_ragged(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather tensors of different lengths as objects, which carry their shapes; it happens once an epoch."""
+    """Gather tensors of different lengths as objects, which carry their shapes. This is slow, but rare."""
     parts = backend.all_gather_object(_at_least_1d(tensor).detach().cpu())
     return torch.cat(parts).to(tensor.device)
 
@@ -124,12 +115,10 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
     """Return the ranks' sum, mean, maximum or minimum, element by element, times ``scale``, in new tensors.
 
     The mean of integers is floating point. Sums of bools and of integers below 32 bits are int64. ``"none"`` is
-    Accelerate's name for a sum that isn't divided.
+    Accelerate's name for a sum.
 
     Raises:
-        CollectiveError: Shapes or types differ between ranks.
         ConfigError: ``reduction`` is none of ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` and ``"none"``.
-        TrainingError: Something in ``tree`` isn't a tensor.
     """
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise ConfigError(f"reduction is {reduction!r}.", fix='one of "sum", "mean", "max", "min" and "none"')
@@ -137,6 +126,9 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
     if world_size == 1:
         return map_leaves(functools.partial(_copied, scale=scale), tree)
     verify_collective(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
+
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if scale == 1.0 else tensor * scale
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         if reduction in ("max", "min"):
@@ -146,9 +138,6 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
         total = tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         backend.all_reduce(total)
         return scaled(total / world_size if reduction == "mean" else total)
-
-    def scaled(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if scale == 1.0 else tensor * scale
 
     return map_leaves(reduced, tree)
 
@@ -161,12 +150,7 @@ def _copied(leaf: Any, scale: float) -> Any:
 
 @torch.no_grad()
 def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
-    """Fill the ranks' tensors with those of one rank, in place, and return them.
-
-    Raises:
-        CollectiveError: Shapes or types differ between ranks.
-        TrainingError: Something in ``tree`` isn't a tensor.
-    """
+    """Fill the ranks' tensors with those of one rank, in place, and return them."""
     if backend.place.world_size == 1:
         return tree
     verify_collective(backend, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
@@ -184,18 +168,11 @@ def pad_across_processes(
 ) -> Any:
     """Pad the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
 
-    Tensors without that dimension are left as they are.
-
-    Args:
-        backend: This rank's backend.
-        tree: Nested tensors.
-        dim: The dimension.
-        pad_index: The value to pad with.
-        pad_first: Pad at the beginning.
+    Pads with ``pad_index``, at the end or with ``pad_first`` at the beginning. Tensors without that dimension are left
+    as they are.
 
     Raises:
-        CollectiveError: Ranks have different numbers of tensors, or tensors that differ in something else.
-        TrainingError: Something in ``tree`` isn't a tensor.
+        CollectiveError: Ranks have different numbers of tensors, or tensors that differ in another dimension.
     """
     if backend.place.world_size == 1:
         return tree
@@ -222,7 +199,7 @@ def gather_object(backend: Backend, values: Any) -> list[Any]:
     """
     if not isinstance(values, (list, tuple)):
         raise TrainingError(
-            f"Objects are gathered from a list on each rank; this is {type(values).__name__}.",
+            f"Objects are gathered from a list on each rank; {type(values).__name__} isn't one.",
             fix="put it into a list: [value]",
         )
     verify_collective(backend, "gather objects")
@@ -249,7 +226,7 @@ def broadcast_object_list(backend: Backend, values: list[Any], from_process: int
 
 
 def wait_for_everyone(backend: Backend) -> None:
-    """Return when every rank has called it."""
+    """Return when every rank has called this function."""
     if backend.compares_calls:
         verify_collective(backend, "wait for everyone")  # the comparison is a barrier itself
     else:
@@ -258,7 +235,7 @@ def wait_for_everyone(backend: Backend) -> None:
 
 @contextlib.contextmanager
 def first(backend: Backend, *, is_first: bool) -> Iterator[None]:
-    """Let some ranks run the body before the others. If it raises on one of the first, the others still go on."""
+    """Let some ranks run the body before the others, which go on even if the body raises on one of the first ranks."""
     if not is_first:
         wait_for_everyone(backend)
     try:
@@ -287,28 +264,25 @@ def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[
     """Return each tensor's greatest length along ``dim`` over the ranks, ``None`` without that dimension."""
     verify_collective(backend, f"pad_across_processes along dimension {dim}")
     by_rank = backend.all_gather_object(shapes)
-    if len({tuple(_without(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
+    if len({tuple(_masked(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
         raise mismatch_error([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
     return [
-        max(shape[dim] for shape in of_one_tensor) if _has(of_one_tensor[0], dim) else None
+        max(shape[dim] for shape in of_one_tensor) if _has_dim(of_one_tensor[0], dim) else None
         for of_one_tensor in zip(*by_rank, strict=True)
     ]
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
-    """Return the shape with its size along ``dim`` left open."""
-    return tuple(None if _has(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
+def _masked(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
+    """Return the shape with its size along ``dim`` replaced by ``None``."""
+    return tuple(None if _has_dim(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
 
 
-def _has(shape: tuple[int, ...], dim: int) -> bool:
+def _has_dim(shape: tuple[int, ...], dim: int) -> bool:
     return -len(shape) <= dim < len(shape)
 
 
-_SHOWN_DIFFERENCES = 3
-
-
 def verify_collective(backend: Backend, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-    """Check that all ranks make the same call with the same tensors, where the backend asks for it.
+    """Check that all ranks make the same call with the same tensors, if the backend compares calls.
 
     Raises:
         CollectiveError: The ranks' calls differ. All ranks get it, and the group can still be used.
@@ -321,7 +295,7 @@ def verify_model(backend: Backend, model: torch.nn.Module) -> None:
     """Check that all ranks prepare a model with the same parameters.
 
     Raises:
-        CollectiveError: A rank prepares another model, or does something else.
+        CollectiveError: A rank prepares another model, or makes another call.
     """
     if backend.place.world_size == 1:
         return
@@ -360,7 +334,7 @@ def _refuse_differences(backend: Backend, call: str, details: Sequence[str]) -> 
 
 
 def _only(details: Sequence[str], common: set[str]) -> str:
-    """Return text with the first details that not every rank has."""
+    """Describe the first few details that not every rank has."""
     own = [detail for detail in details if detail not in common]
     shown = ", ".join(own[:_SHOWN_DIFFERENCES])
     more = f" and {len(own) - _SHOWN_DIFFERENCES} more" if len(own) > _SHOWN_DIFFERENCES else ""
@@ -374,7 +348,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
     """Return one rank's part of ``inputs``: consecutive items.
 
-    If the number of items doesn't divide, the first ranks get one more.
+    If the number of items isn't divisible by ``world_size``, the first ranks get one more.
 
     Args:
         inputs: A list, a tuple, a tensor ``(n, ...)``, an object with ``select`` such as a Hugging Face dataset, or a
@@ -389,7 +363,14 @@ def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = Fa
     if world_size == 1:
         return inputs
     if isinstance(inputs, Mapping):
-        _check_lengths(inputs)
+        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+            raise TrainingError(
+                f"split_between_processes was given values of different lengths: {shown}.",
+                why="Each rank gets the same items of all of them.",
+                fix="make them equally long",
+            )
         return {key: part_of(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
     if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
         raise TrainingError(
@@ -406,14 +387,3 @@ def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = Fa
     if isinstance(inputs, torch.Tensor):
         return torch.cat([part, *[last] * missing]) if missing else part
     return part + last * missing
-
-
-def _check_lengths(inputs: Mapping[Any, Any]) -> None:
-    lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
-        raise TrainingError(
-            f"split_between_processes was given values of different lengths: {shown}.",
-            why="Each rank gets the same items of all of them.",
-            fix="make them equally long",
-        )

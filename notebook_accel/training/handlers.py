@@ -48,7 +48,7 @@ class AutocastKwargs:
 
     Attributes:
         enabled: ``False`` computes in float32 in spite of ``mixed_precision``.
-        cache_enabled: Cast each weight once for a forward pass; ``None`` is torch's default.
+        cache_enabled: Cast each weight once per forward pass; ``None`` is torch's default.
     """
 
     enabled: bool = True
@@ -61,8 +61,8 @@ class GradScalerKwargs:
 
     Attributes:
         init_scale: The first scale.
-        growth_factor: The scale is multiplied by this after ``growth_interval`` steps without an overflow.
-        backoff_factor: The scale is multiplied by this after an overflow.
+        growth_factor: The scale's factor after ``growth_interval`` steps without an overflow.
+        backoff_factor: The scale's factor after an overflow.
         growth_interval: A number of steps.
         enabled: ``False`` leaves losses as they are.
     """
@@ -82,8 +82,8 @@ class InitProcessGroupKwargs:
         backend: ``"nccl"`` or ``"gloo"``; by default the one for the device. With ``"gloo"`` several ranks can share a
             GPU.
         init_method: Only ``None`` and ``"env://"``: ranks meet where their environment says.
-        timeout: How long a rank waits for the others when it joins and in each collective. The defaults are torch's: 10
-            minutes for joining and for collectives of GPUs, 30 for collectives of CPUs.
+        timeout: The longest time that a rank waits for the others when it joins and in each collective. The defaults
+            are torch's: 10 minutes for joining and for collectives of GPUs, 30 minutes for collectives of CPUs.
 
     Raises:
         ConfigError: An option has a value that isn't possible.
@@ -113,16 +113,16 @@ class DistributedDataParallelKwargs:
     """Settings of gradient averaging; ``torch.nn.parallel.DistributedDataParallel`` has the details.
 
     Attributes:
-        dim: An option of torch without effect, since each rank has one device.
+        dim: An option of torch that has no effect, since each rank has one device.
         broadcast_buffers: Give all ranks rank 0's buffers before each forward pass.
         bucket_cap_mb: Size of the buckets in which gradients travel, in MiB.
         find_unused_parameters: Allow forward passes that don't use all parameters.
-        check_reduction: An option of torch that has no effect there.
+        check_reduction: An option of torch that has no effect.
         gradient_as_bucket_view: Keep gradients in the buckets, which saves memory.
         static_graph: Assume that every forward pass uses the same parameters.
         comm_hook: Compression of the gradients that ranks exchange.
         comm_wrapper: ``FP16`` or ``BF16`` around a PowerSGD hook.
-        comm_state_option: For PowerSGD: the arguments of torch's ``PowerSGDState``.
+        comm_state_option: The arguments of torch's ``PowerSGDState``, for PowerSGD.
 
     Raises:
         ConfigError: ``comm_wrapper`` has another value.
@@ -145,10 +145,10 @@ class DistributedDataParallelKwargs:
             raise ConfigError(f"comm_wrapper is {self.comm_wrapper}.", fix="DDPCommunicationHookType.FP16, BF16 or NO")
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``DistributedDataParallel`` that differ from its defaults; it warns of some."""
+        """Return the arguments of ``DistributedDataParallel`` that differ from its defaults, since it warns of some."""
         ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
-        told = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in told.items() if name not in ours and value != default}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ours}
+        return {name: value for name, value in given.items() if value != getattr(type(self), name)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,17 +213,17 @@ def profile(options: ProfileKwargs | None, rank: int) -> Iterator[torch.profiler
 
 @dataclasses.dataclass(frozen=True)
 class Handlers:
-    """One handler of each kind."""
+    """A handler of each kind."""
 
     autocast: AutocastKwargs = AutocastKwargs()
     ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
     group: InitProcessGroupKwargs = InitProcessGroupKwargs()
-    profile: ProfileKwargs = dataclasses.field(default=ProfileKwargs())
+    profile: ProfileKwargs = ProfileKwargs()
     scaler: GradScalerKwargs = GradScalerKwargs()
 
     @classmethod
     def from_list(cls, given: Iterable[object] | None) -> Handlers:
-        """Sort the handlers that ``kwargs_handlers`` was given.
+        """Sort the handlers in ``kwargs_handlers`` by kind.
 
         Raises:
             ConfigError: Two handlers are of one kind, or one is of no known kind.

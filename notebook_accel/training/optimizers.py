@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that move only when gradients sync."""
+"""Optimizers and schedulers that step only when gradients sync."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` have an effect only at the end of an accumulation window.
 
-    Everything else is the wrapped optimizer's. It pickles as the wrapped optimizer, since it means nothing outside its
-    rank.
+    All other attributes are those of the wrapped optimizer. It pickles as the wrapped optimizer, since it means nothing
+    outside its rank.
 
     Args:
         optimizer: The optimizer to wrap.
         state: The accumulation window, which says whether gradients sync.
         scaler: The loss scaler of fp16.
-        mark_step: Called after a step outside of any prepared loader, whose next batch would mark it.
+        mark_step: Called after a step outside of any prepared loader. Inside of one, the next batch marks the step.
 
     Attributes:
         optimizer: The wrapped optimizer.
@@ -51,7 +51,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         mark_step: Callable[[], None] | None = None,
     ) -> None:
-        # The base class's __init__ isn't called: parameters, state and hooks are looked up in the wrapped optimizer.
+        # No call of the base class's __init__: parameters, state and hooks are those of the wrapped optimizer.
         self.optimizer = optimizer
         self.step_was_skipped = False
         self._gradients = state
@@ -103,7 +103,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: the object is being made
+        if name == "optimizer":  # not set yet: the object is being made
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -118,14 +118,14 @@ class AcceleratedScheduler:
     """A scheduler that advances when the optimizer has stepped, in the units of one process.
 
     A schedule is planned in batches, and n ranks take n batches at once. So each call advances it n times, or once with
-    ``split_batches``. Everything else is the wrapped scheduler's. It pickles as the wrapped scheduler.
+    ``split_batches``. All other attributes are those of the wrapped scheduler. It pickles as the wrapped scheduler.
 
     Args:
         scheduler: The scheduler to wrap.
-        optimizers: The scheduler skips a step if one of them does.
+        optimizers: The optimizers that it follows; it skips a step if one of them does.
         state: The accumulation window, which says whether gradients sync.
         steps_per_call: Steps of the schedule in each call.
-        step_with_optimizer: ``False`` passes each call on as it is.
+        step_with_optimizer: Follow the optimizers; ``False`` passes each call on unchanged.
 
     Attributes:
         scheduler: The wrapped scheduler.
@@ -146,8 +146,8 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
-        # Decided once rather than in each step.
-        self._counts_itself = isinstance(scheduler, ReduceLROnPlateau)
+        # Computed once rather than in each step.
+        self._counts_calls = isinstance(scheduler, ReduceLROnPlateau)
         self._has_end = getattr(scheduler, "total_steps", None) is not None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -163,8 +163,8 @@ class AcceleratedScheduler:
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._counts_itself:
-            self.scheduler.step(*args, **kwargs)  # this schedule counts calls, not batches
+        if self._counts_calls:  # rather than batches
+            self.scheduler.step(*args, **kwargs)
             return
         for _ in range(calls * self._steps_per_call):
             if self._has_end and self._is_finished():
@@ -177,7 +177,7 @@ class AcceleratedScheduler:
         return bool(scheduler.last_epoch >= scheduler.total_steps)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not there yet: the object is being made
+        if name == "scheduler":  # not set yet: the object is being made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -196,11 +196,11 @@ def prepare_optimizer(
     moves: bool = True,
     mark_step: Callable[[], None] | None = None,
 ) -> AcceleratedOptimizer:
-    """Wrap an optimizer, and with ``moves`` bring its state to where its parameters are now."""
+    """Wrap an optimizer, and with ``moves`` move its state to the device of its parameters."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
-    if moves and _state_lies_elsewhere(optimizer):
-        optimizer.load_state_dict(optimizer.state_dict())  # which knows what belongs on the parameter's device
+    if moves and _is_state_elsewhere(optimizer):
+        optimizer.load_state_dict(optimizer.state_dict())  # it knows which values belong on the parameter's device
     group_recovery.track_state(optimizer)
     if scaler is not None:
         scaler.add(optimizer)
@@ -208,16 +208,12 @@ def prepare_optimizer(
 
 
 def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
-    """Refuse optimizers that would train nothing: training would run, and no weight would change.
+    """Refuse optimizers of other models: with them training would run and change no weight.
 
-    In a notebook that happens when a model was replaced by a trained copy, and its optimizer was not.
-
-    Args:
-        objects: Objects, of which the optimizers are checked.
-        prepared: All prepared objects, with the models among them.
+    In a notebook this happens when a model was replaced by a trained copy, and its optimizer wasn't.
 
     Raises:
-        TrainingError: An optimizer moves no parameter of any of the models.
+        TrainingError: An optimizer in ``objects`` moves no parameter of any model in ``prepared``.
     """
     known: set[int] = set()
     for item in prepared:
@@ -236,7 +232,7 @@ def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
             )
 
 
-def _state_lies_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+def _is_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     return any(
         isinstance(value, torch.Tensor) and value.ndim > 0 and value.device != parameter.device
         for parameter, values in optimizer.state.items()
@@ -252,15 +248,11 @@ def prepare_scheduler(
     steps_per_call: int,
     step_with_optimizer: bool,
 ) -> AcceleratedScheduler:
-    """Wrap a scheduler. It follows the prepared optimizer that it was made for, or all if that isn't among them."""
+    """Wrap a scheduler. It follows the prepared optimizer that it was made for, or all if that one isn't prepared."""
     group_recovery.track_state(scheduler)
-    own = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)]
+    followed = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)] or list(optimizers)
     return AcceleratedScheduler(
-        scheduler,
-        own or list(optimizers),
-        state,
-        steps_per_call=steps_per_call,
-        step_with_optimizer=step_with_optimizer,
+        scheduler, followed, state, steps_per_call=steps_per_call, step_with_optimizer=step_with_optimizer
     )
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision: the forward pass in 16 bits, weights and outputs in 32."""
+"""Mixed precision: the forward pass computes in 16 bits; weights and outputs have 32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import enum
-import itertools
 import os
 import warnings
 import weakref
@@ -43,7 +42,7 @@ class Precision:
         environ: The environment variables, with the launch's setting.
         autocast: Settings of autocast.
         scaler: Settings of loss scaling.
-        downcast_bf16: On a TPU, replace float32 by bf16 and float64 by float32; elsewhere it has no effect.
+        downcast_bf16: On a TPU, replace float32 by bf16 and float64 by float32. It has no effect elsewhere.
         computes_in: The backend's method that makes the device itself compute in a type, if it can.
 
     Attributes:
@@ -93,11 +92,7 @@ class Precision:
             )
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch's operations use this precision where that is safe.
-
-        Args:
-            options: Settings for this context; by default those of this object.
-        """
+        """Return a context in which torch's operations use this precision where that is safe."""
         options = options or self._autocast
         if self.dtype is None:
             return contextlib.nullcontext()
@@ -107,17 +102,12 @@ class Precision:
 class LossScaler:
     """torch's ``GradScaler``, made safe for any order of its calls and for several optimizers.
 
-    Existing gradients are brought to the current scale before a loss is scaled. These can be gradients without a step,
-    such as when a program skips a step because of the norm, or those of another optimizer that still accumulate when
-    the scale changes. So gradients always have a known size: the current scale, or the real size from ``unscale`` to
-    the next loss.
+    Before it scales a loss, it brings existing gradients to the current scale. Gradients exist, for example, if a
+    program skipped a step because of the norm, or if another optimizer still accumulates when the scale changes. So
+    gradients always have a known size: the current scale, or the real size from ``unscale`` to the next loss.
 
     The scale changes before the next loss is scaled rather than right after a step. So all optimizers of one backward
     pass are unscaled by the scale that their gradients have.
-
-    Args:
-        device: The device of the gradients.
-        options: The scale and how it changes.
     """
 
     def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:
@@ -141,7 +131,7 @@ class LossScaler:
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its growth, as for the next loss. It changes nothing, since a step may be under way."""
+        """Return the scale and its growth as of the next loss, without changing them, since a step may be under way."""
         scaler = self._scaler
         if not any(self._checked()):
             return scaler.state_dict()
@@ -156,14 +146,14 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` has returned."""
-        with self._gradients_follow():
+        with self._rescaled_gradients():
             self._scaler.load_state_dict(state)
 
     def _update(self) -> None:
         """Let the scale change if gradients were checked since the last change."""
         checked = self._checked()
         if checked:
-            with self._gradients_follow():
+            with self._rescaled_gradients():
                 if any(checked):  # otherwise no optimizer had a gradient, and torch refuses to update
                     self._scaler.update()
 
@@ -172,7 +162,7 @@ class LossScaler:
         return [state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()]
 
     @contextlib.contextmanager
-    def _gradients_follow(self) -> Iterator[None]:
+    def _rescaled_gradients(self) -> Iterator[None]:
         """Bring all gradients from the scale before the body to the scale after it."""
         scale = self._scaler._scale
         before = None if scale is None else scale.clone()
@@ -183,9 +173,10 @@ class LossScaler:
             return
         for optimizer in self._optimizers:
             factor = scale if optimizer in real else scale / before
-            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.device))
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the optimizer's gradients have their real size."""
@@ -201,7 +192,7 @@ class LossScaler:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step unless a gradient overflowed, and return whether the step was skipped."""
         self.unscale(optimizer)
-        # torch's own step would refuse a second one with the same gradients, and one without any.
+        # torch's own step would refuse a second step with the same gradients, and a step without gradients.
         found = self._scaler._found_inf_per_device(optimizer)
         overflowed = any(bool(count.item()) for count in found.values())
         if not overflowed:

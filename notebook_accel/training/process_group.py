@@ -1,4 +1,4 @@
-"""Join the group of all ranks, or find the backend through which this process has joined it."""
+"""Joins the group of all ranks, and keeps the backend through which this process has joined it."""
 
 from __future__ import annotations
 
@@ -27,38 +27,33 @@ _latest: weakref.ref[Backend] | None = None
 def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
     """Make this process the rank that its environment describes, and return its backend.
 
-    A group that this process is in already, made here or by the user's code, is used as it is. A loader's worker
-    process joins none: its rank is a member already.
+    If this process is in a group already, made here or by the user's code, that group is used as it is. A data loader's
+    worker process joins no group, because its rank is a member already.
 
     Args:
-        cpu: Compute on the CPU, also where there are GPUs. The launcher's environment variable has the same effect.
+        cpu: Compute on the CPU even where there are GPUs. The launcher's environment variable has the same effect.
         options: Options of the group, such as how long ranks wait for each other.
 
     Raises:
         ConfigError: The environment variables don't describe a rank.
-        TrainingError: The other ranks didn't come in time, or this one has no device.
+        TrainingError: The other ranks didn't come in time, or this rank has no device.
     """
+    global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
     options = options or InitProcessGroupKwargs()
     if options.backend is None and environment.is_true(os.environ.get(environment.OVERSUBSCRIBE, "")):
         options = dataclasses.replace(options, backend="gloo")  # NCCL refuses two ranks on one GPU
-    joined = torch_group.current_place()
-    if joined is None and get_worker_info() is not None:
+    group_place = torch_group.current_place()
+    if group_place is None and get_worker_info() is not None:
         return WorkerProcess(RankPlace.from_environment())
-    place = joined or RankPlace.from_environment()
-    if not cpu and xla.is_asked_for():
-        return _joined(xla.XlaDevice(place, options))
-    device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
+    place = group_place or RankPlace.from_environment()
     backend: Backend
-    if place.world_size == 1 and joined is None:
-        backend = SingleProcess(place, device)
+    if not cpu and xla.is_asked_for():
+        backend = xla.XlaDevice(place, options)
     else:
-        backend = TorchDistributed(place, device, options)
-    return _joined(backend)
-
-
-def _joined(backend: Backend) -> Backend:
-    global _latest
+        device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
+        is_alone = place.world_size == 1 and group_place is None
+        backend = SingleProcess(place, device) if is_alone else TorchDistributed(place, device, options)
     reporter().set_device(str(backend.device), backend.memory(), utilisation_of(backend.device))
     _latest = weakref.ref(backend)
     return backend
@@ -67,7 +62,7 @@ def _joined(backend: Backend) -> Backend:
 def seed_device(seed: int) -> None:
     """Seed the device's generator, if this process has joined with a backend that torch doesn't seed itself."""
     backend = None if _latest is None else _latest()
-    if backend is not None and get_worker_info() is None:  # a loader's worker has no device
+    if backend is not None and get_worker_info() is None:  # a data loader's worker has no device
         backend.seed(seed)
 
 
@@ -83,10 +78,10 @@ def current(*, cpu: bool = False) -> Backend:
 
 
 def is_at(place: RankPlace, backend: Backend) -> bool:
-    """Return whether a backend belongs to a place. A forked rank also has the notebook's, if there is one."""
+    """Return whether a backend belongs to a place. A forked rank may also have inherited the notebook's backend."""
     return (backend.place.rank, backend.place.world_size) == (place.rank, place.world_size)
 
 
 def rank_place() -> RankPlace:
-    """Return this rank's place among all, also before it has joined and after it has left."""
+    """Return this rank's place among all ranks, even before it has joined and after it has left."""
     return torch_group.current_place() or RankPlace.from_environment()

@@ -41,12 +41,12 @@ class RNGType(str, enum.Enum):
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of GPUs included.
+    """Seed Python's, NumPy's and torch's generators, including those of GPUs.
 
     Args:
         seed: The seed.
         device_specific: Add the rank, so that ranks draw different numbers.
-        deterministic: Have torch use algorithms that give the same bits each time, where it has them.
+        deterministic: Have torch use deterministic algorithms where it has them.
     """
     if device_specific:
         seed += process_group.rank_place().rank
@@ -64,7 +64,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def snapshot() -> dict[str, Any]:
     """Return the state of this process's generators on the host, in their own forms."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:  # else nobody has drawn from it
+    if "numpy" in sys.modules:  # otherwise no number was drawn from it
         import numpy
 
         state["numpy"] = numpy.random.get_state(legacy=True)
@@ -82,12 +82,12 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(backend: Backend) -> dict[str, Any]:
-    """Return the state of this rank's generators, its device's too, in the form of ``plain``."""
+    """Return the state of this rank's generators, including its device's, in the form of ``plain``."""
     return {**plain(snapshot()), **backend.generator_state()}
 
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Set the generators to a state from ``capture`` or ``plain``, the device's too if ``backend`` is given."""
+    """Set the generators to a state from ``capture`` or ``plain``, including the device's if ``backend`` is given."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -107,15 +107,15 @@ def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
         ConfigError: There is no such generator.
     """
     names = tuple(str(getattr(kind, "value", kind)) for kind in types)
+    known = [kind.value for kind in RNGType]
     for name in names:
-        if name not in [known.value for known in RNGType]:
-            shown = ", ".join(repr(known.value) for known in RNGType)
-            raise ConfigError(f"rng_types has {name!r}.", fix=f"some of {shown}")
+        if name not in known:
+            raise ConfigError(f"rng_types has {name!r}.", fix=f"some of {', '.join(map(repr, known))}")
     return names
 
 
 def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generator | None = None) -> None:
-    """Give every rank rank 0's state of the named generators."""
+    """Copy rank 0's state of the named generators to every rank."""
     if backend.place.world_size == 1:
         return
     own = capture(backend)
@@ -128,7 +128,7 @@ def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generat
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """Give every rank rank 0's state of some generators.
+    """Copy rank 0's state of some generators to every rank.
 
     Args:
         rng_types: Some of ``"torch"``, ``"cuda"``, ``"xla"``, ``"numpy"``, ``"python"`` and ``"generator"``.
@@ -141,5 +141,5 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Call ``synchronize_rng_states`` for one generator."""
+    """Copy rank 0's state of one generator to every rank, as ``synchronize_rng_states``."""
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)

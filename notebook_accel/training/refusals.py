@@ -1,4 +1,4 @@
-"""Names of Accelerate that this package refuses, with errors that say what to do instead."""
+"""Accelerate's arguments and names that this package refuses, with errors that say what to do instead."""
 
 from __future__ import annotations
 
@@ -53,18 +53,14 @@ def refuse(given: Mapping[str, Any]) -> None:
     """Refuse arguments of ``Accelerator`` that this package can't honour.
 
     Raises:
-        ConfigError: An argument is one of Accelerate's.
+        ConfigError: An argument exists in Accelerate only.
         TypeError: An argument is unknown.
     """
     for name, value in given.items():
         if name not in _INSTEAD:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None and str(getattr(value, "value", value)).lower() != "no":
-            raise ConfigError(
-                f"Accelerator({name}=...) isn't supported.",
-                why=_WHOLE_MODEL,
-                fix=_INSTEAD[name],
-            )
+            raise ConfigError(f"Accelerator({name}=...) isn't supported.", why=_WHOLE_MODEL, fix=_INSTEAD[name])
 
 
 class DynamoBackend(str, enum.Enum):
@@ -80,7 +76,7 @@ class DynamoBackend(str, enum.Enum):
     TVM = "TVM"
 
 
-# Programs import these names, and use them in isinstance. So they are classes that can't be instantiated.
+# Programs import these names, and use them in isinstance. So they are classes, which can't be instantiated.
 
 
 class _Unsupported:
@@ -114,7 +110,7 @@ class TorchTensorParallelPlugin(_Unsupported):
 class TorchDynamoPlugin(_Unsupported):
     """``prepare`` doesn't compile models."""
 
-    _why = "prepare leaves a model as it was given."
+    _why = "prepare doesn't compile models."
     _fix = _INSTEAD["dynamo_plugin"]
 
 

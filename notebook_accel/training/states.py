@@ -1,4 +1,4 @@
-"""``PartialState`` and ``AcceleratorState``, and what ``Accelerator`` shares with them: one rank among all."""
+"""``PartialState`` and ``AcceleratorState``, which stand for this rank, and their base class ``ProcessState``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _R = TypeVar("_R")
 class DistributedType(str, enum.Enum):
     """The kinds of devices and parallelism. Each member equals its name as text.
 
-    This package only ever reports the first four; programs for other launchers ask for the rest.
+    This package reports the first four only; programs for other launchers compare with the rest.
     """
 
     NO = "NO"
@@ -49,15 +49,11 @@ class DistributedType(str, enum.Enum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-_BY_DEVICE = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "xla": DistributedType.XLA,
-}
+_BY_DEVICE = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
 
 
 class ProcessState:
-    """One rank among all: its number, its device, and work that only some ranks do.
+    """This rank: its number, its device, and functions that only some ranks run.
 
     Args:
         backend: The backend that connects this rank to the others.
@@ -76,19 +72,16 @@ class ProcessState:
             TrainingError: The object was made in the notebook, and this process is a rank forked from it.
         """
         if os.getpid() != self._pid:
-            self._refuse_in_forked_rank()
-            self._pid = os.getpid()  # a DataLoader worker, which is in its rank's place
+            here = process_group.rank_place()
+            if not process_group.is_at(here, self._own_backend):
+                raise TrainingError(
+                    f"This {type(self).__name__} was made in the notebook, and this is rank {here.rank} of "
+                    f"{here.world_size}, a fork of the notebook.",
+                    why="It belongs to the notebook's process: each rank would train by itself.",
+                    fix="make it inside the cell or the function",
+                )
+            self._pid = os.getpid()  # a data loader's worker, which has its rank's place
         return self._own_backend
-
-    def _refuse_in_forked_rank(self) -> None:
-        here = process_group.rank_place()
-        if not process_group.is_at(here, self._own_backend):
-            raise TrainingError(
-                f"This {type(self).__name__} was made in the notebook, and this is rank {here.rank} of "
-                f"{here.world_size}, a fork of the notebook.",
-                why="It belongs to the notebook's process: each rank would train by itself.",
-                fix="make it inside the cell or the function",
-            )
 
     def __repr__(self) -> str:
         return (
@@ -97,12 +90,12 @@ class ProcessState:
         )
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
-        return self  # it stands for this process; so a model that has one as an attribute can be copied
+        return self  # it stands for this process, so a copy of a model that refers to it refers to it too
 
     def __reduce__(self) -> NoReturn:
         raise StaysError(
             self,
-            f"this {type(self).__name__} stands for the process that it was made in, rank {self.process_index} of "
+            f"this {type(self).__name__} stands for the process that made it, rank {self.process_index} of "
             f"{self.num_processes}, and a copy elsewhere would act for that rank",
         )
 
@@ -166,7 +159,7 @@ class ProcessState:
         return collectives.first(self._backend, is_first=self.is_local_main_process)
 
     def set_trigger(self) -> None:
-        """Make ``check_trigger`` return true on every rank, for a decision of one rank, such as to stop early."""
+        """Make ``check_trigger`` return True on every rank, for a decision of one rank, such as to stop early."""
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
@@ -185,7 +178,7 @@ class ProcessState:
             apply_padding: Repeat the last item so that every rank gets as many, and results can be gathered.
 
         Raises:
-            TrainingError: ``inputs`` is something else.
+            TrainingError: ``inputs`` has another type, or its values have different lengths.
         """
         yield collectives.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
 
@@ -265,15 +258,14 @@ class AcceleratorState(ProcessState):
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))
         latest = None if _latest is None else _latest()
-        self._precision = (
-            latest
-            if latest is not None and mixed_precision in (None, latest.name)
-            else Precision(mixed_precision, self.device, computes_in=self._backend.computes_in)
-        )
+        if latest is not None and mixed_precision in (None, latest.name):
+            self._precision = latest
+        else:
+            self._precision = Precision(mixed_precision, self.device, computes_in=self._backend.computes_in)
 
     @classmethod
     def from_accelerator(cls, backend: Backend, precision: Precision) -> AcceleratorState:
-        """Return the state of an ``Accelerator``, which becomes the latest one."""
+        """Return the state of an ``Accelerator``, whose precision becomes the latest one."""
         global _latest
         state = cls.__new__(cls)
         ProcessState.__init__(state, backend)

@@ -1,4 +1,4 @@
-"""Nested structures of tensors: what a loader yields, what a model returns, what a collective takes."""
+"""Nested structures of tensors, such as a loader's batches, a model's outputs and the arguments of collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["leaves_of", "map_leaves", "send_to_device", "to_float32"]
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return the same structure with ``function`` applied to every leaf.
 
-    Containers are lists, tuples, named tuples and mappings, and keep their type; all else is a leaf. So is a
+    Lists, tuples, named tuples and mappings are containers and keep their type; every other object is a leaf. So is a
     ``PackedSequence``: one of its fields has to stay on the CPU, and only its own ``to`` knows which.
     """
     if isinstance(tree, torch.Tensor):
@@ -28,8 +28,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         if type(tree) is dict:
             return mapped
         if isinstance(tree, MutableMapping):
-            # A copy keeps what the class has besides its items, such as the factory of a defaultdict.
-            copied = copy.copy(tree)
+            copied = copy.copy(tree)  # keeps attributes of the class, such as the factory of a defaultdict
             for key, value in mapped.items():
                 copied[key] = value
             return copied
@@ -63,10 +62,9 @@ def send_to_device(tree: Any, device: torch.device, *, non_blocking: bool = Fals
 
 def to_float32(tree: Any) -> Any:
     """Return ``tree`` with its half precision tensors in float32."""
-    return map_leaves(_widened, tree)
+    return map_leaves(_leaf_to_float32, tree)
 
 
-def _widened(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16):
-        return leaf.float()
-    return leaf
+def _leaf_to_float32(leaf: Any) -> Any:
+    is_half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+    return leaf.float() if is_half else leaf

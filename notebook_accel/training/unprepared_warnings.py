@@ -1,4 +1,4 @@
-"""Warnings on rank 0 where training would run and not do what the user expects: unprepared objects, fast schedules."""
+"""Rank 0's warnings of unprepared objects and fast schedules, with which training runs but not as the user expects."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch.utils.data import DataLoader
 
 __all__ = ["log_schedule_hint", "schedule_hint", "warn"]
 
-# The names under which torch's schedulers keep how many steps they are planned for.
-_LENGTHS = ("total_steps", "T_max", "total_iters")
+_LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
 _logger = logging.getLogger("notebook_accel")
 
 
 def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
-    """Warn of each kind of object that should be prepared and isn't, at the first backward pass.
+    """Warn, at the first backward pass, of each kind of object that should be prepared and isn't.
 
     Args:
         prepared: All prepared objects.
         ranks: Number of ranks.
-        window: Micro-batches in a step of the optimizer, where ``accumulate`` counts them.
+        window: Micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
         scales: True if losses are scaled, as in fp16.
     """
     if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
@@ -55,15 +54,12 @@ def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> Non
 
 
 def schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> str:
-    """Say how far each step of the optimizer advances a schedule, and where that ends it.
+    """Describe how fast a schedule advances and when it ends; return ``""`` if it advances as in one process.
 
     Args:
         scheduler: The user's scheduler.
-        ranks: How far a step of the optimizer advances it.
+        ranks: Steps of the schedule for each step of the optimizer.
         window: Micro-batches in a step of the optimizer.
-
-    Returns:
-        The hint, or nothing if the schedule advances as in one process.
     """
     if ranks == 1 or isinstance(scheduler, ReduceLROnPlateau):
         return ""

@@ -1,4 +1,4 @@
-"""Ranks that all tests of the training runtime share."""
+"""Ranks that all tests of training share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks that are killed while they save, again and again.
+"""Ranks that are killed while they save, many times.
 
-All are forked from the process that ``run`` is called in, which has imported torch and done nothing else. Each first
-loads what the one before it has left.
+All are forked from the process that calls ``run``, which has only imported torch. Each rank first loads the checkpoint
+that the rank before it has left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_S = 0.15
 
 
 class Number:
-    """Something that users register."""
+    """A registered object of a user."""
 
     value = 0
 
@@ -40,7 +40,7 @@ class Number:
 
 
 class Training:
-    """Training whose every part says how far it is."""
+    """Training in which every part has the number of the last step."""
 
     def __init__(self, folder: str, *, numbered: bool) -> None:
         configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=numbered, total_limit=2)
@@ -59,7 +59,7 @@ class Training:
         self.accelerator.save_state(self.folder)
 
     def load(self) -> int:
-        """The number of the last checkpoint, of which every part has to be; -1 if there is none yet."""
+        """Load the last checkpoint and return its number, which all parts must have; -1 without a checkpoint."""
         try:
             self.accelerator.load_state(self.folder)
         except CheckpointError as error:
@@ -73,7 +73,7 @@ class Training:
 
 
 def _killed_at(change: int, folder: str) -> None:
-    """Kills this process when it is about to make its n-th change in a folder."""
+    """Kill this process before its n-th change in a folder."""
     count = itertools.count()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -84,7 +84,7 @@ def _killed_at(change: int, folder: str) -> None:
 
 
 def _fork(work: Callable[[Callable[[int], None]], None]) -> tuple[int, int]:
-    """A child, and a pipe that it can write numbers to."""
+    """Start a child; return it with a pipe from which its numbers can be read."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -106,7 +106,7 @@ def _read(descriptor: int) -> list[int]:
 
 
 def at_every_change(folder: str, *, numbered: bool) -> dict[str, Any]:
-    """One rank, killed at each change that saving makes in the folder, one after the other."""
+    """Kill a saving rank at each change that it makes in the folder, one after the other."""
     found: list[int] = []
 
     def begin(_: Callable[[int], None]) -> None:
@@ -135,7 +135,7 @@ def at_every_change(folder: str, *, numbered: bool) -> dict[str, Any]:
 
 
 def at_random_moments(folder: str, *, numbered: bool) -> dict[str, Any]:
-    """Two ranks that save over and over, of which one is killed at a random moment and then the other."""
+    """Run two ranks that save repeatedly, and kill one at a random moment and then the other."""
     moments = random.Random(5)
     found: list[list[int]] = []
     for _ in range(_KILLS):
@@ -164,7 +164,7 @@ def at_random_moments(folder: str, *, numbered: bool) -> dict[str, Any]:
 
 
 def run(mode: str, folder: str, naming: str) -> dict[str, Any]:
-    """The numbers of the checkpoints that were found, and how often ranks were killed."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).state_dict()  # the first one imports half of torch
+    """Return the numbers of the checkpoints that were found, and how often ranks were killed."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).state_dict()  # the first call imports half of torch
     modes = {"changes": at_every_change, "moments": at_random_moments}
     return modes[mode](folder, numbered=naming == "numbered")

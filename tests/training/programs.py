@@ -1,6 +1,6 @@
-"""Programs of the kind that Accelerate's documentation has, with the library's name left open.
+"""Programs like those in Accelerate's documentation, with the library's name left open.
 
-Each returns the numbers that it comes to, made of what can be compared.
+Each returns its results in a form that can be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -26,7 +26,7 @@ def accelerator_of(
 ) -> Any:
     utils = importlib.import_module(f"{api}.utils")
     if api == "accelerate":
-        importlib.import_module("accelerate.state").AcceleratorState._reset_state()  # else the first precision stays
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state()  # or the first precision stays
     return importlib.import_module(api).Accelerator(
         cpu=True,
         mixed_precision=precision,
@@ -49,7 +49,7 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
 
 
 def samples(api: str, kind: str, **options: Any) -> list[Any]:
-    """What a rank reads in each of two epochs, and what it knows meanwhile."""
+    """Return the batches of this rank in two epochs, with the states that the program can read meanwhile."""
     found: list[Any] = []
     for n in LENGTHS:
         accelerator = accelerator_of(api, **options)
@@ -64,7 +64,7 @@ def samples(api: str, kind: str, **options: Any) -> list[Any]:
 
 
 def metrics(api: str, kind: str, **options: Any) -> list[Any]:
-    """What is gathered in an epoch, as tensors and as objects."""
+    """Return the samples gathered in an epoch, as tensors and as objects."""
     found = []
     for n in LENGTHS:
         accelerator = accelerator_of(api, **options)
@@ -77,7 +77,7 @@ def metrics(api: str, kind: str, **options: Any) -> list[Any]:
 
 
 def rest(api: str, kind: str, **options: Any) -> list[Any]:
-    """What is left of an epoch without its first batches, and the whole epoch after it."""
+    """Return the rest of an epoch without its first batches, and the whole epoch after it."""
     skip_first_batches = importlib.import_module(api).skip_first_batches
     found = []
     for skipped in (0, 1, 2):
@@ -106,7 +106,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def training(api: str, n: int, kind: str, schedule: str, **options: Any) -> Any:
-    """Two epochs of gradient accumulation: what each micro-batch knows, and the weights."""
+    """Accumulate gradients for two epochs; return the state in each micro-batch, and the weights."""
     accelerator = accelerator_of(api, **options)
     model, x, y = materials()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -129,7 +129,7 @@ def training(api: str, n: int, kind: str, schedule: str, **options: Any) -> Any:
 
 
 def without_end(api: str, **options: Any) -> Any:
-    """Steps are counted instead of epochs, and the number of micro-batches changes on the way."""
+    """Count steps instead of epochs, and change the number of micro-batches on the way."""
     accelerator = accelerator_of(api, num_steps=2, **options)
     model, x, y = materials()
     net, optimizer, loader = accelerator.prepare(
@@ -155,7 +155,7 @@ def without_end(api: str, **options: Any) -> Any:
 
 
 def by_hand(api: str) -> Any:
-    """Gradients are accumulated with ``no_sync``, weighted by the number of samples in a whole window."""
+    """Accumulate gradients with ``no_sync``, weighted by the number of samples in a whole window."""
     accelerator = accelerator_of(api, num_steps=2)
     model, x, y = materials()
     net, optimizer, loader = accelerator.prepare(
@@ -175,7 +175,7 @@ def by_hand(api: str) -> Any:
 
 
 def late_sync(api: str) -> Any:
-    """Two forward passes in ``no_sync``, of which the second one's backward pass syncs after all."""
+    """Run two forward passes in ``no_sync``, and sync in the backward pass of the second."""
     accelerator = accelerator_of(api)
     model, x, y = materials()
     net = accelerator.prepare(model)
@@ -209,7 +209,7 @@ def local_sgd(api: str, *, enabled: bool) -> Any:
 
 
 def tutorial(api: str, **options: Any) -> Any:
-    """The notebook tutorial's training loop: a frozen layer, one cycle, an evaluation after each epoch."""
+    """Run the notebook tutorial's loop: a frozen layer, one cycle, an evaluation after each epoch."""
     importlib.import_module(f"{api}.utils").set_seed(42)
     accelerator = accelerator_of(api, **options)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
@@ -238,7 +238,7 @@ def tutorial(api: str, **options: Any) -> Any:
 
 
 def checkpoints(api: str, folder: str) -> Any:
-    """The checkpoint tutorial: a state is saved in the middle of an epoch, and training goes on from it again."""
+    """Run the checkpoint tutorial: save a state in the middle of an epoch, and train from it again."""
     accelerator = accelerator_of(api)
     path = pathlib.Path(folder, api)
     model, x, y = materials()
@@ -264,7 +264,7 @@ def checkpoints(api: str, folder: str) -> Any:
 
 
 def tracking(api: str) -> Any:
-    """The tracking tutorial's tracker of one's own."""
+    """Run the tracking tutorial with its custom tracker."""
     module = importlib.import_module(f"{api}.tracking")
     said: list[Any] = []
 

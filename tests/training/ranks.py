@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes that run a function each, over and over.
+"""Real ranks for tests: processes that run one function after another.
 
-They are forks of a *nursery*, a process that has imported torch, has one thread, and has touched nothing else: so that
-ranks are there at once, and torch is imported once. ``python -m tests.training.ranks <descriptor>`` is it.
+They are forks of a *nursery*, ``python -m tests.training.ranks <descriptor>``: a process with one thread that has only
+imported torch. So ranks start at once, and torch is imported once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def free_port() -> int:
 
 
 class Ranks:
-    """As many ranks as there are environments.
+    """A rank for each environment.
 
     Args:
-        environments: The variables of each, besides those that this process has.
+        environments: Each rank's environment variables, in addition to those of this process.
     """
 
     def __init__(self, environments: list[dict[str, str]]) -> None:
@@ -47,18 +47,18 @@ class Ranks:
         self._ranks = [nursery.fork({**os.environ, **variables}) for variables in environments]
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
-        """What ``function(*args)`` returns in each rank.
+        """Return the values of ``function(*args)`` by rank.
 
-        The function has to be one of a module's, since it is sent by name.
+        The function has to be at the top of a module, since it is sent by name.
 
         Raises:
-            Exception: What it raised in the lowest of the ranks where it raised.
+            Exception: The exception of the lowest rank in which the function raised.
             TimeoutError: A rank didn't return in time.
         """
         return [_value(reply) for reply in self.replies(function, *args, deadline_s=deadline_s)]
 
     def replies(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
-        """Like ``run``, with the exceptions in place of the values of the ranks that raised."""
+        """Return the values by rank like ``run``, or the exceptions of ranks that raised."""
         for _, connection in self._ranks:
             _send(connection, (function, args))
         deadline = time.monotonic() + deadline_s
@@ -80,10 +80,10 @@ class Ranks:
 
 
 class Nursery:
-    """Forks ranks, and waits for those that it has killed.
+    """A process that forks ranks, and waits for those that it has killed.
 
     Attributes:
-        shared: The one that all tests use, if there is one.
+        shared: The nursery that all tests use, ``None`` if there is none.
     """
 
     shared: ClassVar[Nursery | None] = None
@@ -95,7 +95,7 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.training.ranks", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                # One thread; and no look at the GPUs other than through NVML, after which a fork could not use them.
+                # One thread; and GPUs are counted through NVML only, so that forks can still use them.
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
@@ -105,19 +105,19 @@ class Nursery:
             )
 
     def fork(self, variables: dict[str, str]) -> tuple[int, Connection]:
-        """Forks a rank with these environment variables, and no others."""
+        """Fork a rank with exactly these environment variables."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._requests, [pickle.dumps(variables)], [theirs.fileno()])
         return self._reply(), Connection(ours.detach())
 
     def end(self, pid: int) -> None:
-        """Kills a rank, if it is still there."""
+        """Kill a rank if it is still running."""
         self._requests.send(pickle.dumps(pid))
         self._reply()
 
     def close(self) -> None:
-        self._requests.close()  # which ends it, and its ranks
+        self._requests.close()  # ends the nursery and its ranks
         self._process.wait(_START_DEADLINE_S)
 
     def _reply(self) -> int:
@@ -126,7 +126,7 @@ class Nursery:
 
 
 def _send(connection: Connection, thing: Any) -> None:
-    # Not connection.send: torch has taught that to move tensors through shared memory, which tests would leave behind.
+    # Not connection.send: with torch it moves tensors through shared memory, which tests would leave behind.
     connection.send_bytes(pickle.dumps(thing))
 
 
@@ -142,7 +142,7 @@ def _value(reply: Any) -> Any:
 
 
 def group(size: int, **variables: str) -> Ranks:
-    """Ranks that find each other through rank 0's store."""
+    """Start ranks that find each other through rank 0's store."""
     port = str(free_port())
     return Ranks([
         {
@@ -169,7 +169,7 @@ def running(size: int, **variables: str) -> Iterator[Ranks]:
 
 
 def _nurse(requests: socket.socket) -> None:
-    """What a nursery does, until whoever has started it is gone."""
+    """Run a nursery until the process that started it is gone."""
     _import_what_ranks_need()
     assert len(os.listdir("/proc/self/task")) == 1  # a fork has only one of the threads
     gc.freeze()
@@ -200,7 +200,7 @@ def _import_what_ranks_need() -> None:
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import torch
-    import torch._dynamo  # which the first optimizer imports
+    import torch._dynamo  # the first optimizer imports it
 
     import notebook_accel.training.accelerator  # noqa: F401
 
@@ -208,12 +208,12 @@ def _import_what_ranks_need() -> None:
 
 
 def _kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this process
+    os.kill(pid, signal.SIGKILL)  # no wait yet, so the number is still this process's
     os.waitpid(pid, 0)
 
 
 def _begin(variables: dict[str, str], descriptor: int) -> None:
-    """What a rank does, in place of the nursery."""
+    """Run a rank in the forked process."""
     import numpy
 
     try:
@@ -234,11 +234,11 @@ def _serve(connection: Connection) -> None:
             return
         try:
             _send(connection, function(*args))
-        except Exception as error:  # noqa: BLE001  whatever it is, the test gets it
+        except Exception as error:  # noqa: BLE001  the test gets any exception
             error.in_rank = traceback.format_exc()  # type: ignore[attr-defined]  # tracebacks don't pickle
             _send(connection, error)
         if sys.version_info < (3, 11):
-            gc.collect()  # contextlib leaves a cycle there when a loop is left early, and in it are a loader's workers
+            gc.collect()  # leaving a loop early leaves a cycle from contextlib, which holds a loader's workers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The facade, from one notebook cell to ranks that compute what one process computes."""
+"""Tests of the facade: ranks compute what one process computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -43,7 +43,7 @@ def materials(samples: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Ten
 def train(
     samples: int, batch_size: int, steps: int, *, flow: bool = False, shuffle: bool = False, **options: Any
 ) -> Any:
-    """Two epochs as a user writes them; returns the batches of this rank by epoch, and the weights."""
+    """Train for two epochs as a user would; return the batches of this rank by epoch, and the weights."""
     model, optimizer, data = materials(samples)
     loader = DataLoader(Flow(data) if flow else data, batch_size=batch_size, shuffle=shuffle)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
@@ -68,7 +68,7 @@ def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def reference(samples: int, steps: int, by_rank: list[Any], full_windows: bool = False) -> list[torch.Tensor]:
-    """The same micro-batches in plain PyTorch, in one process."""
+    """Train on the same micro-batches in plain PyTorch, in one process."""
     model, optimizer, _ = materials(samples)
     scheduler = lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
     for of_ranks in zip(*by_rank, strict=True):
@@ -179,7 +179,7 @@ def test_the_toy_program_of_accelerates_documentation(capsys: pytest.CaptureFixt
 
 
 def toy(steps: int) -> str:
-    """The documentation's program as it was first written, with a bare tensor for a model; what it prints last."""
+    """Run the documentation's first program, whose model is a bare tensor; return the last line that it prints."""
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     y = 2 * x
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
@@ -359,7 +359,7 @@ def test_clipping_values() -> None:
 
 
 def test_a_model_that_is_left_where_it_is() -> None:
-    model = torch.nn.Linear(1, 1, device="meta")  # which can't be moved
+    model = torch.nn.Linear(1, 1, device="meta")  # such a model can't be moved
     assert Accelerator(cpu=True, device_placement=False).prepare(model) is model
     with pytest.raises(NotImplementedError):
         Accelerator(cpu=True).prepare(model)

@@ -19,7 +19,7 @@ def state(steps: int, **options: Any) -> GradientState:
 
 
 def windows(state: GradientState, batches: int, *, total: int | None, epochs: int = 1) -> list[tuple[bool, float]]:
-    """For each micro-batch: whether it syncs, and the gradient that a loss of slope 1 has left by then."""
+    """Return for each micro-batch whether it syncs, and the gradient after a loss of slope 1."""
     parameter = torch.zeros(1, requires_grad=True)
     seen = []
     for _ in range(epochs):
@@ -48,10 +48,10 @@ def test_steps_are_those_of_the_launch_unless_said(
     assert resolve(steps, plugin, {environment.GRADIENT_ACCUMULATION_STEPS: told}).num_steps == counts
 
 
-def test_what_is_said_counts_and_a_launch_that_was_told_otherwise_is_mentioned() -> None:
+def test_the_program_overrides_the_launch_with_a_warning() -> None:
     told = {environment.GRADIENT_ACCUMULATION_STEPS: "4"}
     for steps, plugin in ((1, None), (None, GradientAccumulationPlugin(num_steps=1))):
-        with pytest.warns(UserWarning, match="launch sets gradient_accumulation_steps=4, and the Accelerator 1"):
+        with pytest.warns(UserWarning, match="launch sets gradient_accumulation_steps=4, but the Accelerator sets 1"):
             assert resolve(steps, plugin, told).num_steps == 1
     with pytest.raises(ConfigError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'auto'"):
         resolve(None, None, {environment.GRADIENT_ACCUMULATION_STEPS: "auto"})
@@ -105,7 +105,7 @@ def test_one_step_leaves_the_loss_untouched() -> None:
 
 
 class Synced:
-    """Stands where a model that averages its gradients would."""
+    """A stand-in for a model that averages its gradients."""
 
     def __init__(self) -> None:
         self.local = 0
@@ -199,7 +199,7 @@ def test_which_batch_is_out_is_known_to_every_state() -> None:
 def test_a_pass_that_was_abandoned_says_nothing_about_the_next() -> None:
     accumulating = state(4)
     counter = Counter()
-    with contextlib.ExitStack() as kept:  # as a notebook keeps the traceback of the last exception
+    with contextlib.ExitStack() as kept:  # a notebook keeps the traceback of the last exception like this
         abandoned = kept.enter_context(ACTIVE_ITERATIONS.iterating(counter, 1))
         abandoned.is_last = abandoned.ends_window = True
         ACTIVE_ITERATIONS.hand_out(abandoned)

@@ -1,10 +1,10 @@
-"""The same programs with Accelerate and with this package, number by number.
+"""Runs programs with Accelerate and with this package, and compares their numbers.
 
-With ``NOTEBOOK_ACCEL_COMPAT=accelerate``. What is left out is where Accelerate is wrong or has another order:
-``adjust_scheduler``, which does nothing there; metrics of what was dropped or read by each rank for itself; the epoch
-after ``skip_first_batches`` with a seedable sampler; ``reduce(scale=...)``, which does nothing there; state dicts of
-compiled models, which have other names there; and, with several ranks, the order that ``shuffle=True`` gives
-without a seedable sampler, which here is that of one process in plain PyTorch.
+The environment has ``NOTEBOOK_ACCEL_COMPAT=accelerate``. The programs avoid cases in which Accelerate is wrong or has
+another order: ``adjust_scheduler`` and ``reduce(scale=...)``, which do nothing there; metrics of samples that were
+dropped, or read by each rank for itself; the epoch after ``skip_first_batches`` with a seedable sampler; state dicts of
+compiled models, which have other names there; and, with several ranks, the order of ``shuffle=True`` without a seedable
+sampler, which here is that of one process in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 def side_by_side(folder: str) -> list[tuple[Any, Any]]:
-    """For each case, what it comes to with Accelerate and here; an exception in place of what raised it."""
+    """Return for each case the results of Accelerate and of this package; an exception is a result too."""
     warnings.simplefilter("ignore")
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")  # which both of them then use
+        dist.init_process_group("gloo")  # both of them then use it
     found = []
     for name, args, options in CASES:
         given = (folder,) if name == "checkpoints" else args
@@ -78,13 +78,13 @@ def outcome(api: str, name: str, args: tuple[Any, ...], options: dict[str, Any])
     try:
         module = programs if hasattr(programs, name) else utility_programs
         return getattr(module, name)(api, *args, **options)
-    except Exception as error:  # noqa: BLE001  the test shows it
+    except Exception as error:  # noqa: BLE001  the test compares it
         return error
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """By world size, rank and case."""
+    """Return the results by world size, rank and case."""
     told = {"ACCELERATE_USE_CPU": "true", "NOTEBOOK_ACCEL_COMPAT": "accelerate"}
     with contextlib.ExitStack() as running:
         alone = running.enter_context(contextlib.closing(ranks.Ranks([told])))
@@ -94,7 +94,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def difference(theirs: Any, ours: Any, path: str = "") -> str:
-    """Where two structures first differ, empty if they don't; numbers may, by rounding."""
+    """Return the first difference of two structures, except for rounding; empty if there is none."""
     if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
         return difference([*theirs.values()], [*ours.values()], f"{path}{list(theirs)}")
     if isinstance(theirs, (list, tuple)) and type(theirs) is type(ours) and len(theirs) == len(ours):

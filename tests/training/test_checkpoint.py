@@ -1,4 +1,4 @@
-"""Saving and loading by all ranks together, and what is refused."""
+"""Tests of saving and loading by all ranks together, and of the errors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_model_alone_to_evaluate_it(tmp_path: pathlib.Path) -> None:
 
 def test_the_loss_scale_is_part_of_it(tmp_path: pathlib.Path) -> None:
     accelerator, _, _ = prepared()
-    for scale in (8.0, 4.0):  # which an Accelerator only has with fp16, and so on a GPU
+    for scale in (8.0, 4.0):  # an Accelerator has one with fp16 only, and so on a GPU
         accelerator._precision.scaler = LossScaler(torch.device("cpu"), GradScalerKwargs(init_scale=scale))
         if scale == 8.0:
             accelerator.save_state(tmp_path / "state")
@@ -166,7 +166,7 @@ def spoil(folder: pathlib.Path, how: str) -> None:
 
 
 def load_spoilt(folder: str, how: str, width: int = 3) -> Any:
-    """The error of this rank, and what the group can still do."""
+    """Return the error of this rank, and the result of a later collective."""
     accelerator, net, _ = prepared(width)
     before = accelerator.get_state_dict(net)["weight"].clone()
     try:

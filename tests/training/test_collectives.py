@@ -183,7 +183,7 @@ def test_one_process_gets_back_what_it_gave() -> None:
     assert collectives.gather_for_metrics(backend, tree, None) is tree
     reduced = collectives.reduce(backend, tree)
     assert reduced == tree
-    assert reduced["scalar"] is not tree["scalar"]  # in new tensors, however many ranks there are
+    assert reduced["scalar"] is not tree["scalar"]  # with any number of ranks the tensors are new
     assert collectives.broadcast(backend, tree) is tree
     assert collectives.pad_across_processes(backend, tree) is tree
     assert collectives.gather_object(backend, [1]) == [1]
@@ -239,4 +239,4 @@ def test_gather_warns_once_of_repeated_rows(two_ranks: Ranks) -> None:
     assert "3 of 8 rows are repeated" in first[0]
     assert "gather_for_metrics" in first[0]
     assert second == []
-    assert two_ranks.run(gather_rows_of_a_tail, 1) == [[], []]  # not about samples: one a rank
+    assert two_ranks.run(gather_rows_of_a_tail, 1) == [[], []]  # one row a rank isn't about samples

@@ -1,4 +1,4 @@
-"""The names that users of Accelerate import, and what they do without an ``Accelerator``."""
+"""Tests of the names that users of Accelerate import, and of functions that need no ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_placement_of_each_object() -> None:
     for wrong in ([True], True, [True, False, None]):
         with pytest.raises(ConfigError, match="2 objects and device_placement"):
             accelerator.prepare(torch.nn.Linear(1, 1), "text", device_placement=wrong)
-    model = torch.nn.Linear(1, 1, device="meta")  # which can't be moved
+    model = torch.nn.Linear(1, 1, device="meta")  # such a model can't be moved
     assert accelerator.prepare("text", model, device_placement=[None, False])[1] is model
     with pytest.raises(NotImplementedError):
         accelerator.prepare(torch.nn.Linear(1, 1, device="meta"))

@@ -52,7 +52,7 @@ def test_settings_that_can_not_be(make: Any, complaint: str) -> None:
 
 
 class Skips(torch.nn.Module):
-    """Doesn't use one of its layers."""
+    """A model that doesn't use one of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Skips(torch.nn.Module):
 def gradients(settings: DistributedDataParallelKwargs) -> Any:
     own = Accelerator(cpu=True, kwargs_handlers=[settings])
     net = own.prepare(Skips())
-    for _ in range(2):  # the second finds out whether the first waited for what isn't used
+    for _ in range(2):  # the second pass fails if the first one waited for the unused layer
         net.zero_grad()
         own.backward(net(torch.full((3, 4), 0.1 + own.process_index)).square().sum())
     model = own.unwrap_model(net)
@@ -86,7 +86,7 @@ def test_gradients_travel_as_told(two_ranks: Ranks) -> None:
     exact, fp16, power_sgd = first
     assert not torch.equal(fp16, exact)
     torch.testing.assert_close(fp16, exact, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(power_sgd, exact)  # which begins to compress later
+    torch.testing.assert_close(power_sgd, exact)  # PowerSGD begins to compress later
 
 
 def sync_late() -> None:
@@ -133,7 +133,7 @@ def same_deadline() -> list[str]:
 
     import torch.distributed as dist
 
-    if dist.is_initialized():  # of an earlier test
+    if dist.is_initialized():  # from an earlier test
         dist.destroy_process_group()
     deadline = [InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=50))]
     with warnings.catch_warnings(record=True) as caught:
@@ -157,7 +157,7 @@ def change_precision() -> list[Any]:
         net = own.prepare(torch.nn.Linear(3, 2))
         outputs = net(torch.full((2, 3), 0.1))
         own.backward(outputs.sum())
-        own.unscale_gradients()  # nothing is scaled, and that is no error
+        own.unscale_gradients()  # no error although nothing is scaled
         copies = [pickle.loads(pickle.dumps(net)), copy.deepcopy(net)]
         assert all(torch.equal(next(one.parameters()), next(net.parameters())) for one in copies)
         assert type(copies[0]) is torch.nn.Linear

@@ -1,4 +1,4 @@
-"""Whenever ranks are killed, the last complete checkpoint is there and loads."""
+"""Tests that the last complete checkpoint loads, whenever ranks were killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str) 
     assert result["kills"] >= 20
     assert len(found) == result["kills"] + 1
     assert found[0] == 2
-    # Never back, and never more than the one that was being written when the rank was killed.
+    # No checkpoint is lost, and at most the one that was being written when the rank was killed is new.
     assert all(0 <= following - number <= 1 for number, following in itertools.pairwise(found))
     assert found[-1] > 2
     left = os.listdir(tmp_path / "checkpoints" if naming == "numbered" else tmp_path)

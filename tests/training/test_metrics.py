@@ -1,4 +1,4 @@
-"""``gather_for_metrics`` returns each sample of an epoch exactly once."""
+"""Tests that ``gather_for_metrics`` returns each sample of an epoch exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = range(1, 10)
 LENGTHS = range(1, 201)
 
 
-# Every case, with all ranks in one process: what they get of each round, and what is kept of it.
+# Every case, with all ranks in one process: their shares of each round, and the samples that are kept.
 
 
 def kept(rounds: Iterator[Round], world: int, *, even: bool) -> list[int]:
@@ -32,7 +32,7 @@ def kept(rounds: Iterator[Round], world: int, *, even: bool) -> list[int]:
         gathered = [sample for share in shares for sample in share]
         if even:
             assert len(shares) == world
-            assert len({len(share) for share in shares}) == 1  # or they couldn't be gathered
+            assert len({len(share) for share in shares}) == 1  # otherwise they couldn't be gathered
         found += gathered[: tail.kept(len(gathered))] if tail else gathered
     return found
 
@@ -77,7 +77,7 @@ def prepared(kind: str, n: int, size: int, options: dict[str, Any]) -> Any:
 
 
 def gathered(accelerator: Any, batches: Any) -> tuple[list[int], list[str]]:
-    """The samples of an epoch, as tensors and as objects. Per sample there are two more rows in another tensor."""
+    """Return the samples of an epoch, as tensors and as objects; another tensor has two rows for each sample."""
     tensors: list[int] = []
     objects: list[str] = []
     for batch in batches:
@@ -89,7 +89,7 @@ def gathered(accelerator: Any, batches: Any) -> tuple[list[int], list[str]]:
 
 
 def epochs_of(kind: str, n: int, size: int, skip: int, options: dict[str, Any]) -> list[Any]:
-    """A whole epoch, one after a break, the rest of one, and one with another loader inside."""
+    """Gather a whole epoch, one after a break, the rest of one, and one with another loader inside."""
     accelerator, loader = prepared(kind, n, size, options)
     inner_n = size * accelerator.num_processes if "even_batches" in options else size + 1
     inner = accelerator.prepare(DataLoader(Numbers(inner_n), batch_size=size))
@@ -127,7 +127,7 @@ def assert_metrics_are_exact(running: Ranks, world: int, kind: str, n: int, size
     options: dict[str, Any] = {"even": {}, "ragged": {"even_batches": False}, "split": {"split_batches": True}}[how]
     batch_size = size * world if how == "split" else size
     if how == "ragged":
-        n += -n % (size * world)  # every rank has a batch in the last round, if not as long a one
+        n += -n % (size * world)  # every rank has a batch in the last round, if perhaps a shorter one
         n -= min(size - 1, 1)
     for found in running.run(epochs_of, kind, n, batch_size, skip, options):
         assert_each_sample_once(found, n, min(n, skip * size * world))

@@ -1,4 +1,4 @@
-"""Ranks that don't do the same: a clear error on every rank, in time, that says where each of them was."""
+"""Tests of ranks whose calls differ: in time, every rank gets an error that says where each rank was."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from notebook_accel.utils import gather_object
 from tests import kernels
 from tests.training import ranks
 
-# Long enough that a busy machine doesn't pass it by itself, short enough to wait for.
+# Long enough for a busy machine, short enough to wait for.
 DEADLINE_S = 4.0
 
 
@@ -43,7 +43,7 @@ def accelerator() -> Accelerator:
 
 @contextlib.contextmanager
 def told(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """What a rank is told, how long that took, and whether a new group of the same ranks works."""
+    """Return a rank's error, the seconds until it came, and whether a new group of the same ranks works."""
     found: dict[str, Any] = {"message": None}
     began = time.monotonic()
     try:
@@ -121,9 +121,9 @@ def test_gradients_of_one_model_never_meet_those_of_another(pair: ranks.Ranks) -
 
 
 def ended_early() -> None:
-    own = Accelerator(cpu=True)  # whose deadline is half an hour
+    own = Accelerator(cpu=True)  # its deadline is half an hour
     if own.process_index == 1:
-        reporter().close()  # as a launched rank does when its code has ended
+        reporter().close()  # a launched rank does this when its code has ended
         return
     own.gather(torch.ones(1))
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> Non
 
 
 def accelerator_that_warns() -> Accelerator:
-    """Return an accelerator that is watched as with NCCL, but for seconds: gloo itself would wait for half an hour."""
+    """Return an accelerator that warns as with NCCL, but after seconds: gloo's deadline is half an hour."""
 
     def watched(*arguments: Any, **_: Any) -> CollectiveWatchdog:
         return CollectiveWatchdog(*arguments, warns_before_s=2.0)
@@ -182,7 +182,7 @@ def accelerator_that_warns() -> Accelerator:
 
 
 def works_together(own: Accelerator) -> Any:
-    """Do what fails where gloo's connections have been shut down; end the training."""
+    """Check that gloo's connections are open with a collective, and end the training."""
     net = own.prepare(torch.nn.Linear(2, 2))
     own.backward(net(torch.ones(1, 2)).sum())
     gathered = gather_object([own.process_index])
@@ -193,7 +193,7 @@ def works_together(own: Accelerator) -> Any:
 def call_for_long() -> Any:
     own = accelerator_that_warns()
     with contextlib.redirect_stderr(io.StringIO()) as heard:
-        time.sleep(5)  # as a library's long call does, this stands at one place of the user's code
+        time.sleep(5)  # like a library's long call, this stays at one place of the user's code
     return heard.getvalue(), works_together(own)
 
 
@@ -223,12 +223,12 @@ def test_a_collective_that_takes_long_is_warned_of_and_goes_on(pair: ranks.Ranks
 
 
 def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU: what ``FlightRecorder::dump_json`` of torch 2.13 gives is put in its place."""
+    """There is no GPU, so the test replaces the dump by one of ``FlightRecorder::dump_json`` of torch 2.13."""
     said = {"pg_status": {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}}
     dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: N803
     monkeypatch.setattr(torch._C, "_distributed_c10d", types.SimpleNamespace(**dump))
     assert watchdog._nccl_status() == {"0": ("7", "6")}
-    said.clear()  # as where it records nothing
+    said.clear()  # like a recorder that is turned off
     assert watchdog._nccl_status() == {}
 
 

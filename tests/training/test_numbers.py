@@ -1,7 +1,6 @@
-"""N ranks and k micro-batches a window compute what one process in plain PyTorch computes from the same micro-batches.
+"""Tests that N ranks with k micro-batches a window compute what one process in plain PyTorch computes from them.
 
-The micro-batches are worked out here, from the order in which plain PyTorch reads and the rule by which ranks share it
-out, and not from what the ranks say they got.
+The tests derive the micro-batches from plain PyTorch's order and the rule of sharding, not from the ranks' reports.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
@@ -69,14 +68,14 @@ def materials(case: Case) -> Any:
     x, y = torch.randn(case.samples, 4), torch.randint(0, 3, (case.samples,))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case.optimizer == "adam":
-        # With the usual eps a gradient that is zero but for rounding moves a weight as much as any other.
+        # With the usual eps, a gradient that is zero except for rounding moves a weight as much as any other.
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=31, cycle_momentum=False)
     return model, optimizer, scheduler, x, y
 
 
 def train(case: Case) -> Any:
-    """As a user writes it; returns the weights and the learning rate of each step."""
+    """Train as a user would; return the weights and the learning rate of each step."""
     model, optimizer, scheduler, x, y = materials(case)
     accelerator = Accelerator(
         cpu=True,
@@ -90,7 +89,7 @@ def train(case: Case) -> Any:
     loader = plain_loader(case, accelerator.num_processes)
     net, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     rates = []
-    torch.manual_seed(SEED + accelerator.process_index)  # only rank 0's counts
+    torch.manual_seed(SEED + accelerator.process_index)  # only rank 0's seed has an effect
     for _ in range(EPOCHS):
         for rows in loader:
             with accelerator.accumulate(net):
@@ -106,12 +105,12 @@ def train(case: Case) -> Any:
 
 
 def rounds_of(batches: list[list[int]], case: Case, ranks: int) -> list[list[list[int]]]:
-    """Which rows each rank gets, round by round."""
+    """Return the rows that each rank gets, round by round."""
     if case.split:
         rounds = [[batch[i : i + case.share] for i in range(0, len(batch), case.share)] for batch in batches]
     else:
         rounds = [batches[i : i + ranks] for i in range(0, len(batches), ranks)]
-    if case.even and ranks > 1:  # one rank reads what there is
+    if case.even and ranks > 1:  # a single rank reads each row once
         again = itertools.cycle(itertools.chain.from_iterable([list(share) for share in rounds[0]]))
         last = [*rounds[-1], *([] for _ in range(ranks - len(rounds[-1])))]
         rounds[-1] = [[*share, *itertools.islice(again, case.share - len(share))] for share in last]
@@ -125,7 +124,7 @@ def reference(case: Case, ranks: int) -> Any:
     torch.manual_seed(SEED)
     for _ in range(EPOCHS):
         rounds = rounds_of([batch.tolist() for batch in loader], case, ranks)
-        assume(len(rounds[-1]) == ranks)  # nothing can be trained where some ranks have nothing
+        assume(len(rounds[-1]) == ranks)  # training needs a batch on every rank
         for start in range(0, len(rounds), case.window):
             window = rounds[start : start + case.window]
             length = len(window) if case.scale_last else case.window
@@ -161,7 +160,7 @@ def test_one_rank(case: Case) -> None:
 @drawn(25)
 @given(case=cases)
 def test_two_ranks(two_ranks: Ranks, case: Case) -> None:
-    expected = reference(case, 2)  # first, since it leaves out cases that can't be trained
+    expected = reference(case, 2)  # first, since it skips cases that can't be trained
     assert_trained_alike(two_ranks.run(train, case), expected)
 
 

@@ -13,7 +13,7 @@ SIZES_BYTES = [0, 1, 4000, 5000, 10, 100_000, 99_999, 3_000_000, 2]
 
 
 def scatter_sizes() -> list[Any]:
-    """What this rank gets, when rank 0 has longer and longer things for rank 1."""
+    """Return what this rank gets when rank 0 has longer and longer objects for rank 1."""
     backend = process_group.join(cpu=True)
     found = []
     for size_bytes in SIZES_BYTES:

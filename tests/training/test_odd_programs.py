@@ -1,4 +1,4 @@
-"""Programs that go other ways than the documentation's: whatever they do, numbers are right or there is an error."""
+"""Tests of unusual programs: they compute the right numbers or raise an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Texts(Dataset[dict[str, Any]]):
 
 
 class Buckets:
-    """A batch sampler whose batches have different sizes, and that doesn't say how many there are."""
+    """A batch sampler without a length, whose batches have different sizes."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]])
@@ -50,8 +50,8 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
 
 
 def gathered(kind: str, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[Any]:
-    """The samples of two epochs of each size, and which batches were known as the last."""
-    warnings.simplefilter("ignore")  # of memory that can't be pinned without a GPU
+    """Return the samples of two epochs of each size, and which batches were known to be the last."""
+    warnings.simplefilter("ignore")  # memory can't be pinned without a GPU
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     found = []
     for n, size in sizes:
@@ -68,7 +68,7 @@ def gathered(kind: str, sizes: list[tuple[int, int]], options: dict[str, Any]) -
 
 
 KINDS = ["plain", "pinned", "persistent", "two workers", "stream", "stream, a worker", "buckets"]
-# No sample, fewer than ranks, one batch, a batch that is larger than the data, and several.
+# No sample, fewer samples than ranks, one batch, a batch larger than the data, and several batches.
 SIZES = [(0, 2), (1, 2), (2, 1), (4, 4), (3, 8), (13, 2)]
 
 
@@ -149,7 +149,7 @@ def test_an_error_inside_of_accumulate(two_ranks: Ranks) -> None:
 
 
 def train_two_models(turned: bool) -> Any:
-    """Two models that train each other's inputs, as a generator and a critic do; ``turned``: steps in turned order."""
+    """Train two models with each other's outputs, like a generator and a critic; ``turned`` reverses the steps."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     models = [model_of_ones(), model_of_ones()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1 * (i + 1)) for i, model in enumerate(models)]
@@ -221,7 +221,7 @@ def test_compiled_before_or_after_prepare(two_ranks: Ranks, first: bool) -> None
 
 
 def train_on_pairs() -> Any:
-    """Two loaders at once, a nested one, and an iterator that is given up in the middle."""
+    """Iterate over two loaders at once, over a nested one, and abandon an iterator in the middle."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4))
     net, one, other, test = accelerator.prepare(
         model_of_ones(), DataLoader(Numbers(12)), DataLoader(Numbers(12)), DataLoader(Numbers(5), batch_size=2)

@@ -1,4 +1,4 @@
-"""Joining: alone, by the environment, through a store that is already there, or in a group of the user's own."""
+"""Tests of joining: alone, by the environment, through an existing store, or in the user's own group."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.training import ranks
 
 @pytest.fixture(scope="module", autouse=True)
 def _first_store() -> None:
-    """What torch makes with a process's first store and keeps for good isn't what the tests leave behind."""
+    """Create what torch keeps from a process's first store on, so that it isn't taken for a test's leak."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextlib.contextmanager
 def launched(numbers: list[int], world_size: int) -> Iterator[ranks.Ranks]:
-    """Some ranks of a run, and a store that outlives the groups that meet in it, as a launcher has it."""
+    """Ranks of a run, and a launcher's store, which outlives the groups that meet in it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     places = [environment.RankPlace(rank, world_size, rank, world_size, "127.0.0.1", store.port) for rank in numbers]
@@ -53,7 +53,7 @@ def test_without_ranks_in_the_environment_there_is_no_group() -> None:
 
 
 class Asking(Dataset[tuple[int, int, str]]):
-    """Its items ask which rank they are read for."""
+    """A dataset whose items are the places of the rank that they are read for."""
 
     def __len__(self) -> int:
         return 2
@@ -68,7 +68,7 @@ class Asking(Dataset[tuple[int, int, str]]):
 
 
 def read_by_a_worker() -> list[Any]:
-    # No group has been joined here, as in a worker that isn't a fork of its rank.
+    # This process has joined no group, like a worker that isn't a fork of its rank.
     loader: DataLoader[Any] = DataLoader(Asking(), batch_size=None, num_workers=1)
     return list(loader)
 
@@ -77,7 +77,7 @@ def test_a_loaders_worker_is_not_a_further_rank() -> None:
     variables = RankPlace(rank=1, world_size=2, local_rank=1, local_world_size=2, master_port=9).variables()
     with contextlib.closing(ranks.Ranks([variables])) as running:
         (read,) = running.run(read_by_a_worker, deadline_s=30)
-    assert read == [[1, 2, "A worker process of a loader can't talk to other ranks."]] * 2
+    assert read == [[1, 2, "A worker process of a data loader can't communicate with other ranks."]] * 2
 
 
 def test_world_size_without_a_port() -> None:
@@ -152,7 +152,7 @@ def test_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rank_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``srun --gpus-per-task=1`` shows each task its own; torch's answers are replaced, as there is no GPU."""
+    """``srun --gpus-per-task=1`` shows each task its own GPU. Torch's functions are replaced, as there is no GPU."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -165,11 +165,11 @@ def test_rank_that_sees_one_gpu_has_that_one(monkeypatch: pytest.MonkeyPatch) ->
 def wait_for_a_rank_that_comes_late(late_s: float) -> Any:
     timeout = datetime.timedelta(seconds=3)
     backend: Any = process_group.join(cpu=True, options=InitProcessGroupKwargs(timeout=timeout))
-    backend.device = torch.device("meta")  # in a GPU's place: what is on it can't be sent by gloo
+    backend.device = torch.device("meta")  # in place of a GPU: gloo can't send its tensors
     backend.barrier()
     deadline = torch_group._lengthen_gloo()
     if backend.place.rank == 1:
-        time.sleep(late_s)  # rank 0 has to wait for longer than the group was made for
+        time.sleep(late_s)  # rank 0 waits longer than the deadline of the group
     backend.barrier()
     backend.leave()
     return deadline

@@ -1,4 +1,4 @@
-"""Training that was interrupted and resumed computes what uninterrupted training does, to the bit."""
+"""Tests that resumed training computes the same bits as uninterrupted training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -23,7 +23,7 @@ _EPOCHS = 2
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads of one operation that wait for each other take most of the time where others compute too."""
+    """Use one thread: on a busy machine, an operation's threads spend most of the time waiting for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Augmented(Dataset[Batch]):
-    """Samples that are drawn anew each time they are read, from all generators."""
+    """A dataset whose samples are drawn from all generators each time they are read."""
 
     def __len__(self) -> int:
         return _SAMPLES
@@ -56,12 +56,12 @@ class Stream(IterableDataset[Batch]):
 
 
 class Program:
-    """A training program: it can be stopped after any micro-batch, and another one of it goes on from the checkpoint.
+    """A training program that can be stopped after any micro-batch, and that another object can resume.
 
     Args:
-        kind: Which loader.
+        kind: The kind of loader.
         steps: Micro-batches in an accumulation window.
-        options: Of the loaders.
+        options: Options of the loaders.
     """
 
     def __init__(self, kind: str = "map", steps: int = 1, **options: Any) -> None:
@@ -90,14 +90,14 @@ class Program:
         self.micro_batches = state["micro_batches"]
 
     def run(self, folder: pathlib.Path | None = None, *, stop_after: int | None = None) -> list[torch.Tensor]:
-        """Trains to the end, or until the checkpoint after so many micro-batches; returns the weights."""
+        """Train to the end, or until the checkpoint after so many micro-batches; return the weights."""
         for _ in range(self.loader.epoch, _EPOCHS):
             for x, y in self.loader:
                 self.step(x, y)
                 if self.micro_batches == stop_after:
                     self.accelerator.save_state(folder)
                     return []
-            self.scheduler.scheduler.step()  # once an epoch besides
+            self.scheduler.scheduler.step()  # once more in each epoch
         return [parameter.detach().clone() for parameter in self.accelerator.unwrap_model(self.net).parameters()]
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class Program:
 
 
 class Stream2(Dataset[Batch]):
-    """Samples that are the same each time."""
+    """A dataset whose samples are equal each time."""
 
     def __len__(self) -> int:
         return _SAMPLES
@@ -120,14 +120,14 @@ class Stream2(Dataset[Batch]):
 
 
 def resumed(folder: str, stop_after: int, kind: str, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights of a program that is stopped, and ended by another one in which everything is made anew."""
+    """Stop a program, let another one with new objects finish it, and return the weights."""
     first = Program(kind, steps, **options)
     first.accelerator.register_for_checkpointing(first)
     first.run(pathlib.Path(folder), stop_after=stop_after)
     assert first.micro_batches == stop_after
     second = Program(kind, steps, **options)
     second.accelerator.register_for_checkpointing(second)
-    torch.rand(5), random.random(), np.random.rand()  # whatever happens before doesn't matter
+    torch.rand(5), random.random(), np.random.rand()  # numbers drawn before have no effect
     second.accelerator.load_state(folder)
     assert second.micro_batches == stop_after
     return second.run()
@@ -169,7 +169,7 @@ def test_on_two_ranks(two_ranks: Ranks, tmp_path: pathlib.Path, kind: str, steps
 
 
 def finish(program: Program, batches: Any) -> list[torch.Tensor]:
-    """Ends two epochs of which the first goes on with ``batches``."""
+    """Finish two epochs, of which the first goes on with ``batches``."""
     for batches_of_epoch in (batches, program.loader):
         for x, y in batches_of_epoch:
             program.step(x, y)
@@ -188,7 +188,7 @@ def test_batches_that_are_skipped_by_hand_are_skipped_once(tmp_path: pathlib.Pat
 
 
 def test_programs_that_count_batches_over_all_epochs(tmp_path: pathlib.Path) -> None:
-    """Saved after the last batch of an epoch, there is none to skip in the next."""
+    """A state that was saved after the last batch of an epoch skips no batch of the next."""
     Program().run(tmp_path / "state", stop_after=11)
     program = Program()
     program.accelerator.load_state(tmp_path / "state")

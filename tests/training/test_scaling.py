@@ -1,4 +1,4 @@
-"""fp16 on the CPU: whatever a program does between two losses, steps see gradients of their real size."""
+"""Tests of loss scaling on the CPU: whatever a program does between losses, steps see gradients of their real size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parameters(count: int) -> list[torch.nn.Parameter]:
 
 
 def values(some: list[torch.nn.Parameter]) -> str:
-    return repr([parameter.tolist() for parameter in some])  # as text: NaN isn't equal to itself
+    return repr([parameter.tolist() for parameter in some])  # as text, since NaN isn't equal to itself
 
 
 def sgd(parameter: torch.nn.Parameter) -> torch.optim.SGD:
@@ -39,12 +39,12 @@ def sgd(parameter: torch.nn.Parameter) -> torch.optim.SGD:
 
 
 def loss_of(parameter: torch.nn.Parameter, slope: float) -> torch.Tensor:
-    """A loss of which one gradient may not be finite, the other always is."""
+    """Return a loss with one gradient that may not be finite, and another one that is."""
     return (parameter * torch.tensor([slope, 0.5])).sum()
 
 
 class Ours:
-    """Training in fp16 as an ``Accelerator`` does it."""
+    """Training in fp16 like that of an ``Accelerator``."""
 
     def __init__(self, count: int) -> None:
         self.scaler = LossScaler(CPU, SETTINGS)
@@ -78,7 +78,7 @@ class Ours:
 
 
 class Unscaled:
-    """The same without a scale, where a step that has been found to have no finite gradients is left out."""
+    """Training without a scale that skips steps whose gradients were found not to be finite."""
 
     def __init__(self, count: int) -> None:
         self.parameters = parameters(count)
@@ -133,7 +133,7 @@ def test_in_any_order_a_step_sees_gradients_of_their_real_size(count: int, actio
         each.backward(0, 1.0)
     for action, number, *more in actions:
         if action == "clip_value" and ours.parameters[number % count].grad is None:
-            continue  # torch refuses that
+            continue  # torch refuses this call
         results = [getattr(each, action)(number % count, *more) for each in (ours, unscaled)]
         assert repr(results[0]) == repr(results[1])
         assert values(ours.parameters) == values(unscaled.parameters)

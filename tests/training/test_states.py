@@ -33,9 +33,9 @@ def test_it_does_not_leave_its_process(kind: Callable[..., Any]) -> None:
     with pytest.raises(PayloadError) as raised:
         serialization.pickle_by_value(roots, roots=roots)
     assert raised.value.path == 'name "here"'
-    assert f"this {kind.__name__} stands for the process that it was made in, rank 0 of 1" in raised.value.what
+    assert f"this {kind.__name__} stands for the process that made it, rank 0 of 1" in raised.value.what
     assert "make it inside the cell" in raised.value.fix
-    assert copy.deepcopy(roots) == roots  # which stays in the process
+    assert copy.deepcopy(roots) == roots  # a copy within the process is allowed
 
 
 def decorated(control: Any) -> list[int | None]:

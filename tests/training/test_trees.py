@@ -54,5 +54,5 @@ def test_everything_that_can_move_is_moved() -> None:
     assert moved["x"].device.type == "meta"
     assert isinstance(moved["packed"], PackedSequence)
     assert moved["packed"].data.device.type == "meta"
-    assert moved["packed"].batch_sizes.device.type == "cpu"  # where torch needs it
+    assert moved["packed"].batch_sizes.device.type == "cpu"  # torch needs it there
     assert moved["name"] == "a"

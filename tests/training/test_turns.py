@@ -1,4 +1,4 @@
-"""Ranks of one machine that take turns."""
+"""Tests of ``one_at_a_time`` with processes of one machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PAIR = ("0", "1")
 
 
 def is_waiting(pid: int) -> bool:
-    """Whether a process waits for a lock that another one has."""
+    """Return whether a process waits for a lock that another one holds."""
     locks = [line.split() for line in pathlib.Path("/proc/locks").read_text().splitlines()]
     return any(fields[1] == "->" and fields[5] == str(pid) for fields in locks)
 
 
 def note_in_turn(folder: pathlib.Path) -> list[str]:
-    """Which ranks are inside, in the middle of this one's turn. The first turn lasts until the other rank waits."""
+    """Return the ranks inside in the middle of this rank's turn. The first turn lasts until the other rank waits."""
     own = os.environ["RANK"]
     [other] = set(_PAIR) - {own}
     (folder / f"pid_{own}").write_text(str(os.getpid()))
@@ -39,7 +39,7 @@ def note_in_turn(folder: pathlib.Path) -> list[str]:
 
 
 def die_in_turn() -> int:
-    """A child is killed in its turn; the signal, after a turn of its parent's."""
+    """Kill a child in its turn, take a turn in the parent, and return the signal."""
     child = os.fork()
     if child == 0:
         with xla.one_at_a_time():

@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of batches: nobody waits in vain."""
+"""Tests of ranks with different numbers of batches, none of which waits in vain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(samples: int, *, flow: bool = False, steps: int = 1, **options: Any
 
 
 def epoch(accelerator: Any, net: Any, optimizer: Any, loader: Any) -> list[int]:
-    """Trains, and returns how many samples each batch had."""
+    """Train, and return the number of samples in each batch."""
     sizes = []
     for (x,) in loader:
         sizes.append(len(x))
@@ -100,7 +100,7 @@ def train_joined(samples: int, steps: int, options: dict[str, Any], even: bool |
 
 
 def reference(samples: int, windows: list[list[list[slice]]]) -> list[torch.Tensor]:
-    """One process, in which a rank without a batch counts as a gradient of zero."""
+    """Train in one process, where a rank without a batch contributes a gradient of zero."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     x = torch.randn(samples, 3)

@@ -1,4 +1,4 @@
-"""Warnings of objects that weren't prepared, and hints at schedules that several ranks speed up; both by rank 0."""
+"""Tests of rank 0's warnings of unprepared objects, and its hints at schedules that several ranks speed up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("model", "optimizer", "loader")
 
 
 def warned(unprepared: str, steps: int) -> list[str]:
-    """The first words of each warning in a loop in which one object wasn't prepared."""
+    """Return the first words of each warning in a loop in which one object wasn't prepared."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = torch.nn.Linear(1, 1)
     parts: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_the_schedule_ends_where_it_is_said_to_end() -> None:
 
 
 def hinted(**options: Any) -> list[str]:
-    """The log messages of a scheduler that is prepared twice."""
+    """Return the log messages of a scheduler that is prepared twice."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

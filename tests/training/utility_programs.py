@@ -1,4 +1,4 @@
-"""What there is around training, with the library's name left open, as ``programs`` has training itself."""
+"""Programs that use the functions around training, with the library's name left open, like ``programs``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def collectives(api: str) -> Any:
 
 
 def trees(api: str) -> Any:
-    """What is done to nested tensors by one rank alone."""
+    """Use the functions of nested tensors that need one rank only."""
     utils = importlib.import_module(f"{api}.utils")
     tree = {"pair": Pair(torch.tensor([[1.0, 2.0]]), [torch.tensor([3.0])]), "text": "a"}
     tensors = {"a": (torch.arange(3), [torch.arange(4.0)])}

@@ -14,16 +14,16 @@ __all__ = ["Backend", "Uploader"]
 
 
 class Uploader(Protocol):
-    """Takes the batches of an iteration to the device while the model computes, in the order in which they come."""
+    """Copies the batches of an iteration to the device, in order, while the model computes."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Accept the tensors of one batch."""
 
     def begin(self) -> None:
-        """Start their transfer, if it hasn't started: the device has been given work of the running step."""
+        """Start the next transfer unless it has started. Called when the device has work of the current step queued."""
 
     def take(self) -> Sequence[torch.Tensor]:
-        """Return the oldest batch that was sent and not taken, on the device. The step before has been given to it."""
+        """Return the oldest batch that was sent and not taken, on the device. Called after the step before it."""
 
     def close(self) -> None:
         """End the iteration."""
@@ -47,8 +47,7 @@ class Backend(Protocol):
     def compares_calls(self) -> bool:
         """True if ranks should compare their calls before each collective.
 
-        True where a mismatch would end the whole process instead of raising an error, and where a further small message
-        costs little.
+        This is so where a mismatch would end the process instead of raising, and another small message costs little.
         """
 
     @property
@@ -56,13 +55,13 @@ class Backend(Protocol):
         """True if ``leave`` was called."""
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise a ``CollectiveError`` with every rank's place in the code if ``error`` comes from waiting for them."""
+        """Raise a ``CollectiveError`` with every rank's place in the code if ``error`` comes from waiting for ranks."""
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
-        """Return a function that gives the device's used and total bytes, ``None`` without memory of its own."""
+        """Return a function that returns the device's used and total bytes; ``None`` if it has no memory of its own."""
 
     def release_memory(self) -> None:
-        """Give unused device memory back, for other processes to use."""
+        """Release unused device memory for other processes."""
 
     def place_model(self, model: torch.nn.Module) -> None:
         """Move a model to the device, in place, so that its optimizers stay valid."""
@@ -71,7 +70,7 @@ class Backend(Protocol):
         """Move a learning tensor to the device, in place."""
 
     def to_host(self, state: Any) -> Any:
-        """Return a state dict that can be written to a file. Every rank calls it, also if only one writes."""
+        """Return a state dict that can be written to a file. Every rank calls it, even if only one writes."""
 
     def uploader(self, *, non_blocking: bool) -> Uploader | None:
         """Return an uploader for one iteration, ``None`` where a plain copy is enough.
@@ -81,10 +80,10 @@ class Backend(Protocol):
         """
 
     def mark_step(self) -> None:
-        """End a step on devices that put work off until a step is complete."""
+        """End a step on devices that defer work until a step is complete."""
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
-        """Have the device itself compute in ``dtype``; return whether it does, so that no autocast is needed.
+        """Try to have the device itself compute in ``dtype``; return True if it does, so that no autocast is needed.
 
         Args:
             dtype: The type that replaces float32.
@@ -122,13 +121,13 @@ class Backend(Protocol):
         """Return the object of rank ``source``. It is pickled."""
 
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
-        """Return this rank's item of rank 0's ``values``; others give ``None``. Each item is pickled by itself."""
+        """Return this rank's item of rank 0's ``values``; other ranks pass ``None``. Each item is pickled by itself."""
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         """Return a module that averages ``model``'s gradients over the ranks in each backward pass.
 
-        All ranks begin with rank 0's weights. The module may have a context manager ``no_sync``, in which gradients
-        stay local, and ``sync_in_backward``, in which they are averaged although the forward pass was in ``no_sync``.
+        All ranks begin with rank 0's weights. The module may have two context managers: in ``no_sync`` gradients stay
+        local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
     def leave(self) -> None:

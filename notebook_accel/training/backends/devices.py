@@ -1,4 +1,4 @@
-"""Devices that torch itself knows: CPUs and NVIDIA GPUs."""
+"""Devices that torch supports itself: CPUs and NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ __all__ = ["CudaUploader", "TorchDevice", "local_device", "utilisation_of"]
 
 
 class TorchDevice:
-    """The part of a ``Backend`` that depends on the device alone.
-
-    Attributes:
-        device: A CPU or a GPU.
-    """
+    """The part of a ``Backend`` that depends on the device alone, a CPU or a GPU."""
 
     device: torch.device
 
@@ -41,7 +37,7 @@ class TorchDevice:
         leaf.data = leaf.data.to(self.device)
 
     def to_host(self, state: Any) -> Any:
-        return state  # files are written from wherever torch's tensors are
+        return state  # torch writes tensors from any device to files
 
     def uploader(self, *, non_blocking: bool) -> CudaUploader | None:
         return CudaUploader(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
@@ -64,14 +60,10 @@ class TorchDevice:
 
 
 class CudaUploader:
-    """An ``Uploader`` that copies in a CUDA stream of its own, while the GPU computes in another.
+    """An ``Uploader`` that copies in a CUDA stream of its own while the GPU computes in another.
 
-    The memory of a batch is allocated when the backward pass before it begins, or else when it is taken. By then the
-    loop has released the batch before the running one, so that at most two are on the GPU.
-
-    Args:
-        device: The GPU.
-        non_blocking: Don't wait for copies out of pinned memory.
+    It allocates a batch's memory when the backward pass before it begins, or else when the batch is taken. By then the
+    loop has released the batch before the current one, so that at most two are on the GPU.
     """
 
     def __init__(self, device: torch.device, *, non_blocking: bool) -> None:
@@ -85,18 +77,18 @@ class CudaUploader:
         self._sent.append(tensors)
 
     def begin(self) -> None:
-        # A graph that is being captured can't contain a copy in another stream: `take` makes it then.
+        # A graph that is being captured can't contain a copy in another stream; `take` makes the copy then.
         if self._sent and not self._begun and not torch.cuda.is_current_stream_capturing():
             self._upload()
 
     def _upload(self) -> None:
         tensors = self._sent[0]
-        if any(tensor.is_cuda for tensor in tensors):  # from a dataset on a GPU, which may still compute them
+        if any(tensor.is_cuda for tensor in tensors):  # a dataset on a GPU may still be computing them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=self._non_blocking) for tensor in tensors]
             self._begun.append((copies, self._stream.record_event()))
-        self._sent.popleft()  # not before: the GPU may have no memory for it just now
+        self._sent.popleft()  # only now: the copy fails if the GPU is out of memory
 
     def take(self) -> Sequence[torch.Tensor]:
         if not self._begun:
@@ -106,7 +98,7 @@ class CudaUploader:
         computing.wait_event(event)
         for tensor in copies:
             if tensor.is_cuda:
-                tensor.record_stream(computing)  # its memory was asked for in the other stream
+                tensor.record_stream(computing)  # its memory was allocated in the other stream
         return copies
 
     def close(self) -> None:
@@ -115,17 +107,13 @@ class CudaUploader:
 
 
 def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.device:
-    """Return this rank's own GPU, made the current one, or the CPU without a GPU or with ``cpu``.
+    """Return this rank's own GPU, after making it the current one, or the CPU without a GPU or with ``cpu``.
 
-    A rank that sees one GPU only gets that one: ``srun --gpus-per-task=1`` and the like show each rank its own.
-
-    Args:
-        place: This rank's place.
-        cpu: Compute on the CPU.
-        shared: Let several ranks use one GPU if there aren't enough, which NCCL doesn't allow.
+    A rank that sees a single GPU gets that one: ``srun --gpus-per-task=1`` and the like show each rank its own. With
+    ``shared``, several ranks use one GPU if there aren't enough, which NCCL doesn't allow.
 
     Raises:
-        TrainingError: This machine has several GPUs, but fewer than ranks.
+        TrainingError: This machine has several GPUs, but fewer GPUs than ranks.
     """
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -133,7 +121,7 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
     if place.local_rank >= visible > 1 and not shared:
         raise TrainingError(
             f"Rank {place.rank} has no GPU of its own.",
-            why=f"{visible} visible here, and of the ranks on this machine it is number {place.local_rank}, from 0.",
+            why=f"This process sees {visible} GPUs, and its local rank is {place.local_rank}, counted from 0.",
             fix=f"num_processes={visible}, or Accelerator(cpu=True), or let ranks share a GPU, which is slower: "
             "oversubscribe=True at the launch",
         )
@@ -143,9 +131,9 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
 
 
 def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
-    """Return a function that gives the per cent of time in which a GPU computes, ``None`` for other devices.
+    """Return a function that returns a GPU's utilisation in per cent; ``None`` for other devices.
 
-    The function gives ``None`` where NVML doesn't know, as for a part of a GPU.
+    The function returns ``None`` where NVML doesn't know the utilisation, as for a part of a GPU.
     """
     return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
 
@@ -153,13 +141,13 @@ def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """Return a GPU's used and total bytes.
 
-    A thread beside training calls this, so it makes no CUDA call: that could break the capture of a CUDA graph.
+    A thread beside training calls this, so it makes no CUDA call, which could break the capture of a CUDA graph.
     """
     try:
         nvml = importlib.import_module("pynvml")
         memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))
         return int(memory.used), int(memory.total)
-    except Exception:  # noqa: BLE001 - as below; a part of a GPU, or a container without NVML: report this process's memory
+    except Exception:  # noqa: BLE001 - as below. For a part of a GPU, or without NVML: report this process's memory
         return torch.cuda.memory_reserved(device), total_bytes
 
 

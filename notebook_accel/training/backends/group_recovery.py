@@ -1,8 +1,8 @@
-"""Go on in another process group when the present one has broken, as a session does after an interrupt.
+"""Replace a broken process group by a new one, as a session does after an interrupt.
 
-Prepared objects stay the objects that they are. Gradients are averaged from rank 0's weights on, as after ``prepare``.
-An interrupt can come between one rank's step and another's, so all ranks get rank 0's state of optimizers, schedulers,
-windows, loaders' epochs and the loss scale, and the interrupted step begins anew.
+Prepared objects keep their identity. All ranks go on from rank 0's weights, as after ``prepare``. An interrupt can come
+between one rank's step and another's, so all ranks also get rank 0's state of optimizers, schedulers, windows, loaders'
+epochs and the loss scale, and the interrupted step begins anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.trees import map_leaves
+from notebook_accel.training.trees import map_leaves, send_to_device
 
 __all__ = ["Stateful", "collective_counts", "renew_group", "track_parallel", "track_state"]
 
@@ -34,20 +34,20 @@ _AllGather = Callable[[Any], list[Any]]  # returns the ranks' objects, in order 
 
 
 class Stateful(Protocol):
-    """An object that moves on with training. Its optional method ``abandon_step`` forgets a step that was begun."""
+    """An object whose state changes in training. Its optional method ``abandon_step`` forgets an unfinished step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Go on from a state."""
+        """Restore a state."""
 
 
 def collective_counts() -> list[int] | None:
-    """Return 1 or 0 for a group in use by this package or not, then each group's calls; ``None`` without a group.
+    """Return the number of collectives that each group has run, ``None`` without a group.
 
-    Ranks whose numbers differ would wait for each other in vain. A group that carries CPU and GPU tensors by different
-    backends has a number for each of the two.
+    The first item is 1 if this package uses the default group, else 0. A group that carries CPU and GPU tensors by
+    different backends has a number for each. Ranks whose lists differ would wait for each other in vain.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -57,7 +57,7 @@ def collective_counts() -> list[int] | None:
 
 def _call_counts(group: Any) -> Iterator[int]:
     for device in sorted(group._device_types, key=str):
-        with contextlib.suppress(RuntimeError):  # this backend, such as MPI's, doesn't count
+        with contextlib.suppress(RuntimeError):  # some backends, such as MPI's, don't count
             yield group._get_backend(device)._get_sequence_number_for_group()
 
 
@@ -65,14 +65,14 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     """Leave the process group and make another. All ranks call it at once.
 
     Args:
-        renewals: Number of this renewal, which gives the ranks a prefix of their own in the store. ``None`` where this
+        renewals: Number of this renewal, which gives the new group its own prefix in the store. ``None`` where this
             package made the group: each of its groups has a prefix anyway.
-        rejoins: Make another group, since all ranks have one of the same origin. Otherwise the next one to need a
-            group makes it.
+        rejoins: Make the new group now, since all ranks had a group of the same origin. Otherwise the next object that
+            needs a group makes it.
         namespace: The rank's variables, to name those that are lost.
 
     Returns:
-        Descriptions for the user of what couldn't be kept.
+        Descriptions, for the user, of the objects that were lost.
 
     Raises:
         TrainingError: The other ranks didn't come in time.
@@ -99,26 +99,29 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
 
 
 def _forget_all() -> None:
-    """Forget prepared objects: they have to be prepared again, with ranks that may be other ones."""
+    """Forget prepared objects: they have to be prepared again, perhaps with other ranks."""
     _parallels.clear()
     _states.clear()
 
 
 def _rejoin(members: Sequence[torch_group.Member], backend: str) -> list[str]:
+    """Make the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
         dist.init_process_group(backend)
         return []
     for member in members:
         member.rejoin()
-    left = _reconnect_all(members[0].all_gather_object)
-    lost = [f"a prepared {name}, which not all ranks have: prepare it again" for name in left]
-    if _follow_first_rank(members[0]):
+    common, left = _parallels.match(members[0].all_gather_object)
+    for parallel, connect in common:
+        _reconnect(parallel, connect)
+    lost = [f"a prepared {type(item.module).__name__}, which not all ranks have: prepare it again" for item in left]
+    if _copy_state_of_rank_0(members[0]):
         lost.append("gradients of an accumulation window that had begun")
     return lost
 
 
 class _Counterparts(Generic[_T, _U]):
-    """Objects that ranks made in the same order, held weakly, each with a value that belongs to it."""
+    """Objects that all ranks made in the same order, held weakly, each with an associated value."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -128,31 +131,25 @@ class _Counterparts(Generic[_T, _U]):
         return any(ref() is obj for ref, _ in self._entries.values())
 
     def add(self, obj: _T, description: str, value: _U) -> None:
-        """Track an object.
-
-        Args:
-            obj: The object to track, held weakly.
-            description: Text that is equal for counterparts and differs for objects that can't be counterparts.
-            value: The value that belongs to it.
-        """
+        """Track an object. Its ``description`` is equal for counterparts and differs for other kinds of objects."""
         key = next(self._numbers), zlib.crc32(description.encode())
         entries = self._entries
         entries[key] = weakref.ref(obj, lambda _: entries.pop(key, None)), value
 
     def clear(self) -> None:
-        """Forget all objects and count anew: from now on ranks have other counterparts, such as a new rank's."""
+        """Forget all objects and count from 0 again, since a new rank does so too."""
         self._numbers = itertools.count()
         self._entries = {}
 
     def match(self, all_gather: _AllGather) -> tuple[list[tuple[_T, _U]], list[_T]]:
         """Return the objects that all ranks still have, in one order, and those that only some have.
 
-        All ranks call it.
+        All ranks call this method.
         """
         alive = {key: (obj, value) for key, (ref, value) in list(self._entries.items()) if (obj := ref()) is not None}
         by_rank: list[list[_Key]] = all_gather(sorted(alive))
         common = set(by_rank[0]).intersection(*by_rank[1:])
-        # Ranks number them alike, unless one was interrupted in the middle of making one.
+        # Ranks may have counted differently if one was interrupted while it made an object.
         self._numbers = itertools.count(1 + max((number for keys in by_rank for number, _ in keys), default=-1))
         return [alive[key] for key in sorted(common)], [alive[key][0] for key in sorted(alive) if key not in common]
 
@@ -166,25 +163,13 @@ def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
 
     Args:
         parallel: The module.
-        connect: Connects the emptied module to the present group; takes the module and the model in it.
+        connect: A function of the emptied module and the model in it that connects them to the present group.
     """
     _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
 
 
-def _reconnect_all(all_gather: _AllGather) -> list[str]:
-    """Connect every module that all ranks have to the present group. All ranks call it.
-
-    Returns:
-        The class names of modules that not all ranks have; they stay without a group.
-    """
-    common, left = _parallels.match(all_gather)
-    for parallel, connect in common:
-        _reconnect(parallel, connect)
-    return [type(parallel.module).__name__ for parallel in left]
-
-
 def _reconnect(parallel: Any, connect: _Connect) -> None:
-    """Connect a module as the object that it is: whoever holds it, such as the user's ``model``, goes on with it."""
+    """Connect a module to the present group, in place: variables that refer to it, such as ``model``, stay valid."""
     before = dict(vars(parallel))
     hooks = {
         name: value
@@ -197,20 +182,20 @@ def _reconnect(parallel: Any, connect: _Connect) -> None:
         connect(parallel, module)
     except BaseException:
         vars(parallel).clear()
-        vars(parallel).update(before)  # so that it can be tried again
+        vars(parallel).update(before)  # so that a retry is possible
         raise
     vars(parallel).update(hooks, training=before["training"])
 
 
 def track_state(stateful: Stateful) -> None:
-    """Track an object whose state has to be the same on all ranks. All ranks do so in the same order."""
+    """Track an object whose state has to be equal on all ranks. All ranks do so in the same order."""
     _states.add(stateful, type(stateful).__name__, None)
 
 
-def _follow_first_rank(backend: Backend) -> bool:
-    """Give all ranks rank 0's state wherever theirs differ. All ranks call it.
+def _copy_state_of_rank_0(backend: Backend) -> bool:
+    """Give all ranks rank 0's state wherever theirs differ, and abandon the interrupted step. All ranks call it.
 
-    The interrupted step begins anew: where ranks differ, or in a window, gradients are cleared.
+    If ranks differ or a window had begun, gradients are cleared.
 
     Returns:
         True if a window had begun.
@@ -223,7 +208,7 @@ def _follow_first_rank(backend: Backend) -> bool:
     differ = [len(set(of_ranks)) > 1 for of_ranks in zip(*(found for _, found in by_rank), strict=True)]
     for stateful, differs in zip(common, differ, strict=True):
         if differs:
-            own = map_leaves(_on_cpu, stateful.state_dict()) if backend.place.rank == 0 else None
+            own = send_to_device(stateful.state_dict(), torch.device("cpu")) if backend.place.rank == 0 else None
             stateful.load_state_dict(backend.broadcast_object(own, 0))
     is_in_window = any(found for found, _ in by_rank)
     for stateful in common:
@@ -234,14 +219,10 @@ def _follow_first_rank(backend: Backend) -> bool:
     return is_in_window
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _digest(state: Any) -> int:
-    """Return a digest of the state's numbers. Of a tensor it takes the sum, in which states a step apart differ."""
-    return zlib.crc32(repr(map_leaves(_sum, state)).encode())
+    """Return a digest of the state's numbers and its tensors' sums, which differ between states a step apart."""
 
+    def summed(leaf: Any) -> Any:
+        return float(leaf.double().sum()) if isinstance(leaf, torch.Tensor) else leaf
 
-def _sum(leaf: Any) -> Any:
-    return float(leaf.double().sum()) if isinstance(leaf, torch.Tensor) else leaf
+    return zlib.crc32(repr(map_leaves(summed, state)).encode())

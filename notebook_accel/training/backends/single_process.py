@@ -1,4 +1,4 @@
-"""Backends of processes that join no group: a single rank, and a loader's worker process."""
+"""Backends of processes that join no group: a single rank, and a worker process of a data loader."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ from notebook_accel.errors import TrainingError
 from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = [
-    "SingleProcess",
-    "WorkerProcess",
-]
+__all__ = ["SingleProcess", "WorkerProcess"]
 
 
 class SingleProcess(TorchDevice):
-    """A ``Backend`` of one rank, in which every collective is the identity.
-
-    Args:
-        place: Rank 0 of 1.
-        device: The device to compute on.
-    """
+    """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""
 
     compares_calls = False
 
@@ -67,12 +59,9 @@ class SingleProcess(TorchDevice):
 
 
 class WorkerProcess(TorchDevice):
-    """A ``Backend`` of a loader's worker process, which knows its rank's place and refuses collectives.
+    """A ``Backend`` of a data loader's worker process, which has its rank's place and refuses collectives.
 
-    The rank itself takes part in collectives, and nobody waits for its workers.
-
-    Args:
-        place: The place of the rank that owns the worker.
+    The rank itself takes part in collectives; no rank waits for a worker.
     """
 
     compares_calls = False
@@ -87,14 +76,13 @@ class WorkerProcess(TorchDevice):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TrainingError(
-            "A worker process of a loader can't talk to other ranks.",
-            why="The rank that it works for does.",
-            fix="do it in the training loop; or num_workers=0",
+            "A worker process of a data loader can't communicate with other ranks.",
+            why="Only the rank that it works for takes part in collectives.",
+            fix="call it in the training loop, or use num_workers=0",
         )
 
     barrier = all_gather = all_reduce = broadcast = _refuse
-    all_gather_object = broadcast_object = scatter_object = _refuse
-    data_parallel = _refuse
+    all_gather_object = broadcast_object = scatter_object = data_parallel = _refuse
 
     def leave(self) -> None:
         self.has_left = True

@@ -25,22 +25,14 @@ from notebook_accel.training.handlers import (
     InitProcessGroupKwargs,
 )
 
-__all__ = [
-    "ObjectScatter",
-    "TorchDistributed",
-]
+__all__ = ["ObjectScatter", "TorchDistributed"]
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class TorchDistributed(TorchDevice):
-    """A ``Backend`` over torch's default process group.
-
-    Args:
-        place: This rank's place in the group.
-        device: The device to compute on.
-        options: Options of the group, if it has to be made, such as how long ranks wait in it.
+    """A ``Backend`` that uses torch's default process group, made with ``options`` if there is none.
 
     Raises:
         TrainingError: The other ranks, or the store where ranks meet, weren't there in time.
@@ -51,20 +43,20 @@ class TorchDistributed(TorchDevice):
         self.device = device
         self._enter(options)
         self._has_left = False
-        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
-        # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message.
-        # That goes through gloo, so that it can't meet another rank's gradients.
+        # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message. The
+        # comparison goes through gloo, so that it can't meet another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
-        self.compares_calls = place.world_size > 1 and is_asked and carries_cpu
+        self.compares_calls = place.world_size > 1 and is_asked and self._host_device.type == "cpu"
 
     def _enter(self, options: InitProcessGroupKwargs) -> None:
         self._group = torch_group.enter(self.place, self.device, options)
-        self._group.add(self)
-        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
-        self._scatter = ObjectScatter(torch.device("cpu") if carries_cpu else self.device)
+        self._group.members.add(self)
+        cpu = torch.device("cpu")
+        # The device of tensors with which the host itself communicates.
+        self._host_device: torch.device = cpu if self._group.has_gloo_for(cpu) else self.device
+        self._scatter = ObjectScatter(self._host_device)
 
     def rejoin(self) -> None:
-        """Go on in the present group, made with the same options if it has to be made."""
         self._enter(self._group.options or InitProcessGroupKwargs())
 
     @property
@@ -75,10 +67,9 @@ class TorchDistributed(TorchDevice):
         self._group.explain(error)
 
     def barrier(self) -> None:
-        # Not dist.barrier: with several backends in one group that has to guess the device. By gloo, where there is
-        # gloo: a rank that waits in NCCL keeps its GPU busy, and ends when another takes longer than NCCL's deadline.
-        carries_cpu = self._group.has_gloo_for(torch.device("cpu"))
-        ticket = torch.ones((), device="cpu" if carries_cpu else self.device)
+        # Not dist.barrier, which has to guess the device if one group has several backends. gloo is better where there
+        # is gloo: a rank that waits in NCCL keeps its GPU busy, and ends when another exceeds NCCL's deadline.
+        ticket = torch.ones((), device=self._host_device)
         with self._explained():
             dist.all_reduce(ticket)
             ticket.item()
@@ -148,10 +139,10 @@ class TorchDistributed(TorchDevice):
 
 
 class _DataParallel(DistributedDataParallel):
-    """torch's ``DistributedDataParallel``, whose errors in waiting for ranks say what every rank was doing.
+    """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
-    A forward pass waits for ranks where it broadcasts buffers. The module pickles and copies as the model in it, since
-    it means nothing outside its group.
+    A forward pass waits for other ranks where it broadcasts buffers. The module pickles and copies as the model in it,
+    since it means nothing outside its group.
     """
 
     explain: Callable[[RuntimeError], None]
@@ -164,10 +155,10 @@ class _DataParallel(DistributedDataParallel):
             raise
 
     def no_sync(self) -> Any:
-        """Leave gradients local, as torch's ``no_sync``.
+        """Leave gradients local, as torch's ``no_sync`` does.
 
         Raises:
-            TrainingError: With ``static_graph`` torch can't leave gradients local.
+            TrainingError: ``static_graph`` is set, with which torch can't leave gradients local.
         """
         if self.static_graph:
             raise TrainingError(
@@ -184,12 +175,12 @@ class _DataParallel(DistributedDataParallel):
         """Average gradients in the body's backward pass, although the forward pass was in ``no_sync``.
 
         Raises:
-            TrainingError: Which parameters take part is known from a forward pass only.
+            TrainingError: torch learns which parameters take part from a forward pass outside of ``no_sync`` only.
         """
         if self.find_unused_parameters or self.static_graph:
             raise TrainingError(
                 "trigger_sync_in_backward can't be used with find_unused_parameters=True or static_graph=True.",
-                why="Which gradients will come is found out in a forward pass outside of no_sync.",
+                why="torch learns in a forward pass outside of no_sync which gradients will come.",
                 fix="make the last forward pass outside of no_sync",
             )
         before = self.require_backward_grad_sync
@@ -208,7 +199,7 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
     kinds = DDPCommunicationHookType
     if options.comm_hook is kinds.NO:
         return
-    # Not at the top: importing it takes a while, and few ask for it.
+    # Not at the top: the import takes a while, and few programs need it.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     hooks: dict[DDPCommunicationHookType, Any] = {
@@ -222,10 +213,9 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
         kinds.FP16: default_hooks.fp16_compress_wrapper,
         kinds.BF16: default_hooks.bf16_compress_wrapper,
     }
+    state: object = parallel.process_group
     if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
-        state: object = powerSGD_hook.PowerSGDState(parallel.process_group, **options.comm_state_option)
-    else:
-        state = parallel.process_group
+        state = powerSGD_hook.PowerSGDState(state, **options.comm_state_option)
     try:
         parallel.register_comm_hook(state, wrappers[options.comm_wrapper](hooks[options.comm_hook]))
     except TypeError as error:
@@ -235,23 +225,22 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as bytes: every backend can send those, but not every type."""
+    """Return the same memory as bytes: every backend can send bytes, but not every type."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-# The longest of all ranks' objects, and the length of this rank's, in bytes.
-_HEADER = struct.Struct("qq")
+_HEADER = struct.Struct("qq")  # the length of the longest of all ranks' objects, and of this rank's, in bytes
 _FIRST_CAPACITY_BYTES = 1 << 12
 
 
 class ObjectScatter:
     """Sends each rank an object from rank 0, in one message.
 
-    torch's own takes three messages, since ranks have to learn first how much they are sent. Here all ranks expect as
-    much as they were sent before, and only longer objects take a second message.
+    torch's own function takes three messages, since ranks first have to learn the size of the object. Here all ranks
+    expect a size that grows with the objects sent so far, and only an object that exceeds it takes a second message.
 
     Args:
-        device: The device whose tensors the group carries.
+        device: A device whose tensors the group can send.
     """
 
     def __init__(self, device: torch.device) -> None:

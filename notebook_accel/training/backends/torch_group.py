@@ -1,6 +1,6 @@
-"""torch's default process group, of which a process has one: its making, its members and its errors.
+"""torch's default process group: how it is made, which backends use it, and how its errors are explained.
 
-The first to need a group makes it. A group that the user's code made is used as it is, and left alone at the end.
+The first backend to need the group makes it. A group that the user's code made is used as it is and never destroyed.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ __all__ = [
 
 # Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
-_CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # what torch says when a store has ended
+_CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # torch's errors when a store has ended
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
-# For a collective, by the type of device: torch's defaults for its backends.
-_COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}
+_COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}  # torch's defaults for gloo and NCCL
+_MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 
-# Each group has connections and threads of its own.
-_GRADIENT_GROUPS = 4
-
-# Keys of an earlier group, or of an earlier start of these ranks, stay in a store that outlives it. So each group has a
-# prefix of its own. Ranks run the same program and count alike, anew after each restart.
+# A store can outlive a group and keep its keys, or those of an earlier start of these ranks. So each group has its own
+# prefix. Ranks run the same program and count alike, from 0 after each restart.
 _group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -62,19 +59,23 @@ class Member(Backend, Protocol):
     """A ``Backend`` that communicates through the default group."""
 
     def rejoin(self) -> None:
-        """Go on in the present group, made with the same options if it has to be made."""
+        """Use the present default group; make it with the options of the last one if there is none."""
 
 
 class Group:
     """The default group of this process.
 
     Args:
-        place: This rank's place in it.
-        sockets: Its connections, as far as this package opened them.
-        store: The store where its ranks meet.
-        deadline: Deadline of a collective if this package made the group; gloo's, where it has gloo.
-        nccl_deadline: NCCL's deadline of a collective, if this package made the group and it has NCCL.
-        options: Options of the group, if this package made it.
+        place: This rank's place in the group.
+        sockets: The connections that this package opened for the group.
+        store: The store where the ranks meet.
+        deadline: The deadline of a collective if this package made the group; gloo's, if it has gloo.
+        nccl_deadline: NCCL's deadline of a collective if this package made the group and it has NCCL.
+        options: The options of the group if this package made it.
+
+    Attributes:
+        members: The backends that use the group.
+        gradient_groups: Groups for the gradients of models.
     """
 
     def __init__(
@@ -88,21 +89,19 @@ class Group:
     ) -> None:
         self.options = options
         self.process_group = dist.group.WORLD
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.gradient_groups: list[dist.ProcessGroup] = []
         self._sockets = sockets
         self._deadline = deadline
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self._for_gradients: list[dist.ProcessGroup] = []
         self._models = 0
         self._watchdog: CollectiveWatchdog | None = None
         if place.world_size > 1:
-            deadline_s = None if deadline is None else deadline.total_seconds()
-            warns_before_s = None if nccl_deadline is None else nccl_deadline.total_seconds()
             self._watchdog = CollectiveWatchdog(
                 PrefixStore("notebook_accel", store),
                 place,
                 sockets.shut_down,
-                deadline_s,
-                warns_before_s=warns_before_s,
+                None if deadline is None else deadline.total_seconds(),
+                warns_before_s=None if nccl_deadline is None else nccl_deadline.total_seconds(),
             )
             reporter().at_close(self._watchdog.close)
             atexit.register(self._watchdog.close)
@@ -113,43 +112,26 @@ class Group:
 
     @property
     def is_current(self) -> bool:
-        """True while it is torch's default group."""
+        """True while this is torch's default group."""
         return dist.group.WORLD is self.process_group
 
-    def add(self, member: Member) -> None:
-        """Add a member."""
-        self._members.add(member)
+    @property
+    def was_made_here(self) -> bool:
+        """True if this package made the group, False if the user's code did."""
+        return self._deadline is not None
 
     def remove(self, member: Member) -> None:
-        """Remove a member. With the last one the group ends, if this package made it."""
-        self._members.discard(member)
-        if self._members:
+        """Remove a member. If it was the last one and this package made the group, destroy the group."""
+        self.members.discard(member)
+        if self.members:
             return
         self.stop_watchdog()
         if self.was_made_here and self.is_current:
             dist.destroy_process_group()
 
-    @property
-    def members(self) -> list[Member]:
-        """The backends that use the group."""
-        return list(self._members)
-
-    @property
-    def gradient_groups(self) -> int:
-        """Number of groups for gradients."""
-        return len(self._for_gradients)
-
     def give_up(self) -> None:
-        """Make every wait for ranks in it fail, here and on the ranks that wait for this one.
-
-        Afterwards the group can only be broken up.
-        """
+        """Make waits for other ranks fail, here and on ranks that wait for this one. Only ``break_up`` may follow."""
         self._sockets.shut_down()
-
-    @property
-    def was_made_here(self) -> bool:
-        """True if this package made it, not the user's code."""
-        return self._deadline is not None
 
     def stop_watchdog(self) -> None:
         """Stop the watchdog, which tells the other ranks that this one has left."""
@@ -162,30 +144,30 @@ class Group:
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
         """Return a group for the gradients of one more model, ``None`` for the default group. All ranks call it.
 
-        With gloo, a collective that meets another of a different size ends the process, and one of the same size gives
-        it wrong numbers. In a group of their own, gradients meet neither another model's nor the calls of a rank that
-        has left its loop. The ranks wait for that one, and can name it.
+        In gloo, two collectives of different sizes that meet end the process, and two of one size give wrong numbers.
+        In a group of their own, gradients meet neither another model's nor the calls of a rank that has left its loop.
+        The other ranks wait for that rank, and the watchdog can name it.
 
         A group lives as long as this object. After a backward pass gloo's thread may still have to release Python
-        objects, and destroying its group at that moment would wait for the thread for ever, while holding Python's
-        lock. So the number of groups is limited, and further models share them in turn.
+        objects. Destroying its group at that moment would wait for the thread forever while holding the GIL. So the
+        number of groups is limited, and further models share them in turn.
         """
         if not self.has_gloo_for(device):
             return None
-        number = self._models % _GRADIENT_GROUPS
+        number = self._models % _MAX_GRADIENT_GROUPS
         self._models += 1
-        if number == len(self._for_gradients):
+        if number == len(self.gradient_groups):
             with self._sockets.opened_inside():
                 made = dist.new_group(timeout=self._deadline, backend="gloo")
             assert isinstance(made, dist.ProcessGroup)
-            self._for_gradients.append(made)
-        return self._for_gradients[number]
+            self.gradient_groups.append(made)
+        return self.gradient_groups[number]
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise a better error if this one comes from waiting for other ranks.
+        """Raise a better error if ``error`` comes from waiting for other ranks.
 
         Raises:
-            CollectiveError: It does. The message says what every rank was doing.
+            CollectiveError: A wait for other ranks failed. The message says what every rank was doing.
         """
         text = str(error)
         if self._watchdog is not None and (
@@ -199,7 +181,7 @@ _broken: Group | None = None
 
 
 def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
-    """Return the group of this process, and make it if there is none.
+    """Return the group of this process; make it if there is none.
 
     Raises:
         ConfigError: The environment doesn't say where ranks meet.
@@ -216,7 +198,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         _current = Group(place, GlooSockets(place.master_port), store)
     elif options not in (InitProcessGroupKwargs(), _current.options):
         warnings.warn(
-            f"{options} has no effect: this process has joined its group already, with what was said then. "
+            f"{options} has no effect: this process has already joined its group, with other options. "
             "Fix: give it to the first Accelerator or PartialState, or call end_training() before",
             stacklevel=2,
         )
@@ -236,8 +218,8 @@ def is_ours() -> bool:
 def break_up() -> tuple[list[Member], int]:
     """End the default group although it is in use, and every other group.
 
-    The object is kept until the next time: destroying the groups of gradients at once could wait for ever, as
-    ``Group.for_gradients`` explains.
+    The ``Group`` object is kept until the next call, because destroying the groups of gradients at once could wait
+    forever, as ``Group.for_gradients`` explains.
 
     Returns:
         The members of the group, and the number of torch's groups that this package didn't make.
@@ -247,11 +229,12 @@ def break_up() -> tuple[list[Member], int]:
     members: list[Member] = []
     known = 1
     if _broken is not None:
-        members = _broken.members if _broken.is_current else []
-        known += _broken.gradient_groups if _broken.is_current else 0
+        if _broken.is_current:
+            members = list(_broken.members)
+            known += len(_broken.gradient_groups)
         _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
-    if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, and that for other ranks
+    if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
@@ -285,7 +268,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
             f"Rank {place.rank} of {place.world_size} could not meet the others at "
             f"{place.master_addr}:{place.master_port} within {timeout.total_seconds():g} s.",
             why=str(error),
-            fix="see that every rank is running and that all have the same MASTER_ADDR and MASTER_PORT",
+            fix="check that every rank is running and that all have the same MASTER_ADDR and MASTER_PORT",
         ) from error
     backend = options.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     deadline = options.timeout or datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S[device.type])
@@ -301,9 +284,9 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 
 
 def _lengthen_gloo() -> datetime.timedelta | None:
-    """Give gloo the deadline of CPUs, longer than NCCL's; return it, ``None`` without gloo.
+    """Give gloo the longer deadline of CPUs instead of NCCL's; return it, or ``None`` without gloo.
 
-    The host's own calls go through gloo, such as waiting for a rank that prepares the data.
+    The host's own calls, such as waiting for a rank that prepares the data, go through gloo.
     """
     group: Any = dist.group.WORLD
     try:
@@ -316,9 +299,9 @@ def _lengthen_gloo() -> datetime.timedelta | None:
 
 
 def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
-    """Return the store that rank 0 serves, once all ranks have come to it.
+    """Return the store that rank 0 serves, once all ranks have connected to it.
 
-    A rank may find the store of the group before, which ends a moment later with that group. Then it tries again.
+    A rank may still find the store of the previous group, which ends with that group a moment later. Then it retries.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
@@ -336,7 +319,7 @@ def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
 
 
 def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
-    """Wait until every rank has come to the store, and name those that don't come."""
+    """Wait until every rank has connected to the store; the error names those that haven't."""
     keys = [f"rank {rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], "here")
     try:
@@ -351,12 +334,12 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
 
 
 class GlooSockets:
-    """The connections through which gloo reaches other ranks, so that a rank that waits in vain can be freed.
+    """The connections through which gloo reaches other ranks. Shutting them down frees a rank that waits in vain.
 
-    gloo can't abandon a collective. Once its connections are shut down, whatever waits on them raises.
+    gloo can't abandon a collective, but every wait on a closed connection raises.
 
     Args:
-        store_port: Port of the ranks' store, whose connections are left alone.
+        store_port: Port of the ranks' store, whose connections stay open.
     """
 
     def __init__(self, store_port: int) -> None:
@@ -365,7 +348,7 @@ class GlooSockets:
 
     @contextlib.contextmanager
     def opened_inside(self) -> Iterator[None]:
-        """Note the sockets that the body opens, where a group is made."""
+        """Remember the sockets that the body opens while it makes a group."""
         before = _open_sockets()
         try:
             yield
@@ -378,7 +361,7 @@ class GlooSockets:
         """Shut the connections down; gloo closes them. Listening sockets stay: without them gloo ends the process."""
         now = _open_sockets()
         for descriptor, name in self._sockets.items():
-            if now.get(descriptor) == name:  # not another one under a reused number
+            if now.get(descriptor) == name:  # not another socket under a reused number
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     if self._store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
                         connection.shutdown(socket.SHUT_RDWR)
@@ -388,7 +371,7 @@ def _open_sockets() -> dict[int, str]:
     """Return descriptor and identity of every socket of this process."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that lists the folder
+        with contextlib.suppress(OSError):  # the descriptor that listed this folder is closed by now
             target = os.readlink(f"/proc/self/fd/{descriptor}")
             if target.startswith("socket:"):
                 found[int(descriptor)] = target

@@ -1,8 +1,7 @@
 """A watchdog that reports what the ranks of a group are doing when one of them waits in vain.
 
-Training pays nothing for it: a thread of each rank asks the store once a second whether there is trouble, or a
-question. Only when a rank has given up, has ended, or asks, do the others write down where they are, which the thread
-reads off their stacks.
+It costs training nothing: on each rank, a thread checks the store once a second for trouble or a question. Only when a
+rank has failed, has ended, or asks, do the other ranks' threads write to the store where their training thread is.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from notebook_accel.reporting import reporter
 __all__ = ["CollectiveWatchdog"]
 
 _PERIOD_S = 1.0
-# A rank may have the last bytes of a collective still to read when the other has ended already.
-_GRACE_S = 4.0
+_GRACE_S = 4.0  # after another rank has ended, this one may still have the last bytes of a collective to read
 _ANSWER_DEADLINE_S = 4.0
 _POLL_S = 0.1
 
 
 class CollectiveWatchdog:
-    """Reports what every rank was doing when this one waits in vain, and frees it when nobody will come any more.
+    """Reports what every rank was doing when this one waits in vain, and frees it when a peer has failed or ended.
 
     Args:
         store: The ranks' store, under a prefix of this group's own.
         place: This rank's place in the group.
-        free: Makes every wait for other ranks raise.
+        free: A function that makes every wait for other ranks raise.
         deadline_s: Deadline of a collective in seconds, ``None`` if unknown.
-        warns_before_s: Write what the ranks are doing to stderr shortly before this deadline, in seconds, because a
-            collective that passes it raises no error. The warning frees nobody.
+        warns_before_s: A deadline in seconds, after which a collective raises no error. Shortly before it, the watchdog
+            writes to stderr what the ranks are doing. The warning frees no rank.
     """
 
     def __init__(
@@ -53,13 +51,13 @@ class CollectiveWatchdog:
         *,
         warns_before_s: float | None = None,
     ) -> None:
-        self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # a connection of its own: the other may be waiting
+        self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # its own connection: the other may be waiting
         self._place = place
         self._free = free
         self._deadline_s = deadline_s
         self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
-        self._questions = 0  # number of this group's questions that this rank has answered
-        self._left_behind = _nccl_status()  # of groups given up before, whose collectives never complete
+        self._answered = 0  # number of questions that this rank has answered
+        self._initial_status = _nccl_status()  # of earlier broken groups, whose collectives never complete
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -73,7 +71,7 @@ class CollectiveWatchdog:
         self._stop.set()
         self._thread.join(_ANSWER_DEADLINE_S)
         position = reporter().position()
-        self._say("ended", "has ended" + (f", after {position}" if position else ""))
+        self._publish("ended", "has ended" + (f", after {position}" if position else ""))
 
     def explanation(self, *, timed_out: bool) -> CollectiveError:
         """Return the error for a collective of this thread that has failed.
@@ -82,16 +80,14 @@ class CollectiveWatchdog:
         """
         position = reporter().position()
         # The caller's own frames are on top, and left out like all of this package.
-        doing = code_places.describe(sys._getframe(1)) + (f", {position}" if position else "")
-        self._say("failed", doing)
-        doings = self._ask("doing")
-        by_rank = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
+        self._publish("failed", code_places.describe(sys._getframe(1)) + (f", {position}" if position else ""))
+        by_rank = self._collect("doing").rstrip("\n")
         deadline = "" if self._deadline_s is None else f" of {self._deadline_s:g} s"
         what = f"waited in vain until the deadline{deadline}" if timed_out else "lost the connection to the others"
         return CollectiveError(
             f"Rank {self._place.rank} {what}. The ranks were here:\n{by_rank}",
             why="All ranks have to make the same calls in the same order, and to take as many steps.",
-            fix="see that no rank leaves its loop alone and that no collective is inside "
+            fix="check that no rank leaves its loop before the others and that no collective is inside "
             "`if accelerator.is_main_process:`; for slow work, "
             "kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))]. To go on in these processes: "
             "accelerator.end_training() and a new Accelerator() on every rank",
@@ -111,31 +107,30 @@ class CollectiveWatchdog:
                     warned_since = since
                     self._warn()
                 else:
-                    since = time.monotonic()  # it is its own work that takes long
+                    since = time.monotonic()  # it is busy with long work of its own
             del frame
             try:
                 self._answer_questions()
-                if self._store.check(["trouble"]) and self._answer(standing_s):
+                if self._store.check(["trouble"]) and self._handle_trouble(standing_s):
                     return
-            except RuntimeError:  # the store has gone with the rank that served it, and so has its connection
+            except RuntimeError:  # the rank that served the store has ended
                 return
 
     def _is_in_a_collective(self, frame: types.FrameType | None) -> bool:
-        """Return whether the watched thread waits for other ranks, or for a GPU that does.
+        """Return whether the watched thread waits for other ranks, or for a GPU that waits for them.
 
-        A stack doesn't show which calls wait for a GPU. So NCCL is asked whether it has completed the work that it was
-        given.
+        A stack doesn't show which calls wait for a GPU, but NCCL knows whether it has completed all enqueued work.
         """
         if code_places.runs_only_ours(frame):  # as between two cells of a session
             return False
         if any(map(_waits_for_ranks, code_places.library_calls(frame))):
             return True
-        changed = _nccl_status().items() - self._left_behind.items()
-        return any(given != completed for _, (given, completed) in changed)
+        changed = _nccl_status().items() - self._initial_status.items()
+        return any(enqueued != completed for _, (enqueued, completed) in changed)
 
-    def _answer(self, standing_s: float) -> bool:
-        """Report where this rank is, and free it if nobody will come; return whether it was freed."""
-        self._say("doing", self._doing())
+    def _handle_trouble(self, standing_s: float) -> bool:
+        """Publish where this rank is, and free it if a peer has failed or ended; return whether it was freed."""
+        self._publish("doing", self._position())
         others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
         has_failed = any(self._store.check([f"{rank} failed"]) for rank in others)
         has_ended = any(self._store.check([f"{rank} ended"]) for rank in others)
@@ -144,7 +139,8 @@ class CollectiveWatchdog:
             return True
         return False
 
-    def _doing(self) -> str:
+    def _position(self) -> str:
+        """Return where in the user's code the watched thread is."""
         position = reporter().position()
         frame = sys._current_frames().get(self._watched_thread)
         if frame is not None and code_places.runs_only_ours(frame):
@@ -152,59 +148,54 @@ class CollectiveWatchdog:
         place = code_places.describe(frame) or "outside of Python"
         return f"{place}, {position}" if position else place
 
-    def _say(self, what: str, text: str) -> None:
+    def _publish(self, kind: str, text: str) -> None:
         try:
-            self._store.set(f"{self._place.rank} {what}", text)
-            if what != "doing":
+            self._store.set(f"{self._place.rank} {kind}", text)
+            if kind != "doing":
                 self._store.set("trouble", "")
-        except RuntimeError:  # nobody is left to tell
+        except RuntimeError:  # no rank serves the store any more
             pass
 
     def _answer_questions(self) -> None:
-        while self._store.check([f"question {self._questions}"]):
-            self._say_in(self._questions)
+        while self._store.check([f"question {self._answered}"]):
+            self._answer(self._answered)
 
-    def _say_in(self, question: int) -> None:
-        self._store.set(f"{self._place.rank} {_doing_in(question)}", self._doing())
-        self._questions = question + 1
+    def _answer(self, question: int) -> None:
+        self._store.set(f"{self._place.rank} doing in {question}", self._position())
+        self._answered = question + 1
 
-    def _ask(self, answer: str) -> dict[int, str]:
-        """Return what each rank is doing, read from its keys of kind ``answer`` until a deadline."""
+    def _collect(self, kind: str) -> str:
+        """Return a line for each rank that says what it is doing, after waiting for keys of this kind for a while."""
         deadline = time.monotonic() + _ANSWER_DEADLINE_S
-        doings: dict[int, str] = {}
-        while len(doings) < self._place.world_size and time.monotonic() < deadline:
+        ranks = range(self._place.world_size)
+        texts: dict[int, str] = {}
+        while len(texts) < len(ranks) and time.monotonic() < deadline:
             try:
                 self._answer_questions()  # others may ask too, and this is the thread that answers
-                doings = self._known(answer)
+                texts = self._published(kind)
             except RuntimeError:
                 break
             time.sleep(_POLL_S)
-        return {rank: doings.get(rank, "doesn't answer") for rank in range(self._place.world_size)}
+        return "".join(f"  rank {rank}: {texts.get(rank, 'does not answer')}\n" for rank in ranks)
 
-    def _known(self, answer: str) -> dict[int, str]:
-        known = {}
+    def _published(self, kind: str) -> dict[int, str]:
+        texts = {}
         for rank in range(self._place.world_size):
-            for what in ("failed", "ended", answer):
-                key = f"{rank} {what}"
+            for key in (f"{rank} failed", f"{rank} ended", f"{rank} {kind}"):
                 if self._store.check([key]):
-                    known[rank] = self._store.get(key).decode()
+                    texts[rank] = self._store.get(key).decode()
                     break
-        return known
+        return texts
 
     def _warn(self) -> None:
-        question = self._questions  # the same one where several ranks ask at once
+        question = self._answered  # the same one where several ranks ask at once
         try:
             self._store.set(f"question {question}", "")
-            self._say_in(question)
-        except RuntimeError:  # nobody is left to ask
+            self._answer(question)
+        except RuntimeError:  # no rank serves the store any more
             return
-        lines = "".join(f"  rank {rank}: {doing}\n" for rank, doing in self._ask(_doing_in(question)).items())
+        lines = self._collect(f"doing in {question}")
         sys.stderr.write(f"Rank {self._place.rank} has been standing still for long. The ranks are here:\n{lines}")
-
-
-def _doing_in(question: int) -> str:
-    """Return the kind of the keys under which ranks answer a question."""
-    return f"doing in {question}"
 
 
 def _waits_for_ranks(frame: types.FrameType) -> bool:
@@ -214,12 +205,12 @@ def _waits_for_ranks(frame: types.FrameType) -> bool:
 
 
 def _nccl_status() -> dict[str, tuple[str, str]]:
-    """Return the numbers of the last collectives that each of NCCL's groups was given and has completed.
+    """Return the numbers of the last collectives that each of NCCL's groups has enqueued and completed.
 
-    They come from torch's flight recorder, which NCCL's watchdog keeps: to read them calls nothing of CUDA's.
+    They come from torch's flight recorder, which NCCL's watchdog keeps; reading it makes no CUDA call.
 
     Returns:
-        The two numbers by the group's; empty without NCCL, or where TORCH_FR_BUFFER_SIZE=0 has it record nothing.
+        The two numbers by group; empty without NCCL, or where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
     """
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     if dump is None:

@@ -1,9 +1,9 @@
-"""The backend for XLA devices: TPUs, and the CPU in the place of one, through torch_xla and PJRT.
+"""The backend for XLA devices, TPUs or the CPU in place of one, through torch_xla and PJRT.
 
-Only this module and ``xla_collectives`` know torch_xla, and they import it at its first use.
+Only this module and ``xla_collectives`` use torch_xla, and they import it at its first use.
 
 XLA computes a step as a whole: it records operations, and compiles and runs them when the step ends. Here a step ends
-when the prepared loader is asked for its next batch; outside of one, after the optimizer's step.
+when the loop asks the prepared loader for its next batch, or, outside of such a loop, after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ __all__ = [
     "take_one_chip",
 ]
 
-_ASKED_FOR = "PJRT_DEVICE"
 # torch_xla reads these when the first tensor is made. With the first, both float32 and float64 become bfloat16; with
 # the second, float32 becomes bfloat16 and float64 becomes float32.
 _USE_BF16, _DOWNCAST_BF16 = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
@@ -51,18 +50,15 @@ _precision: dict[str, str] | None = None  # this process's precision, once it is
 
 
 def is_asked_for() -> bool:
-    """Return whether this process shall compute on an XLA device, by the variable that PJRT itself reads."""
-    return bool(os.environ.get(_ASKED_FOR)) and importlib.util.find_spec("torch_xla") is not None
+    """Return whether this process should compute on an XLA device, by the variable that PJRT itself reads."""
+    return bool(os.environ.get("PJRT_DEVICE")) and importlib.util.find_spec("torch_xla") is not None
 
 
 class XlaDevice:
     """A ``Backend`` on one XLA device.
 
-    Tensors on the host travel between ranks by gloo; tensors on devices, directly where PJRT has joined the devices.
-
-    Args:
-        place: This rank's place.
-        options: Options of the ranks' group on the host.
+    Tensors on the host travel between ranks by gloo, in a group with ``options``; tensors on devices travel directly if
+    PJRT has joined the devices.
 
     Raises:
         TrainingError: The other ranks didn't come in time, or PJRT gives this process no device of its own.
@@ -84,7 +80,7 @@ class XlaDevice:
 
     @property
     def compares_calls(self) -> bool:
-        return self._host.compares_calls  # ranks that disagree would wait for each other for ever
+        return self._host.compares_calls  # ranks that disagree would wait for each other forever
 
     @property
     def has_left(self) -> bool:
@@ -107,7 +103,7 @@ class XlaDevice:
 
         try:
             used_and_total()
-        except RuntimeError:  # the CPU in the place of a TPU has none of its own
+        except RuntimeError:  # the CPU in place of a TPU has none of its own
             return None
         return used_and_total
 
@@ -115,29 +111,26 @@ class XlaDevice:
         self._compute()
 
     def place_model(self, model: torch.nn.Module) -> None:
-        # While it moves, each rank has a copy of the model on the host; ranks that share one had a single copy before.
+        import torch_xla.core.xla_model as xm
+
+        # While a model moves, each rank has a copy on the host; forked ranks shared a single copy before.
         size_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cpu)
         if is_memory_short(size_bytes, self.place.local_world_size):
             with one_at_a_time():
                 self._move(model)
-                self._wait_for_device()
+                xm.wait_device_ops()
         else:
             self._move(model)
 
     def _move(self, model: torch.nn.Module) -> None:
-        # Without this, a module's own ``to`` gives it new parameters, and its optimizer would go on with the old ones.
+        # Otherwise ``to`` gives the module new parameters, and its optimizer keeps the old ones.
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             model.to(self.device)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
-        self._compute()  # moving is no part of the first step
-
-    def _wait_for_device(self) -> None:
-        import torch_xla.core.xla_model as xm
-
-        xm.wait_device_ops()
+        self._compute()  # keep the move out of the first step
 
     def place_leaf(self, leaf: torch.Tensor) -> None:
         swap: Any = torch.utils.swap_tensors
@@ -147,8 +140,8 @@ class XlaDevice:
         self._compute()
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
-    def uploader(self, *, non_blocking: bool) -> _Uploader:  # noqa: ARG002  # the seam's signature
-        return _Uploader(self.device, self._compilations, self.mark_step)
+    def uploader(self, *, non_blocking: bool) -> _XlaUploader:  # noqa: ARG002  # the seam's signature
+        return _XlaUploader(self.device, self._compilations, self.mark_step)
 
     def mark_step(self) -> None:
         import torch_xla
@@ -161,11 +154,11 @@ class XlaDevice:
         """Have the device compute all recorded work, in the middle of a step or outside of one."""
         import torch_xla.core.xla_model as xm
 
-        # torch_xla takes it for a step's end, after which it draws other numbers. But no draw should depend on when
-        # ranks wait for each other, or read what they save.
-        drawn = xm.get_rng_state(str(self.device))
+        # At the end of a step torch_xla changes the state of random numbers. But random numbers shouldn't depend on
+        # when ranks wait for each other or save something.
+        state = xm.get_rng_state(str(self.device))
         self.mark_step()
-        xm.set_rng_state(drawn, str(self.device))
+        xm.set_rng_state(state, str(self.device))
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
         global _precision
@@ -175,7 +168,7 @@ class XlaDevice:
         if _precision not in (None, wanted):
             raise ConfigError(
                 "This process computes in another form of bf16 already.",
-                why="XLA takes its precision from the first tensor that is made, for as long as the process lives.",
+                why="XLA fixes its precision when the first tensor is made, for the life of the process.",
                 fix="one Accelerator for each launch, or the same mixed_precision and downcast_bf16",
             )
         os.environ.update(wanted)
@@ -190,7 +183,7 @@ class XlaDevice:
     def generator_state(self) -> Mapping[str, Any]:
         import torch_xla.core.xla_model as xm
 
-        self._compute()  # so that the next step goes on from here, as it does where this state is restored
+        self._compute()  # so that the next step begins with this state, as it does after this state is restored
         return {"xla": xm.get_rng_state(str(self.device))}
 
     def set_generator_state(self, state: Mapping[str, Any]) -> None:
@@ -246,13 +239,10 @@ class XlaDevice:
         return xla_collectives.DataParallel(model, self.place.world_size, self._collectives)
 
 
-class _Uploader:
-    """An ``Uploader`` made of torch_xla's parallel loader, which works in a thread of its own.
+class _XlaUploader:
+    """An ``Uploader`` that uses torch_xla's parallel loader, which works in a thread of its own.
 
-    Args:
-        device: The device.
-        compilations: Gets the batches' shapes.
-        mark_step: Called before a batch is taken, and at the end.
+    It reports the batches' shapes to ``compilations``, and calls ``mark_step`` before it takes a batch and at the end.
     """
 
     _DEADLINE_S = 600.0
@@ -269,7 +259,7 @@ class _Uploader:
         self._device = device
 
     def _batches(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the batches that were sent. Runs in the loader's thread."""
+        """Yield the batches that were sent, in the loader's thread."""
         while (tensors := self._waiting.get()) is not None:
             yield tensors
 
@@ -279,7 +269,7 @@ class _Uploader:
         self._waiting.put(list(tensors))
 
     def begin(self) -> None:
-        pass  # the loader's thread does
+        pass  # the loader's thread begins by itself
 
     def take(self) -> Sequence[torch.Tensor]:
         self._mark_step()
@@ -307,12 +297,10 @@ def compiled_count() -> int:
 
 
 class Compilations:
-    """Follows the compilations of one device: shows them, and warns if a changed shape of the batch is the reason.
+    """Reports the compilations of one device, and warns if batches of another shape cause them.
 
-    XLA compiles a step for the shapes that it sees, which takes long, and keeps it for the next step of these shapes.
-
-    Args:
-        compiled: Returns the number of compiled graphs.
+    XLA compiles a step for the shapes of its tensors, which takes long, and reuses it for later steps of these shapes.
+    ``compiled`` returns the number of compiled graphs.
     """
 
     def __init__(self, compiled: Callable[[], int] = compiled_count) -> None:
@@ -323,11 +311,9 @@ class Compilations:
         self._last: _Shapes = ()
 
     def batch(self, tensors: Sequence[torch.Tensor], previous: _Shapes | None) -> tuple[_Shapes, bool]:
-        """Note a batch on its way to the device; return its shapes, and whether they are new.
+        """Record a batch on its way to the device; return its shapes, and True if they are new.
 
-        Args:
-            tensors: The batch's.
-            previous: The shapes of the batch before it in the same iteration, ``None`` for the first.
+        ``previous`` are the shapes of the batch before it in the same iteration, ``None`` for the first batch.
         """
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         is_new = shapes not in self._known
@@ -347,12 +333,12 @@ class Compilations:
         return shapes, is_new
 
     def step_begins(self, *, is_new: bool) -> None:
-        """Show that a step compiles, if its batch has new shapes."""
+        """Report that a step compiles, if its batch has new shapes."""
         if is_new:
             reporter().set_compiling(True)
 
     def step_ended(self) -> None:
-        """Note that a step was given to the device: by now it is compiled."""
+        """Record the end of a step, by which it is compiled."""
         before, self._count = self._count, self._compiled()
         reporter().set_compiling(self._count > before)
 
@@ -370,26 +356,26 @@ def _shown(shapes: _Shapes) -> str:
 
 _VISIBLE = "TPU_VISIBLE_CHIPS"
 _ADDRESSES = "TPU_PROCESS_ADDRESSES"
-# Where the first isn't set, torch_xla takes the machine's shape from the second, and sets the first to one process's
-# part of it. https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
+# If a key isn't set, torch_xla takes the machine's shape from its value, and sets the key to one process's part of it.
+# https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
 _SHAPE = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
     "CLOUD_TPU_TASK_ID": "TPU_WORKER_ID",
 }
-# With less than all chips in its bounds, a process leaves the others to others.
+# With fewer than all chips in its bounds, a process leaves the rest to other processes.
 # https://github.com/tensorflow/tensorflow/blob/02268826b7ed/tensorflow/core/tpu/tpu_initializer_helper.cc
 _ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}
 
 
 def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
-    """Return this process's device, and whether PJRT has joined the devices of all ranks.
+    """Return this process's device, and True if PJRT has joined the devices of all ranks.
 
-    PJRT reads the environment, once; torch_xla adds what is missing. But notebook services set some variables for the
-    one process that has the whole TPU, and ranks that follow those wait for each other in vain or fail.
+    PJRT reads the environment once, after torch_xla has added missing variables. But notebook services set some of them
+    for a single process that has the whole TPU. Ranks that follow these wait for each other in vain, or fail.
 
-    PJRT joins TPU chips of one core. The CPU in the place of a TPU has one process. Of a chip of two cores each rank
-    computes on one, while PJRT would join both.
+    PJRT joins TPU chips of one core. It doesn't join CPUs in place of TPUs. On chips of two cores it would join both
+    cores, while each rank computes on one.
 
     Raises:
         TrainingError: PJRT has joined another number of devices than there are ranks.
@@ -419,23 +405,13 @@ def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
 
 
 def take_one_chip(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Give each rank a chip for itself.
-
-    Args:
-        place: This rank's place.
-        environ: The environment variables.
-    """
+    """Set the variables that give each rank one chip."""
     environ.update(_ONE_CHIP)
     environ[_VISIBLE] = str(place.local_rank)
 
 
 def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Remove variables that were set for one process with the whole TPU. Those set for as many as the ranks stay.
-
-    Args:
-        place: This rank's place.
-        environ: The environment variables.
-    """
+    """Remove variables that were set for one process with the whole TPU, unless they are for as many as the ranks."""
     is_one_machine = place.world_size == place.local_world_size
     if not is_one_machine or environ.get(_ADDRESSES, "").count(",") + 1 == place.world_size:
         return
@@ -446,24 +422,23 @@ def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) ->
             environ[of_machine] = environ.pop(of_process)
 
 
-# The part of the available memory that all ranks together may take at the same time.
-_MEMORY_SHARE = 0.5
+_MEMORY_SHARE = 0.5  # the share of the available memory that all ranks together may take at the same time
 # All ranks of the machine have this folder, and locking it leaves no file behind.
 _LOCKED_FOLDER = pathlib.Path(__file__).parent
 
 
 def is_memory_short(size_bytes: int, ranks: int) -> bool:
-    """Return whether the ranks of this machine had better not take this much memory at the same time."""
+    """Return whether there is too little memory for the ranks of this machine to take this much at the same time."""
     return ranks > 1 and ranks * size_bytes > _MEMORY_SHARE * host_memory.available_bytes()
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Wait until no other process of this machine runs the body.
+    """Return a context whose body only one process of this machine runs at a time.
 
-    This is no collective: ranks move models in their own time. When a process dies, the system lets the next one in.
+    It is not a collective: ranks move models in their own time. If a process dies, the system releases its lock.
     """
-    fcntl = importlib.import_module("fcntl")  # not above: this can be imported where only Linux's calls are missing
+    fcntl = importlib.import_module("fcntl")  # here, since this module can also be imported on other systems
     common = os.open(_LOCKED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # A folder mounted from another machine may have no locks. Then ranks go on at the same time.

@@ -1,11 +1,11 @@
-"""Collectives of XLA devices, and gradients averaged by them.
+"""Collectives of XLA devices, and data parallelism that uses them.
 
-Where PJRT has joined the devices, collectives become parts of a graph, which is computed when a step ends. All ranks'
-graphs have to be the same program then, or ranks wait for each other for ever. So what differs between ranks, such as
-the source of a broadcast, goes in as data: never as a constant, a shape, or an operation more.
+If PJRT has joined the devices, collectives become parts of a graph, which is computed when a step ends. All ranks'
+graphs have to be the same program, or ranks wait for each other forever. So values that differ between ranks, such as
+the source of a broadcast, enter the graph as data, never as a constant, a shape, or a further operation.
 
-Elsewhere values go through the host's memory, by gloo. A step is two graphs then: all before its collective, and the
-rest.
+Otherwise values go through the host's memory, by gloo. A step then has two graphs: all operations before its
+collective, and the rest.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ class Collectives(Protocol):
 
 
 class BetweenDevices:
-    """``Collectives`` of devices that PJRT has joined.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """``Collectives`` of devices that PJRT has joined."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -55,8 +50,8 @@ class BetweenDevices:
         xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale, pin_layout=False)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Each rank adds its own to zeros in the places of the others, because the order of torch_xla's own is that of
-        # the devices, which needn't be that of the ranks.
+        # Each rank adds its tensor to zeros in the places of the others, because torch_xla's own all_gather has the
+        # order of the devices, which may differ from that of the ranks.
         own = torch.arange(self._world_size) == self._rank
         mask = own.reshape(-1, *[1] * tensor.ndim).to(tensor.device)
         places = _summable(tensor).unsqueeze(0) * mask.to(_summable(tensor).dtype)
@@ -82,11 +77,9 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ThroughHost:
-    """``Collectives`` of devices that PJRT hasn't joined, by the host's memory.
+    """``Collectives`` of devices that PJRT hasn't joined, through the host's memory.
 
-    Args:
-        host: The backend of tensors on the host.
-        compute: Has the device compute all recorded work.
+    ``host`` is the backend of tensors on the host; ``compute`` has the device compute all recorded work.
     """
 
     def __init__(self, host: Backend, compute: Callable[[], None]) -> None:
@@ -94,7 +87,7 @@ class ThroughHost:
         self._compute = compute
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-        self._check(sum(tensor.numel() for tensor in tensors))
+        self._check_sizes(sum(tensor.numel() for tensor in tensors))
         for _, same in itertools.groupby(sorted(tensors, key=_dtype_name), _dtype_name):
             self._all_reduce(list(same), scale)
 
@@ -109,13 +102,13 @@ class ThroughHost:
                 whole = part.reshape(tensor.shape)
                 tensor.copy_(whole if scale == 1 else whole * scale)
 
-    def _check(self, size: int) -> None:
+    def _check_sizes(self, size: int) -> None:
         sizes = self._host.all_gather(torch.tensor([size])).tolist()
         if len(set(sizes)) > 1:  # gloo would end the process
             shown = ", ".join(f"{count:,} on rank {rank}" for rank, count in enumerate(sizes))
             raise CollectiveError(
-                f"Ranks are to add up different numbers of values: {shown}.",
-                why="A gradient is averaged where every rank has it, and some parameters have none on some ranks.",
+                f"The ranks reduce different numbers of values: {shown}.",
+                why="Every rank has to have the same gradients, and some parameters have none on some ranks.",
                 fix="have every rank use the same parameters in its forward pass, if only multiplied by zero",
             )
 
@@ -131,7 +124,7 @@ class ThroughHost:
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the tensors on the host."""
-        self._compute()  # all of it: else the rest of the step would compute these tensors once more
+        self._compute()  # everything, or the rest of the step would compute these tensors again
         return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
@@ -143,11 +136,6 @@ class DataParallel(torch.nn.Module):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
     It pickles and copies as the model in it, since it means nothing outside its ranks.
-
-    Args:
-        model: The model, on the device.
-        world_size: Number of ranks.
-        collectives: Collectives of the ranks' devices.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
