@@ -174,7 +174,7 @@ def test_metrics_of_a_step_that_is_put_off_are_read_when_it_has_ended(rank: type
     loss = Lazy()
     rank.reporter.hold_metrics()
     notebook_accel.report(loss=loss)
-    rank.reporter._sample()
+    rank.reporter._sample_now()
     loss.is_there = True
     rank.reporter.release_metrics()
     said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))

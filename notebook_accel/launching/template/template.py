@@ -178,7 +178,7 @@ def _leave_nothing_to_undo() -> None:
 def come_under(parent_pid: int) -> None:
     """Makes this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interruption.hold_back()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
+    interruption.block()  # of a rank too, as long as it isn't set up: an interrupt then is not lost
     end_with_parent(parent_pid)  # through the `finally` that ends what ranks have started
 
 

@@ -11,7 +11,7 @@ import pytest
 _SETUP = """
 import ctypes, os, sys
 from notebook_accel.launching.ranks import streams
-streams.take_over(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+streams.redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 libc = ctypes.CDLL(None)
 """
 
