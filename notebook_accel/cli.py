@@ -186,7 +186,7 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
 
 
 def _print_file(draft: Draft) -> None:
-    """Print the findings of a launch with this draft, and the file's text."""
+    """Print the findings of a launch with this draft, and the file's diff."""
     for finding in draft.findings():
         print(f"\n{finding}")
     print(f"\n{draft.path}")

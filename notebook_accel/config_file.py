@@ -45,9 +45,7 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU")),
     "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
     "dynamo_backend": _ForeignKey("a compiled model", instead="torch.compile it in the cell"),
-    "dynamo_config": _ForeignKey(
-        "a compiled model", ({"dynamo_backend": "NO"},), "torch.compile the model in the cell"
-    ),
+    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},), "torch.compile it in the cell"),
     "enable_cpu_affinity": _ForeignKey("ranks bound to CPU cores"),
     "fp16": _ForeignKey("what is another key now", instead="write mixed_precision: fp16"),
     "fp8_config": _ForeignKey("FP8"),
