@@ -33,13 +33,9 @@ _REPORTED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default this process's command line.
 
-    Args:
-        arguments: The command line after the program's name; by default this process's.
-
-    Returns:
-        The exit status: 0 for success, 1 for failure, 2 for a command line that can't be parsed.
+    Return the exit status: 0 for success, 1 for failure, 2 for a command line that can't be parsed.
     """
     parsed, unknown = _parser().parse_known_args(arguments)
     if unknown:

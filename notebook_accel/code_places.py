@@ -54,20 +54,12 @@ def describe(frame: types.FrameType | None) -> str:
 
 
 def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yield the frames below the user's innermost line, the innermost first.
-
-    Args:
-        frame: The innermost frame of a thread.
-    """
+    """Yield a thread's frames below the user's innermost line, beginning with the innermost one."""
     return itertools.takewhile(lambda current: not _is_the_users(current.f_code.co_filename), _outwards(frame))
 
 
 def runs_only_ours(frame: types.FrameType | None) -> bool:
-    """Return whether a thread runs neither user code nor library code, as a session's rank between two cells.
-
-    Args:
-        frame: The innermost frame of the thread.
-    """
+    """Return whether a thread runs neither user code nor library code, as a session's rank between two cells."""
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
 
 

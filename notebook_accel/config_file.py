@@ -63,13 +63,9 @@ _WITHOUT_EFFECT = frozenset({"machine_rank", "main_process_ip", "main_training_f
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """The content of a file.
+    """The content of a file: the values by key, each key's line (from 1), and the keys that occur more than once.
 
-    Attributes:
-        path: The file.
-        values: The file's values, by key.
-        lines: The line of each key, from 1.
-        repeated: Keys that occur more than once. The last one counts.
+    Of a repeated key, the last value counts.
     """
 
     path: pathlib.Path
@@ -184,12 +180,7 @@ def is_harmless(key: Any, value: Any) -> bool:
 
 
 def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]]:
-    """Return the keys of a file that are neither options nor harmless, with a line of text about each.
-
-    Args:
-        file: The file.
-        options: The names of the options. Their values are not checked.
-    """
+    """Return the keys of a file that are neither options nor harmless, with a line of text about each."""
     found = [(key, f"{key} occurs twice") for key in file.repeated]
     for key, value in file.values.items():
         if key in options or is_harmless(key, value):

@@ -178,12 +178,7 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a scheduler's variables with a rank's values, so that they agree with ``RANK`` and the like.
-
-    Args:
-        environ: All variables of the rank: among them its place and, if a scheduler has started the kernel, those that
-            describe the kernel as a task.
-    """
+    """Return the scheduler's variables in ``environ`` with a rank's values, so that they agree with its ``RANK``."""
     tasks = {name: environ[same] for name, same in _TASKS.items() if name in environ and same in environ}
     if _SLURM_JOB in environ:  # not all of them are set in a batch script, and a rank is a task
         tasks |= {name: environ[_TASKS[name]] for name in _OF_EACH_SLURM_TASK if _TASKS[name] in environ}

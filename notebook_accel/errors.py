@@ -104,14 +104,7 @@ class LaunchError(NotebookAccelError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding of the checks before a launch.
-
-    Attributes:
-        what: The finding in a sentence.
-        why: The reason why it matters.
-        fix: The text to type.
-        refuses: Whether the launch is refused because of it; otherwise it is a warning.
-    """
+    """One finding of the checks before a launch. It is a warning unless it ``refuses`` the launch."""
 
     what: str
     why: str

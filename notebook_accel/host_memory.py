@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Room", "available_bytes", "cores", "kills", "rooms", "total_bytes"]
+__all__ = ["MemoryLimit", "available_bytes", "cores", "kills", "limits", "total_bytes"]
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
@@ -40,7 +40,7 @@ _MEMORY = {1: _V1.limit, 2: _V2.limit}
 _CPU = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """The free memory under one limit: the machine's own (``is_machine``) or a control group's."""
 
     free_bytes: int
@@ -50,28 +50,28 @@ class Room(NamedTuple):
 
 def total_bytes() -> int:
     """Return the machine's memory, or less where a control group has a limit."""
-    return min(room.limit_bytes for room in rooms())
+    return min(limit.limit_bytes for limit in limits())
 
 
 def available_bytes() -> int:
     """Return the memory and swap that are free on the machine and in each control group of this process."""
     rows = _rows(_MEMINFO)
     machine = _machine(rows)
-    left_bytes = [room.free_bytes for room in _limits(machine)]
+    left_bytes = [limit.free_bytes for limit in _group_limits(machine)]
     return max(0, min([machine.free_bytes + 1024 * rows.get("SwapFree:", 0), *left_bytes]))
 
 
-def rooms() -> list[Room]:
+def limits() -> list[MemoryLimit]:
     """Return the free memory of the machine, and after it that of each control group with a lower limit."""
     machine = _machine(_rows(_MEMINFO))
-    return [machine, *_limits(machine)]
+    return [machine, *_group_limits(machine)]
 
 
-def _machine(rows: dict[str, int]) -> Room:
-    return Room(1024 * rows.get("MemAvailable:", 0), max(1, 1024 * rows.get("MemTotal:", 0)), True)
+def _machine(rows: dict[str, int]) -> MemoryLimit:
+    return MemoryLimit(1024 * rows.get("MemAvailable:", 0), max(1, 1024 * rows.get("MemTotal:", 0)), True)
 
 
-def _limits(machine: Room) -> list[Room]:
+def _group_limits(machine: MemoryLimit) -> list[MemoryLimit]:
     """Return the free memory of the control groups whose limit is below the machine's memory."""
     found = []
     for folder, names in _memory_groups():
@@ -80,7 +80,7 @@ def _limits(machine: Room) -> list[Room]:
             if 0 < limit_bytes < machine.limit_bytes:
                 reclaimable_bytes = _rows(folder / "memory.stat").get(names.reclaimable, 0)
                 free_bytes = limit_bytes - int((folder / names.used).read_text()) + reclaimable_bytes
-                found.append(Room(max(0, free_bytes), limit_bytes, False))
+                found.append(MemoryLimit(max(0, free_bytes), limit_bytes, False))
     return found
 
 
@@ -117,12 +117,7 @@ def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:
 
 
 def _groups(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
-    """Return the folders and versions of this process's visible control groups, the parents included.
-
-    Args:
-        controller: The controller that limits them.
-        files: The name of a file that such a group has, by the version of control groups.
-    """
+    """Return the folders and versions of this process's visible control groups that have one of the files."""
     with contextlib.suppress(OSError):
         return _find_groups(_CGROUPS, _MEMBERSHIP.read_text(), controller, files[1], files[2])
     return ()
@@ -147,7 +142,7 @@ def _find_groups(
 
 
 def _rows(path: pathlib.Path) -> dict[str, int]:
-    """Return a file's rows of a name and a number."""
+    """Return a file's rows, each with a name and a number."""
     with contextlib.suppress(OSError):
         rows = [row.split() for row in path.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -115,20 +115,11 @@ class Sender(Protocol):
     """The destination of events: a connection, or its substitute."""
 
     def send(self, body: bytes) -> None:
-        """Take an encoded event.
-
-        Raises:
-            ClosedError: The connection is closed.
-            TimeoutError: The reader doesn't read.
-        """
+        """Send an encoded event, or raise ``ClosedError``, or ``TimeoutError`` if the reader doesn't read."""
 
 
 class Reporter:
-    """Samples counters, metrics and memory of this process and sends them to the agent.
-
-    Args:
-        connection: The destination, ``None`` outside a launched rank.
-    """
+    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
 
     def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection

@@ -38,11 +38,7 @@ class Latch:
                 self._waiters.popleft().release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the latch and return whether it is set.
-
-        Args:
-            timeout_s: Longest wait in seconds; ``None`` for no limit.
-        """
+        """Wait until the latch is set, or for ``timeout_s``, and return whether it is set."""
         if self._is_set:
             return True
         waiter = threading.Lock()

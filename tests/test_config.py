@@ -1,4 +1,4 @@
-"""Options: bounds, sources and their order, files of either tool."""
+"""Options: bounds, the order of their sources, and files of both tools."""
 
 from __future__ import annotations
 

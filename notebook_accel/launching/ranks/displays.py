@@ -133,19 +133,7 @@ def display(
 ) -> DisplayHandle | None:
     """Show objects in the notebook if this is rank 0; on another rank, print their text.
 
-    Args:
-        objects: The objects; with ``raw``, mime bundles.
-        include: The only mime types to show, where given.
-        exclude: Mime types not to show.
-        metadata: Metadata of the bundles.
-        transient: A dict that may have a ``display_id``.
-        display_id: A name under which the display can be changed later; ``True`` for a new one.
-        raw: Whether the objects are mime bundles.
-        clear: Whether to clear this rank's earlier displays.
-        update: Whether to change the displays with this ``display_id`` instead of adding one.
-
-    Returns:
-        A handle to change the display, if there is a ``display_id``.
+    Arguments and result are those of IPython's ``display``.
 
     Raises:
         TypeError: An update has no ``display_id``.

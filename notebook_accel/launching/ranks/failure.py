@@ -34,16 +34,16 @@ def describe(
 
     Args:
         error: The exception, with its traceback.
-        spec: The job, for the sources that are in no file.
+        spec: The job, for sources that are in no file.
         by_value: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
-    text = _readable(error)
+    text = _user_traceback(error)
     message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
         message=message,
-        traceback="".join(_labelled(text, spec).format()),
+        traceback="".join(_with_cell_names(text, spec).format()),
         line=_innermost_line(text, spec),
         exception=_pickled(error, by_value),
         saved=saved,
@@ -54,11 +54,7 @@ def describe(
 def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
     """End a process that the user's code has forked and not ended, since it must not answer for its rank.
 
-    As at the end of any Python process, its exception goes to standard error and into the exit status.
-
-    Args:
-        error: The exception that ended its code, if there was one.
-        spec: The job, for the sources that are in no file.
+    As at the end of any Python process, its error goes to standard error and into the exit status.
     """
     status = 0
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -69,12 +65,12 @@ def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
             if isinstance(error, SystemExit):
                 sys.stderr.write(f"{error.code}\n")
             else:
-                sys.stderr.writelines(_labelled(_readable(error), spec).format())
+                sys.stderr.writelines(_with_cell_names(_user_traceback(error), spec).format())
     streams.flush()
     os._exit(status & 0xFF)
 
 
-def _readable(error: BaseException) -> traceback.TracebackException:
+def _user_traceback(error: BaseException) -> traceback.TracebackException:
     text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
     if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
         _end_at_the_users_line(text)
@@ -143,7 +139,7 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith(code_places.OURS)
 
 
-def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:
+def _with_cell_names(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:
     """Replace the file names that the kernel gave the cells' code by the cells' names."""
     for part in _chain(text):
         for frame in part.stack:

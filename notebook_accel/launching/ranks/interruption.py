@@ -88,11 +88,7 @@ def deferred() -> Iterator[None]:
 
 
 def discard_deferred(before_s: float) -> None:
-    """Discard a SIGINT that was deferred before this time, since the code that it was meant for has ended.
-
-    Args:
-        before_s: The time, in seconds of ``time.monotonic()``.
-    """
+    """Discard a SIGINT that was deferred before this ``time.monotonic()``: it was meant for code that has ended."""
     global _deferred_s
     if _deferred_s is not None and _deferred_s < before_s:
         _deferred_s = None
@@ -114,11 +110,7 @@ def prefer_interrupt(error: BaseException) -> BaseException:
 
 
 def watch(store_port: int) -> None:
-    """Start the watcher, which ends waits for other ranks at an interrupt. Called once, in the main thread.
-
-    Args:
-        store_port: Port of the store through which ranks find each other.
-    """
+    """Start the watcher, which ends waits for other ranks at an interrupt. Called once, in the main thread."""
     global _wakeups
     _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

@@ -19,11 +19,7 @@ __all__ = ["LINE_MAGICS", "RankShell", "install"]
 
 
 class RankShell:
-    """The ``get_ipython()`` of a rank, with shell commands and a few line magics.
-
-    Args:
-        namespace: The rank's ``__main__``.
-    """
+    """The ``get_ipython()`` of a rank, with shell commands and a few line magics."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.user_ns = namespace

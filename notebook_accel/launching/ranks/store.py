@@ -19,7 +19,7 @@ from typing import Any
 
 from notebook_accel.environment import RankPlace
 
-__all__ = ["VARIABLES", "join", "offered", "serve"]
+__all__ = ["VARIABLES", "join", "serve", "serving"]
 
 # torch's protocol for a store that is served already, and the interface between the ranks of one machine.
 VARIABLES = {
@@ -98,7 +98,7 @@ def join() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def offered(place: RankPlace, listening: int) -> Iterator[None]:
+def serving(place: RankPlace, listening: int) -> Iterator[None]:
     """Serve the store within a ``with`` block. At its end, destroy the default process group that was made in it."""
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():  # as in some builds for macOS

@@ -77,12 +77,7 @@ class _OpenLine:
 
 
 class LogWriter(io.RawIOBase):
-    """A stream into a log that it shares with another one. It never cuts into the other's line, and never fails.
-
-    Args:
-        descriptor: The log's descriptor; it is not closed here.
-        open_line: The open line, shared by the streams of one log.
-    """
+    """A stream into a log that it shares with another one. It never cuts into the other's line, and never fails."""
 
     def __init__(self, descriptor: int, open_line: _OpenLine) -> None:
         self.name = f"<{'stdout' if descriptor == 1 else 'stderr'}>"

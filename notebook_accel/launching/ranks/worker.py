@@ -66,9 +66,7 @@ class Target:
 class Inherited:
     """The target of ranks that are forks of the kernel. They have the kernel's objects, so nothing is sent.
 
-    Attributes:
-        target: The target.
-        by_value: The notebook's functions and classes. Results refer to them by their place in here.
+    Results refer to the notebook's functions and classes by their place in ``by_value``.
     """
 
     target: Target
