@@ -63,16 +63,13 @@ class ExportRequest:
 
 
 def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
-    """Write the script, and a file with its data if it needs one.
+    """Write the script, and a file with its data if it needs one. Return a message about the written files.
 
     Args:
         cell: The cell.
         request: The options of the export.
         namespace: The notebook's namespace.
-        history: The cells that were run, in request, from number 0, with IPython's syntax translated.
-
-    Returns:
-        A message about the written files.
+        history: The cells that were run, in order, from number 0, with IPython's syntax translated.
 
     Raises:
         CellError: The cell can't be a script. The message has the reason and the line.

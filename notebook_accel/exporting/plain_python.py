@@ -155,7 +155,7 @@ def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
 
 
 def _line_magic(name: str, line: str) -> str:
-    if name == "matplotlib":  # it chooses where figures are drawn, and a rank draws none
+    if name == "matplotlib":  # it has no effect in a rank
         return "pass"
     if name == "pwd":
         return "os.getcwd()"

@@ -401,23 +401,10 @@ def can_be_imported(obj: Any) -> bool:
     return found is obj
 
 
-def _lru_cache(obj: Any) -> Any:
-    """Reduce without the entries: they are a cache."""
-    return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
-
-
-def _cached_property(obj: Any) -> Any:
-    return _make_cached_property, (obj.func, obj.attrname)
-
-
 def _make_cached_property(func: Callable[[Any], Any], attrname: str | None) -> functools.cached_property[Any]:
     made = functools.cached_property(func)
     made.attrname = attrname  # classes set it when they are defined
     return made
-
-
-def _new_type(obj: Any) -> Any:
-    return typing.NewType, (obj.__name__, obj.__supertype__)
 
 
 def _by_name(obj: Any) -> Any:
@@ -438,11 +425,6 @@ def _make_generic(registry: Mapping[type, Callable[..., Any]]) -> Any:
     return generic
 
 
-def _dispatching_method(obj: Any) -> Any:
-    """Reduce without the methods bound so far, which Python 3.13 and later keep by weak references."""
-    return _make_dispatching_method, (obj.func, obj.dispatcher)
-
-
 def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> functools.singledispatchmethod[Any]:
     made = functools.singledispatchmethod(func)
     made.dispatcher = dispatcher
@@ -454,10 +436,11 @@ _DISPATCHING = _generic.__code__  # all generic functions have this code
 _LruCache = type(functools.lru_cache(_function))
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(_function): _function,
-    _LruCache: _lru_cache,
-    functools.cached_property: _cached_property,
-    functools.singledispatchmethod: _dispatching_method,
-    typing.NewType: _new_type,
+    _LruCache: lambda obj: (functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)),  # without its entries
+    functools.cached_property: lambda obj: (_make_cached_property, (obj.func, obj.attrname)),
+    # Without the methods bound so far, which Python 3.13 and later keep by weak references.
+    functools.singledispatchmethod: lambda obj: (_make_dispatching_method, (obj.func, obj.dispatcher)),
+    typing.NewType: lambda obj: (typing.NewType, (obj.__name__, obj.__supertype__)),
     typing.ParamSpec: _by_name,
 }
 
@@ -465,10 +448,7 @@ if sys.version_info >= (3, 11):
     _REDUCERS[typing.TypeVarTuple] = _by_name
 if sys.version_info >= (3, 12):
 
-    def _alias(obj: Any) -> Any:
-        return _make_alias, (obj.__name__, obj.__value__, obj.__type_params__)
-
     def _make_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:
         return typing.TypeAliasType(name, value, type_params=type_params)
 
-    _REDUCERS[typing.TypeAliasType] = _alias
+    _REDUCERS[typing.TypeAliasType] = lambda obj: (_make_alias, (obj.__name__, obj.__value__, obj.__type_params__))
