@@ -79,19 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    env = commands.add_parser("env", help="print what to paste into a bug report")
+    env = commands.add_parser("env", help="print the facts for a bug report")
     env.set_defaults(run=_env, parser=env)
-    doctor = commands.add_parser(
-        "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
-    )
+    doctor = commands.add_parser("doctor", help="print the obstacles to a launch here; exit 1 if it would be refused")
     doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
     config.add_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
-    asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
+    asking = commands.add_parser("config", help="ask for options and write the configuration file")
     config.add_flags(asking)
-    asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Where to. Default: where it is read.")
-    asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
-    asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
+    asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
+    asking.add_argument("--default", action="store_true", help="Ask nothing: write the found values and the flags.")
+    asking.add_argument("--overwrite", action="store_true", help="With --default, replace an existing file.")
     asking.set_defaults(run=_config, parser=asking)
     launch = commands.add_parser(
         "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_EPILOG

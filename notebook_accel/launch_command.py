@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in _foreign_flags():
         flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What it finds in sys.argv.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
 
 
 def _foreign_flags() -> list[_ForeignFlag]:
