@@ -132,7 +132,7 @@ class Magics:
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
         chosen = configuration.given_flags(given)
-        order = export.Order(
+        request = export.ExportRequest(
             path=given.export.expanduser(),
             options=configuration.resolve(chosen, file=configuration.default_path()),
             given=chosen,
@@ -141,7 +141,7 @@ class Magics:
             overwrite=given.overwrite,
         )
         cells_run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
-        print(export.export(self._read(cell), order, self._shell.user_ns, cells_run))
+        print(export.export(self._read(cell), request, self._shell.user_ns, cells_run))
         for_notebook = [f"--{name}" for name in ("pull", "out", "background") if getattr(given, name)]
         if for_notebook:
             print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")

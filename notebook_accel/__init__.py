@@ -1,7 +1,7 @@
 """Train on every accelerator of this machine, from a notebook cell.
 
-This is the only door: what is named here is public. Importing it imports neither torch nor IPython; each name brings
-what it needs when it is first used.
+The names here are the public interface. Importing this package imports neither torch nor IPython; each name imports its
+module when it is first used.
 """
 
 from __future__ import annotations
@@ -66,116 +66,54 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A table of names instead of imports: what is imported here, every kernel that loads the extension pays for, and the
-# kernel must not import torch.
-_HOME = {
-    "Accelerator": "training.accelerator",
-    "AcceleratorState": "training.states",
-    "AutocastKwargs": "training.handlers",
-    "CheckpointError": "errors",
-    "CollectiveError": "errors",
-    "ConfigError": "errors",
-    "DDPCommunicationHookType": "training.handlers",
-    "DataLoaderConfiguration": "training.data",
-    "DeepSpeedPlugin": "training.refusals",
-    "DistributedDataParallelKwargs": "training.handlers",
-    "DistributedType": "training.states",
-    "FullyShardedDataParallelPlugin": "training.refusals",
-    "GradScalerKwargs": "training.handlers",
-    "GradientAccumulationPlugin": "training.accumulation",
-    "InitProcessGroupKwargs": "training.handlers",
-    "Job": "launching.kernel.job",
-    "LaunchConfig": "config",
-    "LaunchError": "errors",
-    "NotebookAccelError": "errors",
-    "ParallelismConfig": "training.refusals",
-    "PartialState": "training.states",
-    "PayloadError": "errors",
-    "PreflightError": "errors",
-    "ProfileKwargs": "training.handlers",
-    "ProjectConfiguration": "training.checkpoint_folders",
-    "RankFailedError": "errors",
-    "ResultError": "errors",
-    "Results": "launching.results",
-    "RunError": "errors",
-    "RunStoppedError": "errors",
-    "RunTimeoutError": "errors",
-    "Session": "sessions.kernel.session",
-    "TrainingError": "errors",
-    "cpu_offload": "training.refusals",
-    "debug_launcher": "launching.kernel.notebook_launcher",
-    "disk_offload": "training.refusals",
-    "dispatch_model": "training.refusals",
-    "find_executable_batch_size": "utils.memory",
-    "infer_auto_device_map": "training.refusals",
-    "init_empty_weights": "training.refusals",
-    "init_on_device": "training.refusals",
-    "is_rich_available": "utils.imports",
-    "load_checkpoint_and_dispatch": "training.refusals",
-    "load_checkpoint_in_model": "training.refusals",
-    "notebook_launcher": "launching.kernel.notebook_launcher",
-    "prepare_data_loader": "training.data",
-    "prepare_pippy": "training.refusals",
-    "report": "reporting",
-    "skip_first_batches": "training.loaders",
-    "synchronize_rng_states": "training.random_state",
-    "write_basic_config": "launching.kernel.configuring",
+# A table of names instead of imports: every kernel that loads the extension would pay for the imports, and the kernel
+# must not import torch.
+_NAMES = {
+    "config": "LaunchConfig",
+    "errors": (
+        "CheckpointError CollectiveError ConfigError LaunchError NotebookAccelError PayloadError PreflightError "
+        "RankFailedError ResultError RunError RunStoppedError RunTimeoutError TrainingError"
+    ),
+    "launching.kernel.configuring": "write_basic_config",
+    "launching.kernel.job": "Job",
+    "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",
+    "launching.results": "Results",
+    "reporting": "report",
+    "sessions.kernel.session": "Session",
+    "training.accelerator": "Accelerator",
+    "training.accumulation": "GradientAccumulationPlugin",
+    "training.checkpoint_folders": "ProjectConfiguration",
+    "training.data": "DataLoaderConfiguration prepare_data_loader",
+    "training.handlers": (
+        "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
+        "InitProcessGroupKwargs ProfileKwargs"
+    ),
+    "training.loaders": "skip_first_batches",
+    "training.random_state": "synchronize_rng_states",
+    "training.refusals": (
+        "DeepSpeedPlugin FullyShardedDataParallelPlugin ParallelismConfig cpu_offload disk_offload dispatch_model "
+        "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
+        "load_checkpoint_in_model prepare_pippy"
+    ),
+    "training.states": "AcceleratorState DistributedType PartialState",
+    "utils.imports": "is_rich_available",
+    "utils.memory": "find_executable_batch_size",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Accelerator",
-    "AcceleratorState",
-    "AutocastKwargs",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "Job",
-    "LaunchConfig",
-    "LaunchError",
-    "NotebookAccelError",
-    "ParallelismConfig",
-    "PartialState",
-    "PayloadError",
-    "PreflightError",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RankFailedError",
-    "ResultError",
-    "Results",
-    "RunError",
-    "RunStoppedError",
-    "RunTimeoutError",
-    "Session",
-    "TrainingError",
-    "config_widget",
-    "cpu_offload",
-    "debug_launcher",
-    "disk_offload",
-    "dispatch_model",
-    "find_executable_batch_size",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "is_rich_available",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "notebook_launcher",
-    "prepare_data_loader",
-    "prepare_pippy",
-    "report",
-    "skip_first_batches",
-    "synchronize_rng_states",
+    "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "CollectiveError", "ConfigError",
+    "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
+    "DistributedType", "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "NotebookAccelError", "ParallelismConfig",
+    "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration", "RankFailedError",
+    "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session", "TrainingError",
+    "config_widget", "cpu_offload", "debug_launcher", "disk_offload", "dispatch_model",
+    "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
+    "is_rich_available", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
+    "prepare_data_loader", "prepare_pippy", "report", "skip_first_batches", "synchronize_rng_states",
     "write_basic_config",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -185,7 +123,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
-    if name in ("debug_launcher", "notebook_launcher"):  # whoever looks at them in a notebook is about to launch
+    if name in ("debug_launcher", "notebook_launcher"):  # a notebook that uses them is about to launch
         importlib.import_module(f"{__name__}.launching.kernel.local").engine().warm_in_kernel()
     return value
 

@@ -1,4 +1,4 @@
-"""``python -m notebook_accel`` is ``notebook-accel``."""
+"""Makes ``python -m notebook_accel`` the same as ``notebook-accel``."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The command line: it parses, asks and calls.
+"""The command line.
 
-``notebook-accel env`` prints what a bug report needs, ``notebook-accel doctor`` what speaks against a launch here;
-``notebook-accel config`` asks what the configuration file shall say, and writes it; ``notebook-accel launch`` runs a
-script on every device.
+``notebook-accel env`` prints the facts for a bug report, ``notebook-accel doctor`` the obstacles to a launch here;
+``notebook-accel config`` asks for options and writes the configuration file; ``notebook-accel launch`` runs a script on
+every device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from notebook_accel.launching.kernel.devices import Devices, Machine
 
 __all__ = ["main"]
 
-_OF_ACCELERATE = (
-    "Other flags of `accelerate launch` are understood; those for what isn't done here are refused by name."
-)
+_EPILOG = "Other flags of `accelerate launch` are understood; those that are not supported here are refused by name."
 _REPORTED = (
     *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
     *("nvidia-ml-py", "numpy", "accelerate"),
@@ -35,13 +33,9 @@ _REPORTED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default this process's command line.
 
-    Args:
-        arguments: The command line after the program's name; by default this process's.
-
-    Returns:
-        The exit status: 0 if all is well, 1 if not, 2 for a command line that can't be understood.
+    Return the exit status: 0 for success, 1 for failure, 2 for a command line that can't be parsed.
     """
     parsed, unknown = _parser().parse_known_args(arguments)
     if unknown:
@@ -62,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
+class _DashParser(argparse.ArgumentParser):
     """A parser that accepts dashes too, ``--num-processes`` for ``--num_processes``, as Accelerate does."""
 
     def add_argument(self, *names: Any, **kwargs: Any) -> argparse.Action:
@@ -73,34 +67,32 @@ class _Parser(argparse.ArgumentParser):
         return action
 
     def refuse(self, word: str) -> NoReturn:
-        """End with the error that there is no such option."""
+        """Exit with an error about an unknown option."""
         close = config.closest_flag(word, self._option_string_actions)
         known = f"is it {close}? " if close else ""
         self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _DashParser(
         prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
     )
     parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    env = commands.add_parser("env", help="print what to paste into a bug report")
+    env = commands.add_parser("env", help="print the facts for a bug report")
     env.set_defaults(run=_env, parser=env)
-    doctor = commands.add_parser(
-        "doctor", help="print what speaks against a launch here; exit 1 if it would be refused"
-    )
+    doctor = commands.add_parser("doctor", help="print the obstacles to a launch here; exit 1 if it would be refused")
     doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
     config.add_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
-    asking = commands.add_parser("config", help="ask what the configuration file shall say, and write it")
+    asking = commands.add_parser("config", help="ask for options and write the configuration file")
     config.add_flags(asking)
-    asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Where to. Default: where it is read.")
-    asking.add_argument("--default", action="store_true", help="Ask nothing: what was found, and the flags.")
-    asking.add_argument("--overwrite", action="store_true", help="With --default, replace a file that is there.")
+    asking.add_argument("--config_file", type=pathlib.Path, metavar="FILE", help="Default: the one that launches read.")
+    asking.add_argument("--default", action="store_true", help="Ask nothing: write the found values and the flags.")
+    asking.add_argument("--overwrite", action="store_true", help="With --default, replace an existing file.")
     asking.set_defaults(run=_config, parser=asking)
     launch = commands.add_parser(
-        "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_OF_ACCELERATE
+        "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_EPILOG
     )
     launch_command.add_arguments(launch)
     launch.set_defaults(run=launch_command.run, parser=launch)
@@ -114,7 +106,7 @@ def _env(_: argparse.Namespace) -> int:
     lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
     width = max(map(len, lines))
     for name, value in lines.items():
-        sys.stdout.write(f"{name:<{width}}  {value}\n")
+        print(f"{name:<{width}}  {value}")
     return 0
 
 
@@ -133,42 +125,39 @@ def _config(parsed: argparse.Namespace) -> int:
     if parsed.default:
         _print_file(draft)
     elif not _ask(draft, given):
-        sys.stdout.write("Nothing was written.\n")
+        print("Nothing was written.")
         return 1
     path = draft.write(overwrite=parsed.overwrite or not parsed.default)
-    sys.stdout.write(f"Written: {path}\n")
+    print(f"Written: {path}")
     return 0
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(config.given_flags(parsed), file=config.default_path())
     text, is_refused = launcher.diagnosis(asked, tries=parsed.trial)
-    sys.stdout.write(f"{text}\n")
+    print(f"{text}")
     return int(is_refused)
 
 
 _USUAL = (*BASIC, "gradient_accumulation_steps", "num_nodes")
-_OF_SEVERAL_NODES = ("node_rank", "master_addr")
+_NODE_OPTIONS = ("node_rank", "master_addr")
 
 
 def _print_draft(draft: Draft) -> None:
-    """Print the findings: the machine, files, and what can't be taken over from them."""
+    """Print the machine, the source of the draft, and the options that can't be taken over from it."""
     for name, text in draft.machine.facts():
-        _print(f"{name}: {text}")
-    _print(f"starting from: {draft.source.label}")
+        print(f"{name}: {text}")
+    print(f"starting from: {draft.source.label}")
     for problem in draft.source.problems:
-        _print(f"  not taken over: {problem}")
+        print(f"  not taken over: {problem}")
     for name in draft.overriding():
-        _print(f"note: the variable {name} is set, and wins over the file")
+        print(f"note: the variable {name} is set, and wins over the file")
 
 
 def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
-    """Ask for the usual options that weren't given, offer the others, and ask whether to write.
+    """Ask for the usual options that weren't given, offer the others, and return whether to write the file.
 
-    Enter leaves an option as it is.
-
-    Returns:
-        Whether the file shall be written, over the one that is there if there is one.
+    Enter leaves an option as it is. If there is a file already, the question is whether to replace it.
 
     Raises:
         ConfigError: Nobody answers.
@@ -178,7 +167,7 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
         done = {*given}
         _ask_options(draft, _USUAL, done)
         if draft.values["num_nodes"] != config.LaunchConfig().num_nodes:
-            _ask_options(draft, _OF_SEVERAL_NODES, done)
+            _ask_options(draft, _NODE_OPTIONS, done)
         _offer_others(draft, done)
         _print_file(draft)
         question = "Replace the file? [y/N] " if draft.file_exists else "Write the file? [Y/n] "
@@ -191,16 +180,16 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
 
 
 def _print_file(draft: Draft) -> None:
-    """Print the file's diff, and the findings of a launch with it."""
+    """Print the findings of a launch with this draft, and the file's diff."""
     for finding in draft.findings():
-        _print(f"\n{finding}")
-    _print(f"\n{draft.path}")
+        print(f"\n{finding}")
+    print(f"\n{draft.path}")
     for line in draft.lines():
-        _print(f"  {line}")
+        print(f"  {line}")
 
 
 def _choose_source(draft: Draft, given: Collection[str]) -> None:
-    """Offer the sources besides the one that the draft has started from."""
+    """Offer the sources other than the one that the draft has started from."""
     kept = {name: draft.values[name] for name in given}
     for source in draft.sources():
         if source.label == draft.source.label:
@@ -214,7 +203,7 @@ def _choose_source(draft: Draft, given: Collection[str]) -> None:
 
 
 def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
-    """Ask for the options of these names that aren't done, in their usual order."""
+    """Ask for the named options that aren't done, in their usual order."""
     for option in config.fields():
         if option.name in names and option.name not in done:
             _ask_option(draft, option)
@@ -222,22 +211,22 @@ def _ask_options(draft: Draft, names: Collection[str], done: set[str]) -> None:
 
 
 def _offer_others(draft: Draft, done: set[str]) -> None:
-    """Offer the options that weren't asked for, once for all."""
+    """Offer all other options with one question."""
     others = {option.name: option.default for option in config.fields() if option.name not in done}
     changed = [f"{name}: {config.to_text(draft.values[name])}" for name, default in others.items()
                if draft.values[name] != default]  # fmt: skip
-    _print(f"\nThere are {len(others)} more options, which are rarely needed: {', '.join(others)}.")
+    print(f"\nThere are {len(others)} more options, which are rarely needed: {', '.join(others)}.")
     if changed:
-        _print(f"Not as by default: {', '.join(changed)}.")
+        print(f"Not as by default: {', '.join(changed)}.")
     if input("Ask for them too? [y/N] ").strip().lower().startswith("y"):
         _ask_options(draft, others, done)
 
 
 def _ask_option(draft: Draft, option: Option) -> None:
-    _print(f"\n{option.help}")
+    print(f"\n{option.help}")
     unfit = draft.unfit(option.name)
     for choice, reason in unfit.items():
-        _print(f"{choice} {reason}.")
+        print(f"{choice} {reason}.")
     choices = [choice for choice in option.choices if choice not in unfit]
     if option.kind is bool:
         choices = ["yes", "no"]
@@ -252,9 +241,5 @@ def _ask_option(draft: Draft, option: Option) -> None:
         error = draft.error(option.name)
         if error is None:
             return
-        _print(str(error))
+        print(str(error))
         draft.values[option.name] = now
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")

@@ -13,12 +13,12 @@ __all__ = ["OURS", "describe", "library_calls", "name_files", "runs_only_ours"]
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
 
-# Code that the user hasn't written: ours, Python's and what was installed.
+# Folders of code that the user hasn't written: ours, Python's and installed packages.
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 _PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
 _NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS)
-# What a call is called on its way into a library where its own name says little.
+# Names for calls into a library whose own name says little.
 _CALLS = {
     "__iter__": "the loader",
     "__next__": "the loader",
@@ -34,14 +34,14 @@ _labels: dict[str, str] = {}
 
 
 def name_files(labels: Mapping[str, str]) -> None:
-    """Tell what the user knows files by: for the file name of a cell's code, ``In[3]``."""
+    """Set the names by which the user knows files, such as ``In[3]`` for a cell's file."""
     _labels.update(labels)
 
 
 def describe(frame: types.FrameType | None) -> str:
-    """Return what a thread with this innermost frame does: ``gather at In[3], line 7``.
+    """Describe what a thread with this innermost frame does: ``gather at In[3], line 7``.
 
-    Named are the innermost line of the user's and the call that left the user's code there, if one did.
+    The text has the innermost line of the user's code, and the call that left the user's code there, if there is one.
     """
     call = ""
     for current in _outwards(frame):
@@ -54,20 +54,12 @@ def describe(frame: types.FrameType | None) -> str:
 
 
 def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yield the calls that the user's innermost line has led to, the innermost first.
-
-    Args:
-        frame: The innermost frame of a thread.
-    """
+    """Yield a thread's frames below the user's innermost line, beginning with the innermost one."""
     return itertools.takewhile(lambda current: not _is_the_users(current.f_code.co_filename), _outwards(frame))
 
 
 def runs_only_ours(frame: types.FrameType | None) -> bool:
-    """Return whether a thread runs neither the user's code nor a library's, as a session's rank between two cells.
-
-    Args:
-        frame: The innermost frame of the thread.
-    """
+    """Return whether a thread runs neither user code nor library code, as a session's rank between two cells."""
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
 
 
@@ -78,7 +70,7 @@ def _is_the_users(filename: str) -> bool:
 def _is_ours_or_pythons(filename: str) -> bool:
     if filename in _labels:
         return False
-    # This package can be installed, and what is installed can be in a folder of Python's.
+    # This package can be installed, and installed packages can be in a folder of Python's.
     return filename.startswith(OURS) or (filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED))
 
 

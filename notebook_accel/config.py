@@ -1,7 +1,7 @@
-"""The options of a launch, each stated once: name, type, bounds, default, help.
+"""The options of a launch, each stated once with its name, type, bounds, default and help text.
 
-Flags, form fields, validation and reference tables derive from ``LaunchConfig``. The file format is YAML with the key
-names of Accelerate's ``default_config.yaml``, so that either tool reads the other's file.
+Flags, form fields, validation and reference tables derive from ``LaunchConfig``. The file format is YAML with the keys
+of Accelerate's ``default_config.yaml``, so that either tool reads the other's file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ __all__ = [
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
 }  # fmt: skip
-
-
 _PREFIX = r"^([^$\n]|\$\$|\$(role_name|rank|local_rank)\b|\$\{(role_name|rank|local_rank)\})*$"
 
 
@@ -48,27 +46,20 @@ def _help(text: str) -> msgspec.Meta:
 
 
 class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of a launch. Immutable; ``replace`` makes a changed one.
-
-    Raises nothing by itself: ``resolve`` and ``replace`` check.
-    """
+    """The options of a launch. The constructor checks nothing: ``resolve`` and ``replace`` do."""
 
     num_processes: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=4096)] | None,
         _help("Number of ranks. Default: one for each visible device, one on a machine with only a CPU."),
     ] = None
     mixed_precision: Annotated[
-        Literal["no", "fp16", "bf16"],
-        _help("Precision of the forward pass inside the ranks' Accelerator."),
+        Literal["no", "fp16", "bf16"], _help("Precision of the forward pass inside the ranks' Accelerator.")
     ] = "no"
     gradient_accumulation_steps: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
         _help("Micro-batches that make one optimizer step, for Accelerators that aren't told themselves."),
     ] = None
-    use_cpu: Annotated[
-        bool,
-        _help("Train on the CPU, with gloo, also where there are GPUs."),
-    ] = False
+    use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
         _help(
@@ -90,12 +81,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("Go on although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
     ] = False
     oversubscribe: Annotated[
-        bool,
-        _help("Let more ranks than there are GPUs share them, over gloo: slow, for debugging and tests."),
+        bool, _help("Let more ranks than there are GPUs share them, over gloo: slow, for debugging and tests.")
     ] = False
     timeout_s: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None,
-        _help("Stop the run after so many seconds. Default: no limit."),
+        Annotated[float, msgspec.Meta(gt=0)] | None, _help("Stop the run after so many seconds. Default: no limit.")
     ] = None
     grace_s: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=3600)],
@@ -110,12 +99,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("Number of nodes, each with as many ranks, launched from one notebook each; 1:4 if it may change."),
     ] = "1"
     node_rank: Annotated[
-        Annotated[int, msgspec.Meta(ge=0, le=9999)],
-        _help("This node's number among several, from 0."),
+        Annotated[int, msgspec.Meta(ge=0, le=9999)], _help("This node's number among several, from 0.")
     ] = 0
     master_addr: Annotated[
-        Annotated[str, msgspec.Meta(min_length=1)],
-        _help("Address of node 0, where several nodes meet."),
+        Annotated[str, msgspec.Meta(min_length=1)], _help("Address of node 0, where several nodes meet.")
     ] = "127.0.0.1"
     max_restarts: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=10_000)],
@@ -130,8 +117,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("How several nodes meet. static: they are numbered, at node 0. c10d: any that come, at rdzv_endpoint."),
     ] = "static"
     rdzv_endpoint: Annotated[
-        str,
-        _help("HOST:PORT where several nodes meet. Default: master_addr and main_process_port."),
+        str, _help("HOST:PORT where several nodes meet. Default: master_addr and main_process_port.")
     ] = ""
     rdzv_conf: Annotated[
         tuple[str, ...],
@@ -157,8 +143,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("What stands before a rank's lines in the notebook: text, ${role_name}, ${rank}, ${local_rank}."),
     ] = ""
     engine: Annotated[
-        Literal["local", "ray"],
-        _help("Where ranks run. local: on this machine. ray: on a Ray cluster."),
+        Literal["local", "ray"], _help("Where ranks run. local: on this machine. ray: on a Ray cluster.")
     ] = "local"
     engine_options: Annotated[
         tuple[str, ...],
@@ -183,9 +168,9 @@ class Option(msgspec.Struct, frozen=True):
 
     Attributes:
         name: The field's name in ``LaunchConfig``.
-        help: Its effect, in a sentence or two.
-        default: Its default.
-        choices: The allowed values where they are few, the default first, else empty.
+        help: A description in a sentence or two.
+        default: The default value.
+        choices: The allowed values where they are few, the default first; else empty.
         kind: The type of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts.
         optional: Whether ``None`` is allowed.
     """
@@ -240,17 +225,17 @@ def default_path() -> pathlib.Path:
 
 
 def load(path: pathlib.Path) -> dict[str, Any]:
-    """Return the options that a file sets, without Accelerate's keys that change nothing here.
+    """Return the options that a file sets, without Accelerate's keys that have no effect here.
 
     Raises:
-        ConfigError: The file can't be read, or has a value that isn't allowed, or a key that can't be honoured; all
-            such keys are named, with their lines.
+        ConfigError: The file can't be read, or has values that aren't allowed or keys that aren't supported. The error
+            names all of them, with their lines.
     """
     options, problems = usable(config_file.read(path))
     if problems:
         raise ConfigError(
             f"The configuration file {path} can't be used:\n" + "\n".join(f"  {problem}" for problem in problems),
-            fix="mend or delete what is named, write another with `%distributed config`, or delete the file",
+            fix="correct or delete these lines, write another file with `%distributed config`, or delete the file",
         )
     return options
 
@@ -281,8 +266,8 @@ def resolve(
 
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
-        file: A configuration file; ignored if it doesn't exist, or is in a folder that can't be looked into and nobody
-            has named it.
+        file: A configuration file, ignored if it doesn't exist. The default file is also ignored if its folder can't be
+            read.
         environ: The environment to read.
 
     Raises:
@@ -299,18 +284,18 @@ def resolve(
 
 def _is_there(file: pathlib.Path) -> bool:
     if "NOTEBOOK_ACCEL_CONFIG_FILE" not in os.environ:
-        return os.path.exists(file)  # false also where a home can't be looked into, as on a root-squashed file system
+        return os.path.exists(file)  # also false in an unreadable home, as on a root-squashed file system
     try:
         return file.exists()
     except OSError as error:
         raise ConfigError(
-            f"The configuration file {file} can't be looked at: {error.strerror}.",
-            fix="unset NOTEBOOK_ACCEL_CONFIG_FILE, which names it, or let it name a file that you can read",
+            f"The configuration file {file} can't be read: {error.strerror}.",
+            fix="unset NOTEBOOK_ACCEL_CONFIG_FILE, which names it, or set it to a file that you can read",
         ) from None
 
 
 def from_text(option: Option, text: str) -> Any:
-    """Return the value that a flag's or variable's text means; text without such a meaning is returned as it is."""
+    """Return the value for the text of a flag or a variable. Text that can't be converted is returned unchanged."""
     if option.optional and text.lower() in {"none", ""}:
         return None
     if option.kind is bool:
@@ -324,7 +309,7 @@ def from_text(option: Option, text: str) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """Return the text that a person would type for a value, the inverse of ``from_text``."""
+    """Return the text that a person would type for a value: the inverse of ``from_text``."""
     if isinstance(value, (list, tuple)):
         return ", ".join(value)
     return "" if value is None else str(value)
@@ -346,7 +331,7 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
     try:
         return msgspec.convert(dict(values), LaunchConfig)
     except msgspec.ValidationError as error:
-        # Only bounds are left to be wrong. msgspec says "Expected `int` >= 1 - at `$.num_processes`".
+        # Only bounds can still be violated. msgspec says "Expected `int` >= 1 - at `$.num_processes`".
         text, _, where = str(error).rpartition(" - at `$.")
         name, bound = where.rstrip("`"), text.rpartition("` ")[2]
         raise ConfigError(
@@ -373,8 +358,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if option.kind is bool:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            # Text that is no value of the type goes on to LaunchConfig as it is: complaints come from one place.
-            parser.add_argument(*flags, default=None, metavar=_metavar(option), type=_reader(option), help=text)
+            # Text that can't be converted goes on to LaunchConfig, which raises all such errors.
+            read = functools.partial(from_text, option)
+            parser.add_argument(*flags, default=None, metavar=_metavar(option), type=read, help=text)
 
 
 _SHORT = {"num_processes": ("-n",)}
@@ -386,22 +372,15 @@ def _metavar(option: Option) -> str:
     return "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
 
 
-def _reader(option: Option) -> Any:
-    def read(text: str) -> Any:
-        return from_text(option, text)
-
-    return read
-
-
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given as flags."""
     return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
 
 
 def closest_flag(word: str, flags: Iterable[str]) -> str:
-    """Return the flag that an unknown one may stand for; empty if there is none.
+    """Return the known flag that is closest to an unknown one; empty if none is close.
 
-    One of which it is a part, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of the same length.
+    A flag that contains it, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of similar spelling.
     """
     name = word.partition("=")[0]
     flags = list(flags)

@@ -1,8 +1,8 @@
-"""Configuration files: YAML with the line of each key, written atomically, and Accelerate's keys explained.
+"""Configuration files in YAML: reading with the line of each key, atomic writing, and checks of Accelerate's keys.
 
-Accelerate's files have keys that ``LaunchConfig`` doesn't. One that changes nothing about a run on one machine is fine;
-one that asks for something that isn't done here is a problem with a line and a name, and so is a key that nobody knows:
-training without what the file asks for would be another training.
+Accelerate's files have keys that are no options of ``LaunchConfig``. A key without an effect on one machine is ignored.
+A key for an unsupported feature is a problem that is reported with its line, and so is an unknown key: silently
+training without the feature would be another training.
 """
 
 from __future__ import annotations
@@ -25,51 +25,47 @@ _TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ask:
-    """A key of Accelerate, the values with which it asks for nothing, and the alternative here."""
+class _ForeignKey:
+    """The feature that a key of Accelerate asks for, the values that don't, and the alternative here."""
 
-    thing: str
+    feature: str
     harmless: tuple[Any, ...] = ()
     instead: str = ""
 
 
-# The keys of Accelerate 1.15 besides those that are options here. Empty values and `no` ask for nothing under each.
-_ASKS: Mapping[str, _Ask] = {
+# The keys of Accelerate 1.15 besides those that are options here. Empty values and `no` are harmless for each.
+_KEYS: Mapping[str, _ForeignKey] = {
     **dict.fromkeys(
         ("command_file", "commands", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone"),
-        _Ask("a TPU pod"),
+        _ForeignKey("a TPU pod"),
     ),
-    "compute_environment": _Ask("a cloud service", ("LOCAL_MACHINE",)),
-    "debug": _Ask("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
-    "deepspeed_config": _Ask("DeepSpeed"),
-    "distributed_type": _Ask("another way of training", ("MULTI_CPU", "MULTI_GPU")),
-    "downcast_bf16": _Ask("another meaning of float on TPUs"),
-    "dynamo_backend": _Ask("a compiled model", instead="torch.compile the model in the cell"),
-    "dynamo_config": _Ask("a compiled model", ({"dynamo_backend": "NO"},), "torch.compile the model in the cell"),
-    "enable_cpu_affinity": _Ask("ranks bound to CPU cores"),
-    "fp16": _Ask("what is another key now", instead="write mixed_precision: fp16"),
-    "fp8_config": _Ask("FP8"),
-    "fsdp_config": _Ask("FSDP"),
-    "gpu_ids": _Ask("certain GPUs", ("all",), "set the variable CUDA_VISIBLE_DEVICES"),
-    "ipex_config": _Ask("Intel's extension"),
-    "megatron_lm_config": _Ask("Megatron-LM"),
-    "mpirun_config": _Ask("mpirun"),
-    "num_machines": _Ask("several machines", (1,), "write num_nodes, node_rank and master_addr"),
-    "parallelism_config": _Ask("several kinds of parallelism"),
+    "compute_environment": _ForeignKey("a cloud service", ("LOCAL_MACHINE",)),
+    "debug": _ForeignKey("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
+    "deepspeed_config": _ForeignKey("DeepSpeed"),
+    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU")),
+    "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
+    "dynamo_backend": _ForeignKey("a compiled model", instead="torch.compile it in the cell"),
+    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},), "torch.compile it in the cell"),
+    "enable_cpu_affinity": _ForeignKey("ranks bound to CPU cores"),
+    "fp16": _ForeignKey("what is another key now", instead="write mixed_precision: fp16"),
+    "fp8_config": _ForeignKey("FP8"),
+    "fsdp_config": _ForeignKey("FSDP"),
+    "gpu_ids": _ForeignKey("certain GPUs", ("all",), "set the variable CUDA_VISIBLE_DEVICES"),
+    "ipex_config": _ForeignKey("Intel's extension"),
+    "megatron_lm_config": _ForeignKey("Megatron-LM"),
+    "mpirun_config": _ForeignKey("mpirun"),
+    "num_machines": _ForeignKey("several machines", (1,), "write num_nodes, node_rank and master_addr"),
+    "parallelism_config": _ForeignKey("several kinds of parallelism"),
 }
-# They say how several machines find each other, or name a script's function: on one machine, from a notebook, nothing.
-_SAY_NOTHING = frozenset({"machine_rank", "main_process_ip", "main_training_function", "same_network"})
+# Keys about how several machines find each other, or about a script's function. They have no effect in a notebook.
+_WITHOUT_EFFECT = frozenset({"machine_rank", "main_process_ip", "main_training_function", "same_network"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigFile:
-    """The content of a file.
+    """The content of a file: the values by key, each key's line (from 1), and the keys that occur more than once.
 
-    Attributes:
-        path: The file.
-        values: The file's values, by key.
-        lines: The line of each key, from 1.
-        repeated: Keys that are there more than once. The last one counts.
+    Of a repeated key, the last value counts.
     """
 
     path: pathlib.Path
@@ -94,7 +90,7 @@ def read(path: pathlib.Path) -> ConfigFile:
     """Read a file.
 
     Raises:
-        ConfigError: It can't be read, or it isn't YAML (which JSON is too), or isn't a table of options.
+        ConfigError: The file can't be read, or it isn't YAML (which includes JSON), or it isn't a table of options.
     """
     try:
         file, values = _parsed(path, path.read_text(encoding="utf-8"))
@@ -138,7 +134,7 @@ def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:
 
 
 def _is_of_base_60(value: yaml.ScalarNode) -> bool:
-    """Return whether YAML 1.1 takes ``1:2`` for 62, which nobody means by it."""
+    """Return whether YAML 1.1 reads the value as a number of base 60, such as 62 for ``1:2``. Nobody means that."""
     return ":" in value.value and value.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
@@ -148,7 +144,7 @@ def dump(values: Mapping[str, Any]) -> str:
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Write a file, as JSON if its name says so. It is written beside and renamed: there is never half a file.
+    """Write a file atomically, as JSON if its name ends so.
 
     Raises:
         ConfigError: The folder can't be written to.
@@ -159,7 +155,7 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
             fix="set NOTEBOOK_ACCEL_CONFIG_FILE to the path of a file that you may write",
         )
     text = json.dumps(dict(values), indent=2, sort_keys=True) + "\n" if path.suffix == ".json" else dump(values)
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # so that a link stays a link
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,28 +172,23 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 
 def is_harmless(key: Any, value: Any) -> bool:
-    """Return whether a key that is no option here is one of Accelerate's, with a value that asks for nothing more."""
-    if key in _SAY_NOTHING:
+    """Return whether a key is one of Accelerate's, with a value that asks for no unsupported feature."""
+    if key in _WITHOUT_EFFECT:
         return True
     is_empty = not value or (isinstance(value, str) and value.lower() in {"no", "none", "false"})
-    return key in _ASKS and (is_empty or value in _ASKS[key].harmless)
+    return key in _KEYS and (is_empty or value in _KEYS[key].harmless)
 
 
 def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]]:
-    """Return the keys of a file that are neither options nor harmless, with a line about each.
-
-    Args:
-        file: The file.
-        options: The names of the options, whose values are not looked at.
-    """
-    found = [(key, f"{key} is there for the second time") for key in file.repeated]
+    """Return the keys of a file that are neither options nor harmless, with a line of text about each."""
+    found = [(key, f"{key} occurs twice") for key in file.repeated]
     for key, value in file.values.items():
         if key in options or is_harmless(key, value):
             continue
-        if key in _ASKS:
+        if key in _KEYS:
             shown = "" if isinstance(value, (dict, list)) else f": {value}"
-            instead = f"; {_ASKS[key].instead}" if _ASKS[key].instead else ""
-            found.append((key, f"{key}{shown} asks for {_ASKS[key].thing}, which isn't done here{instead}"))
+            instead = f"; {_KEYS[key].instead}" if _KEYS[key].instead else ""
+            found.append((key, f"{key}{shown} asks for {_KEYS[key].feature}, which isn't supported here{instead}"))
         else:
             close = difflib.get_close_matches(str(key), options, n=1)
             found.append((key, f"there is no option {key!r}" + (f"; is it {close[0]}?" if close else "")))

@@ -1,7 +1,7 @@
-"""A rank's place in the run in the standard environment variables, and their names.
+"""Environment variables of ranks, and a rank's place in the run as they state it.
 
-The names are those of torchrun (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that
-anything that starts from them works inside a rank.
+The names are torchrun's (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that code
+that reads them works inside a rank.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ GRADIENT_ACCUMULATION_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 USE_CPU = "ACCELERATE_USE_CPU"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
-# Either of them makes ranks compare their collectives before they run them; the second is Accelerate's name.
+# Debug mode: ranks compare their collectives before they run them. The second is Accelerate's name.
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 
-# What torch, its math libraries, Python and the Hugging Face libraries read once, when they are imported or load their
-# shared objects. A template that has them imported has the old values.
+# Prefixes of variables that torch, its math libraries, Python and the Hugging Face libraries read once, when they are
+# imported or load their shared objects. A template that has imported them has the old values.
 _READ_AT_IMPORT = (
     *("OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "LD_", "PYTHON"),
     *("PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "CUDA_", "NCCL_", "GLOO_", "HF_"),
 )
-# torch reads the first two when a device or a group is first used, which in a rank comes after the fork. The others are
-# set by torch and scikit-learn themselves, in the kernel, when they are imported or make an optimizer.
+# torch reads the first two when a device or a group is first used, which in a rank comes after the fork. torch and
+# scikit-learn set the others themselves, in the kernel, when they are imported or make an optimizer.
 _READ_LATER = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
@@ -57,10 +57,10 @@ _READ_LATER = (
     "TORCHINDUCTOR_CACHE_DIR",
 )
 
-# What schedulers and MPI launchers call the process that they have started, and torchrun's name for the same number.
-# The kernel's own values mislead what asks for them before it asks for RANK, or instead: Ignite takes its local rank
-# from SLURM_LOCALID, and refuses a SLURM_NTASKS above WORLD_SIZE (ignite/distributed/comp_models/native.py). What an
-# MPI library reads itself, such as PMI_RANK and PMIX_RANK, isn't here.
+# Variables in which schedulers and MPI launchers describe a process, with torchrun's names for the same numbers. The
+# kernel's own values would mislead libraries that prefer them to RANK: Ignite takes its local rank from SLURM_LOCALID,
+# and refuses a SLURM_NTASKS above WORLD_SIZE (ignite/distributed/comp_models/native.py). Variables that an MPI library
+# reads itself, such as PMI_RANK and PMIX_RANK, aren't here.
 _TASKS = {
     "NODE_RANK": "GROUP_RANK",
     **dict.fromkeys(("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"), "RANK"),
@@ -162,7 +162,7 @@ def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether training does what Accelerate does also where that is worse."""
+    """Return whether training behaves as Accelerate does even where that is worse."""
     return environ.get(COMPAT) == "accelerate"
 
 
@@ -176,14 +176,9 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a scheduler's variables with a rank's values, so that they agree with ``RANK`` and the like.
-
-    Args:
-        environ: All variables of the rank, among them its place and, where a scheduler has started the kernel, those
-            that describe the kernel as one of the scheduler's tasks.
-    """
+    """Return the scheduler's variables in ``environ`` with a rank's values, so that they agree with its ``RANK``."""
     tasks = {name: environ[same] for name, same in _TASKS.items() if name in environ and same in environ}
-    if _SLURM_JOB in environ:  # in a batch script not all of them are set, and a rank is a task
+    if _SLURM_JOB in environ:  # not all of them are set in a batch script, and a rank is a task
         tasks |= {name: environ[_TASKS[name]] for name in _OF_EACH_SLURM_TASK if _TASKS[name] in environ}
     nodes, on_each = environ.get("GROUP_WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
     for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"):
@@ -193,12 +188,12 @@ def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are text, without those that Python shows with lone surrogates."""
+    """Return the variables that can be encoded, without those that Python shows with lone surrogates."""
     return {name: value for name, value in environ.items() if _is_text(name) and _is_text(value)}
 
 
 def import_path() -> list[str]:
-    """Return ``sys.path`` without entries that aren't text, which Python ignores too."""
+    """Return ``sys.path`` without entries that aren't strings, which Python ignores too."""
     entries: list[object] = list(sys.path)
     return [entry for entry in entries if isinstance(entry, str)]
 
@@ -212,7 +207,7 @@ def _is_text(value: str) -> bool:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """Set exactly these environment variables in this process. Touch only those that differ."""
+    """Make these the only environment variables of this process, and touch only those that differ."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
@@ -222,7 +217,7 @@ def become(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def patched(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (``None``: unsets) and puts back what was there, whatever happens inside."""
+    """Set environment variables (unset those with ``None``) in a ``with`` block, and restore them at its end."""
     before = {name: os.environ.get(name) for name in variables}
     _apply(variables)
     try:

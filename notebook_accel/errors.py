@@ -1,25 +1,25 @@
 """Every error that this package raises on purpose.
 
     NotebookAccelError
-    ├── ConfigError (ValueError)        an option that can't be what it was given as
+    ├── ConfigError (ValueError)        an option is unknown, or its value isn't allowed
     ├── LaunchError                     the run could not be started
-    │   ├── PreflightError              this machine or this kernel refuses; lists every finding
+    │   ├── PreflightError              the checks before a launch refused it; lists every finding
     │   ├── CellError                   the cell can't be run in a rank as it is written
     │   │   └── CellSyntaxError         it is not Python
     │   ├── PayloadError                an object can't be sent to the ranks; names the path to it
     │   └── ProcessStartError           a process of ours could not be started
     ├── RunError                        the run was started and did not end well
-    │   ├── ResultError (PayloadError)  a rank's value, or a name to be pulled, can't be had; the others can
-    │   ├── RankFailedError             a rank raised or died; the first one in time, with its own traceback
+    │   ├── ResultError (PayloadError)  a rank's value, or a name to be pulled, can't be read
+    │   ├── RankFailedError             a rank raised or died; reports the first, with its traceback
     │   ├── RunStoppedError             somebody stopped the run
     │   ├── RunTimeoutError (TimeoutError)   ``timeout_s`` ran out
-    │   ├── NodeLostError               another node of the run has gone, or has ended it
-    │   └── SupervisorLostError         the process that looks after the ranks has gone
+    │   ├── NodeLostError               another node of the run is gone, or has ended the run
+    │   └── SupervisorLostError         the process that supervises the ranks is gone
     └── TrainingError                   misuse of the training runtime inside a rank
-        ├── CheckpointError             a checkpoint that can't be written, or read, or belongs to something else
-        └── CollectiveError             ranks that disagree about a collective, or one that didn't come to it
+        ├── CheckpointError             a checkpoint can't be written or read, or doesn't fit
+        └── CollectiveError             ranks disagree about a collective, or one didn't join it
 
-An error says what happened, why, and what to type. Context is also there as attributes. Every error pickles, since
+An error says what happened, why, and what to type. Its attributes have the context. Every error can be pickled, since
 errors travel from ranks to the notebook.
 """
 
@@ -56,12 +56,12 @@ __all__ = [
 
 
 class NotebookAccelError(Exception):
-    """The root of the tree.
+    """The base class.
 
     Args:
         what: The event, in one sentence.
-        why: The reason, where it isn't plain from ``what``.
-        fix: The text to type or the thing to change.
+        why: The reason, where ``what`` doesn't tell.
+        fix: The text to type, or the thing to change.
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
@@ -83,7 +83,7 @@ class NotebookAccelError(Exception):
         return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Constructors are keyword-only and differ, so rebuild from the attributes instead of calling them.
+        # The constructors differ, so rebuild from the attributes instead of calling them.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -95,7 +95,7 @@ def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...], attributes: 
 
 
 class ConfigError(NotebookAccelError, ValueError):
-    """An option was given a value that it can't have, or an option was named that doesn't exist."""
+    """An option is unknown, or its value isn't allowed."""
 
 
 class LaunchError(NotebookAccelError):
@@ -104,14 +104,7 @@ class LaunchError(NotebookAccelError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding of the checks before a launch.
-
-    Attributes:
-        what: The finding in a sentence.
-        why: The reason why it matters.
-        fix: The text to type.
-        refuses: Whether the launch is refused because of it; otherwise it is a warning.
-    """
+    """One finding of the checks before a launch. It is a warning unless it ``refuses`` the launch."""
 
     what: str
     why: str
@@ -150,7 +143,7 @@ class CellSyntaxError(CellError):
 
 
 class PayloadError(LaunchError):
-    """An object can't be pickled, or what is to be sent doesn't fit into memory.
+    """An object can't be pickled, or the objects to send don't fit into memory.
 
     Attributes:
         path: The path to the object from a name that the user knows, for example
@@ -174,9 +167,9 @@ class ResultError(PayloadError, RunError):
     """A rank's result, or a pulled variable, can't be read. All others are in the error.
 
     Attributes:
-        values: The ranks' values that there are, by rank.
-        reasons: The missing values, by the words that a message uses for them, with the reasons.
-        pulled: The names that were bound in the notebook all the same.
+        values: The values that could be read, by rank.
+        reasons: The reasons for the missing values, by the words that a message uses for these.
+        pulled: The names that were bound in the notebook nevertheless.
         job: The run, for asking again; ``None`` for a session's cell, and in a copy.
     """
 
@@ -203,7 +196,7 @@ class ResultError(PayloadError, RunError):
             parts.append(f"Pulled all the same: {', '.join(self.pulled)}")
         ranks = ", ".join(str(rank) for rank, value in self.values.items() if value is not None)
         if ranks:
-            parts.append(f"What has come from rank {ranks} is in this error: sys.last_value.values")
+            parts.append(f"The values of rank {ranks} are in this error: sys.last_value.values")
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,8 +246,8 @@ class RankFailedError(RunError):
         local_rank: The rank's number on this node.
         log_file: The file with all that it wrote, empty if there is none.
         others: The ends of the other ranks.
-        pulled: The names that were bound in the notebook all the same, as they were then in rank 0.
-        not_pulled: Names that were to be, and can't be, with the reasons.
+        pulled: The names that were bound in the notebook nevertheless, with the values that rank 0 had then.
+        not_pulled: The reasons for the names that could not be pulled.
         restarts: The reason of each earlier restart of all ranks.
     """
 
@@ -320,15 +313,15 @@ class RunStoppedError(RunError):
 
 
 class RunTimeoutError(RunError, TimeoutError):
-    """The run took longer than its ``timeout_s``, or a result was not there in the time given for it."""
+    """The run took longer than its ``timeout_s``, or a result was not there in time."""
 
 
 class NodeLostError(RunError):
-    """Another node of the run has gone, or somebody has ended the run there. The ranks here were stopped."""
+    """Another node of the run is gone, or somebody has ended the run there. The ranks here were stopped."""
 
 
 class SupervisorLostError(RunError):
-    """The agent, the process that supervises the ranks, has gone. Its ranks were killed with it."""
+    """The agent, the process that supervises the ranks, is gone. Its ranks were killed with it."""
 
 
 class TrainingError(NotebookAccelError):
@@ -336,14 +329,14 @@ class TrainingError(NotebookAccelError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint can't be written or read, or was saved by other ranks or of another model. All ranks get it."""
+    """A checkpoint can't be written or read, or is of other ranks or another model. All ranks raise this."""
 
 
 class CollectiveError(TrainingError):
-    """Ranks disagree about a collective, or one of them didn't come to it.
+    """Ranks disagree about a collective, or one of them didn't join it.
 
     Attributes:
-        lost_peer: Whether another rank has ended or failed before, so that its own error is the better reason.
+        lost_peer: Whether another rank ended or failed before, so that its own error explains more.
     """
 
     def __init__(self, what: str, *, why: str = "", fix: str = "", lost_peer: bool = False) -> None:

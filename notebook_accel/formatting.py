@@ -1,4 +1,4 @@
-"""Text for people: sizes, durations and counts, ranks' output made harmless, and the colours of an error."""
+"""Text for people: sizes, durations and counts, sanitized output of ranks, and coloured errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHORT_S = 10.0
 
 
 def format_clock(seconds: float) -> str:
-    """Return ``02:05``, or ``1:02:05`` with hours, for a duration that still grows or need not be exact."""
+    """Return ``02:05``, or ``1:02:05`` with hours, for a running or approximate duration."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return the time that something took: ``0.04 s``, ``3.2 s``, ``02:05``."""
+    """Return a finished duration: ``0.04 s``, ``3.2 s``, ``02:05``."""
     if seconds >= _SHORT_S:
         return format_clock(seconds)
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
@@ -64,13 +64,13 @@ _HEADING = re.compile(r"^(Fix|Next|Its whole output|The others|(?:Traceback|Last
 
 
 def wants_colours() -> bool:
-    """Return whether this is an IPython that shows colours."""
+    """Return whether this process is an IPython that shows colours."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and str(shell.colors).lower() != "nocolor" and "NO_COLOR" not in os.environ
 
 
 def coloured(text: str) -> str:
-    """Return an error's text with colours for exceptions' names, places and headings."""
+    """Return an error's text with coloured exception names, places and headings."""
     return "\n".join(map(_coloured_line, text.split("\n")))
 
 
@@ -99,17 +99,17 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def plain_lines(text: str) -> Iterator[str]:
-    """Return the lines of a text as ``plain_text`` leaves them, none longer than a screen or two."""
+    """Return the lines of a text through ``plain_text``, none longer than a screen or two."""
     return (clipped(plain_text(line)) for line in text.split("\n"))
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text, as ``plain_text`` leaves it."""
+    """Return the first line of a text, through ``plain_text``."""
     return next(plain_lines(text.strip()))
 
 
 def plain_text(line: str) -> str:
-    """Return a line as a terminal would leave it, without colours and without overwritten text."""
+    """Return a line as a terminal shows it at last, without colours and overwritten text."""
     line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
     return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
 

@@ -1,4 +1,4 @@
-"""The memory and the processors of this machine, and of the control groups that this process is in.
+"""The memory and the processors of this machine, and of this process's control groups.
 
 A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst and
 scheduler/sched-bwc.rst for the files.
@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Room", "available_bytes", "cores", "kills", "rooms", "total_bytes"]
+__all__ = ["MemoryLimit", "available_bytes", "cores", "kills", "limits", "total_bytes"]
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
@@ -23,8 +23,8 @@ _VMSTAT = pathlib.Path("/proc/vmstat")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Names:
-    """The names of a control group's files and rows."""
+class _Files:
+    """The names of a control group's memory files, and of a row."""
 
     limit: str
     used: str
@@ -32,17 +32,16 @@ class _Names:
     reclaimable: str
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "memory.events", "inactive_file")
 
-
-# By the version of control groups, the file that only a group which can limit this has.
+# By the version of control groups: a file that only groups with this controller have.
 _MEMORY = {1: _V1.limit, 2: _V2.limit}
 _CPU = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
 
 
-class Room(NamedTuple):
-    """The bytes that a limit leaves free; ``is_machine`` if the limit is the machine's memory."""
+class MemoryLimit(NamedTuple):
+    """The free memory under one limit: the machine's own (``is_machine``) or a control group's."""
 
     free_bytes: int
     limit_bytes: int
@@ -51,60 +50,60 @@ class Room(NamedTuple):
 
 def total_bytes() -> int:
     """Return the machine's memory, or less where a control group has a limit."""
-    return min(room.limit_bytes for room in rooms())
+    return min(limit.limit_bytes for limit in limits())
 
 
 def available_bytes() -> int:
-    """Return the memory and swap that the machine, and each control group of this process, can still give."""
+    """Return the memory and swap that are free on the machine and in each control group of this process."""
     rows = _rows(_MEMINFO)
     machine = _machine(rows)
-    left_bytes = [room.free_bytes for room in _limits(machine)]
+    left_bytes = [limit.free_bytes for limit in _group_limits(machine)]
     return max(0, min([machine.free_bytes + 1024 * rows.get("SwapFree:", 0), *left_bytes]))
 
 
-def rooms() -> list[Room]:
-    """Return the machine's room, and after it that of each control group that limits it further."""
+def limits() -> list[MemoryLimit]:
+    """Return the free memory of the machine, and after it that of each control group with a lower limit."""
     machine = _machine(_rows(_MEMINFO))
-    return [machine, *_limits(machine)]
+    return [machine, *_group_limits(machine)]
 
 
-def _machine(rows: dict[str, int]) -> Room:
-    return Room(1024 * rows.get("MemAvailable:", 0), max(1, 1024 * rows.get("MemTotal:", 0)), True)
+def _machine(rows: dict[str, int]) -> MemoryLimit:
+    return MemoryLimit(1024 * rows.get("MemAvailable:", 0), max(1, 1024 * rows.get("MemTotal:", 0)), True)
 
 
-def _limits(machine: Room) -> list[Room]:
-    """Return the control groups that leave this process less than the machine has."""
+def _group_limits(machine: MemoryLimit) -> list[MemoryLimit]:
+    """Return the free memory of the control groups whose limit is below the machine's memory."""
     found = []
-    for folder, names in _groups():
+    for folder, names in _memory_groups():
         with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
             limit_bytes = int((folder / names.limit).read_text())
             if 0 < limit_bytes < machine.limit_bytes:
                 reclaimable_bytes = _rows(folder / "memory.stat").get(names.reclaimable, 0)
                 free_bytes = limit_bytes - int((folder / names.used).read_text()) + reclaimable_bytes
-                found.append(Room(max(0, free_bytes), limit_bytes, False))
+                found.append(MemoryLimit(max(0, free_bytes), limit_bytes, False))
     return found
 
 
 def kills() -> dict[pathlib.Path, int]:
     """Return the number of out-of-memory kills so far, by the control group that counted them."""
-    counts = {folder: _rows(folder / names.kills).get("oom_kill") for folder, names in _groups()}
+    counts = {folder: _rows(folder / names.kills).get("oom_kill") for folder, names in _memory_groups()}
     known = {folder: count for folder, count in counts.items() if count is not None}
-    # The machine's count, where no group has one, is also of what is killed in the containers of others.
+    # Without a group's count, take the machine's, which includes kills in other containers.
     return known or {_VMSTAT: _rows(_VMSTAT).get("oom_kill", 0)}
 
 
 def cores() -> int:
-    """Return how many processors' time this process may use, at least 1.
+    """Return the number of processors that this process may use, at least 1.
 
-    Those that it may run on, or fewer where a control group has a quota; a part of a processor counts as one.
+    A control group's quota may lower it. A part of a processor counts as one.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [_quota(folder, version) for folder, version in _seen("cpu", _CPU)]
+    quotas = [_quota(folder, version) for folder, version in _groups("cpu", _CPU)]
     return max(1, min([count, *(quota for quota in quotas if quota is not None)]))
 
 
 def _quota(folder: pathlib.Path, version: int) -> int | None:
-    """Return the number of processors that a control group may use up, rounded up; ``None`` if it has no limit."""
+    """Return a control group's quota in processors, rounded up; ``None`` if it has none."""
     with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
         text = (folder / _CPU[version]).read_text()
         quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())
@@ -113,25 +112,19 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
     return None
 
 
-def _groups() -> Sequence[tuple[pathlib.Path, _Names]]:
-    """Return the control groups whose memory may be limited, as ``_seen`` has them."""
-    return [(folder, _V1 if version == 1 else _V2) for folder, version in _seen("memory", _MEMORY)]
+def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:
+    return [(folder, _V1 if version == 1 else _V2) for folder, version in _groups("memory", _MEMORY)]
 
 
-def _seen(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
-    """Return the visible control groups of this process: its own and those around it.
-
-    Args:
-        controller: The controller that limits them.
-        files: The name of a file that such a group has, by the version of control groups.
-    """
+def _groups(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
+    """Return the folders and versions of this process's visible control groups that have one of the files."""
     with contextlib.suppress(OSError):
-        return _found(_CGROUPS, _MEMBERSHIP.read_text(), controller, files[1], files[2])
+        return _find_groups(_CGROUPS, _MEMBERSHIP.read_text(), controller, files[1], files[2])
     return ()
 
 
 @functools.cache  # every launch asks
-def _found(
+def _find_groups(
     cgroups: pathlib.Path, membership: str, controller: str, file_of_v1: str, file_of_v2: str
 ) -> Sequence[tuple[pathlib.Path, int]]:
     found = []
@@ -149,7 +142,7 @@ def _found(
 
 
 def _rows(path: pathlib.Path) -> dict[str, int]:
-    """Return a file's rows of a name and a number."""
+    """Return a file's rows, each with a name and a number."""
     with contextlib.suppress(OSError):
         rows = [row.split() for row in path.read_text().splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

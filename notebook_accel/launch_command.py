@@ -1,13 +1,14 @@
 """``notebook-accel launch``: run a script on every device, with the options of a notebook's launches.
 
-A line that was written for ``accelerate launch`` is understood as far as there is the same here; a flag for something
-that isn't there is refused, and never passed over.
+Command lines that were written for ``accelerate launch`` work where the same feature exists here. All other flags of
+Accelerate are known too, so that one error names all that can't be honoured. None is silently ignored.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import pathlib
 import select
@@ -17,7 +18,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import accelerate_flags, config, environment
+from notebook_accel import config, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
@@ -27,6 +28,114 @@ from notebook_accel.launching.ranks.script import Script
 __all__ = ["EndSignal", "add_arguments", "end_signals_as_interrupts", "run", "silence_closed_streams"]
 
 _INTERRUPT = "KeyboardInterrupt"
+_WHOLE = (
+    "each rank has the whole model: FSDP, DeepSpeed and Megatron-LM are not supported here; "
+    "`accelerate launch` supports them"
+)
+_COMPILE = "a compiled model is made in the script: model = torch.compile(model)"
+_POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
+_FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
+_AWS = "Amazon SageMaker is not supported here"
+_PARALLEL = "other kinds of parallelism are not supported here: ranks differ by their data alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForeignFlag:
+    """A flag of ``accelerate launch`` that is no option here.
+
+    Attributes:
+        name: The flag's name, without the dashes in front.
+        instead: What to do instead.
+        harmless: The values that ask for nothing more than is done here; ``None`` if all do.
+        takes_value: Whether a value follows the flag.
+        short: Another spelling.
+    """
+
+    name: str
+    instead: str = ""
+    harmless: tuple[str, ...] | None = ()
+    takes_value: bool = True
+    short: str = ""
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed arguments, distinct from every option's."""
+        return f"accelerate_{self.name}"
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        names = [f"--{self.name}", *([self.short] if self.short else [])]
+        if self.takes_value:
+            parser.add_argument(*names, dest=self.dest, action="append", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(*names, dest=self.dest, action="store_const", const=[""], help=argparse.SUPPRESS)
+
+    def refused(self, parsed: argparse.Namespace) -> Iterator[str]:
+        """Yield the flag as the user typed it, for each value that can't be honoured."""
+        for value in getattr(parsed, self.dest, None) or ():
+            if self.harmless is not None and value.lower() not in self.harmless:
+                yield f"--{self.name} {value}".rstrip()
+
+
+def _group(instead: str, names: str, *, switches: str = "") -> list[_ForeignFlag]:
+    return [
+        *(_ForeignFlag(name, instead) for name in names.split()),
+        *(_ForeignFlag(name, instead, takes_value=False) for name in switches.split()),
+    ]
+
+
+# Flags of Accelerate 1.15: https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch
+_FLAGS = (
+    # Done anyway: tracebacks are the ranks' own, all output is shown and kept, and one machine is one network.
+    _ForeignFlag("quiet", harmless=None, takes_value=False, short="-q"),
+    _ForeignFlag("tee", harmless=None, short="-t"),
+    _ForeignFlag("same_network", harmless=None, takes_value=False),
+    _ForeignFlag("no_tpu_cluster", harmless=None, takes_value=False),
+    _ForeignFlag("role", "every rank has the role default", ("default",)),
+    _ForeignFlag("main_training_function", "the script itself is run, so it has to call its function", ("main",)),
+    _ForeignFlag("no_python", "ranks run Python: give the script, without its interpreter", takes_value=False),
+    _ForeignFlag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
+    _ForeignFlag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
+    _ForeignFlag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
+    _ForeignFlag("dynamo_backend", _COMPILE, ("no",)),
+    _ForeignFlag("dynamo_mode", _COMPILE, ("default",)),
+    *_group(_COMPILE, "", switches="dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation"),
+    *_group(_POD, "vm env", switches="tpu_cluster tpu_use_sudo"),
+    *_group(_AWS, "aws_access_key_id aws_secret_access_key"),
+    *_group(
+        _WHOLE,
+        "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path "
+        "offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model deepspeed_hostfile "
+        "deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
+        "deepspeed_moe_layer_cls_names fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy "
+        "fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch "
+        "fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading "
+        "fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload "
+        "megatron_lm_tp_degree megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_eod_mask_loss "
+        "megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_no_save_optim megatron_lm_optimizer_cpu_offload "
+        "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers megatron_lm_pp_degree "
+        "megatron_lm_num_micro_batches megatron_lm_sequence_parallelism megatron_lm_recompute_activations "
+        "megatron_lm_use_distributed_optimizer megatron_lm_gradient_clipping megatron_lm_recompute_granularity "
+        "megatron_lm_recompute_method megatron_lm_recompute_num_layers megatron_lm_attention_backend "
+        "megatron_lm_expert_model_parallel_size megatron_lm_context_parallel_size megatron_lm_attention_dropout "
+        "megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size "
+        "megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings",
+        switches="use_deepspeed use_fsdp use_megatron_lm",
+    ),
+    *_group(
+        _FP8,
+        "fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo "
+        "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
+        switches="fp8_use_autocast_during_eval",
+    ),
+    *_group(
+        _PARALLEL,
+        "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size "
+        "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
+        "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
+        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
+        switches="use_parallelism_config",
+    ),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,24 +158,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--debug", action="store_true", help="Debug mode: a trial run, and collectives are compared.")
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
-    accelerate_flags.add_arguments(parser)
+    for flag in _foreign_flags():
+        flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What it finds in sys.argv.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
+
+
+def _foreign_flags() -> list[_ForeignFlag]:
+    options = {option.name for option in config.fields()}
+    return [flag for flag in _FLAGS if flag.name not in options]
+
+
+def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
+    """Raise one error about all given flags of Accelerate that can't be honoured."""
+    by_reason: dict[str, list[str]] = {}
+    for flag in _foreign_flags():
+        for shown in flag.refused(parsed):
+            by_reason.setdefault(flag.instead, []).append(shown)
+    if by_reason:
+        raise ConfigError(
+            "This line has flags that are not supported here:\n"
+            + "\n".join(f"  {', '.join(flags)}: {reason}" for reason, flags in by_reason.items()),
+            fix="leave these flags out, and follow the advice about each",
+        )
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the script on every rank.
 
-    SIGTERM, a terminal that closes and a closed pipe end it as Ctrl-C does.
+    SIGTERM, a closed terminal and a closed pipe end the run as Ctrl-C does.
 
     Returns:
-        0 if all ranks have ended well; the status of the rank that failed first, as a shell gives it; or that of the
-        signal that has ended it.
+        0 if all ranks have succeeded; the status of the rank that failed first, as a shell reports it; or that of the
+        signal that has ended the run.
 
     Raises:
-        NotebookAccelError: It could not be launched.
+        NotebookAccelError: The script could not be launched.
     """
-    accelerate_flags.refuse(parsed)
+    _refuse_foreign_flags(parsed)
     script = Script(parsed.script, tuple(parsed.arguments), parsed.module)
     script.check()
     _set_variables(parsed)
@@ -83,12 +212,13 @@ def run(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
             return _status(error)
         except KeyboardInterrupt as interrupt:
-            said = getattr(interrupt, "_render_traceback_", lambda: [f"{_INTERRUPT}: nothing was launched."])()
-            text = "\n".join(said)
+            text = "\n".join(
+                getattr(interrupt, "_render_traceback_", lambda: [f"{_INTERRUPT}: nothing was launched."])()
+            )
             if received.number != signal.SIGINT:
                 text = text.replace(_INTERRUPT, received.number.name, 1)
             sys.stderr.write(f"\n{text}\n")
-            return 128 + received.number  # what shells make of it
+            return 128 + received.number  # as in shells
     return 0
 
 
@@ -125,7 +255,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
 
 
 def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return Accelerate's flags about several machines, as options."""
+    """Return the options that Accelerate's flags about several machines mean."""
     asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
     given = {name: value for name, value in asked.items() if value is not None}
     if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
@@ -147,17 +277,14 @@ def _status(error: RankFailedError) -> int:
     return code if isinstance(code, int) and 0 < code < 256 else 1
 
 
-_STREAMS = (1, 2)
-
-
 class EndSignal:
-    """The first signal that came, SIGINT if none of the others did."""
+    """The first signal that came. SIGINT only counts if no other one came."""
 
     number = signal.SIGINT
 
     def _take(self, number: int, _: types.FrameType | None) -> None:
         has_closed = silence_closed_streams()
-        if number == signal.SIGPIPE and not has_closed:  # a socket of somebody's, who gets an error for it
+        if number == signal.SIGPIPE and not has_closed:  # of a socket, whose writer gets an error
             return
         if self.number == signal.SIGINT:
             self.number = signal.Signals(number)
@@ -179,7 +306,7 @@ def end_signals_as_interrupts() -> Iterator[EndSignal]:
 
 def silence_closed_streams() -> bool:
     """Redirect closed standard streams to /dev/null. Return whether there was one."""
-    closed = [stream for stream in _STREAMS if _has_closed(stream)]
+    closed = [stream for stream in (1, 2) if _has_closed(stream)]
     for stream in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream)

@@ -1,11 +1,11 @@
-"""A rank's reports to the panel: its counters, its metrics, and when they are sent.
+"""A rank's reports to the panel: its counters, its metrics and its memory.
 
-Training code counts with one attribute increment a step. A thread looks five times a second and sends what has changed,
-so that neither the rate of steps nor a slow reader can slow down training.
+Training code counts with one attribute increment a step. A thread samples five times a second and sends the changes, so
+that neither the rate of steps nor a slow reader can slow down training.
 
-That thread calls nothing of CUDA's. It would wait there for a GPU that waits for other ranks, and it would break the
-capture of a CUDA graph, for which CUDA forbids such calls to every thread. So the thread that reports a GPU's number
-also asks for its copy to the host, at most five times a second, and the sampling thread looks whether it has come.
+The sampling thread never calls CUDA. There it might wait for a GPU that waits for other ranks, or break the capture of
+a CUDA graph, during which CUDA forbids such calls to every thread. So the thread that reports a GPU tensor also starts
+its copy to the host, at most five times a second, and the sampling thread checks whether the copy has arrived.
 
 Outside a launched rank everything here works and nothing is sent.
 """
@@ -35,7 +35,7 @@ _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0
 _PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
 _LOOK_PERIOD_S = 0.001
-# In the place of a number that has not come: a NaN that no computation makes.
+# Stands for a number that has not arrived: a NaN that no computation produces.
 _NOT_COME = 0x7FF8_6E62_6163_6365
 
 
@@ -58,21 +58,21 @@ class Counter:
         self.label = label
 
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
-        """Begin an epoch and makes this the counter that the rank's row shows."""
+        """Begin an epoch, and show this counter in the rank's row."""
         reporter().begin(self, epoch, total)
 
 
 class _Arrival:
     """The latest number of one metric on its way from a GPU, one copy at a time.
 
-    The reporting thread starts copies, into host memory that the GPU writes by itself. Reading that memory, as the
-    sampling thread does, is no call of CUDA's. Nothing says there that a copy has ended but the number itself, whose
-    eight bytes come at once.
+    The reporting thread starts copies into pinned host memory, which the GPU writes by itself. The sampling thread
+    reads that memory without a call to CUDA. Only the number itself shows that a copy has ended: its eight bytes arrive
+    at once.
     """
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
-        with torch.inference_mode(False):  # memory that was made there could be written to nowhere else
+        with torch.inference_mode(False):  # else the memory could be written to in inference mode only
             self._number = torch.empty(1, dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
             self._bits = self._number.view(torch.int64)
         self._started_s = -_SAMPLE_PERIOD_S
@@ -85,7 +85,7 @@ class _Arrival:
         return self._is_coming or self._next is not None
 
     def report(self, tensor: Any) -> None:
-        """Take a newer value in the place of what hasn't left the GPU."""
+        """Take a newer value instead of one that hasn't left the GPU."""
         self._next = tensor
         if time.monotonic() - self._started_s >= _SAMPLE_PERIOD_S:
             self.start()
@@ -103,11 +103,11 @@ class _Arrival:
             self._is_coming = True
 
     def take(self) -> float | None:
-        """Return the number that has come since the last call, ``None`` if none has."""
+        """Return the number that has arrived since the last call, ``None`` if none has."""
         if not self._is_coming or self._bits.item() == _NOT_COME:
             return None
         number = float(self._number.item())
-        self._is_coming = False  # from here on the memory can be another copy's
+        self._is_coming = False  # from here on another copy may use the memory
         return number
 
 
@@ -115,20 +115,11 @@ class Sender(Protocol):
     """The destination of events: a connection, or its substitute."""
 
     def send(self, body: bytes) -> None:
-        """Take an encoded event.
-
-        Raises:
-            ClosedError: Nobody is there any more.
-            TimeoutError: Nobody has taken it for long.
-        """
+        """Send an encoded event, or raise ``ClosedError``, or ``TimeoutError`` if the reader doesn't read."""
 
 
 class Reporter:
-    """Samples counters, metrics and memory of this process and sends them to the agent.
-
-    Args:
-        connection: The destination, ``None`` outside a launched rank.
-    """
+    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
 
     def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection
@@ -140,7 +131,7 @@ class Reporter:
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._arrivals: dict[str, _Arrival] = {}
-        self._held: dict[str, Any] | None = None  # not None where values come to be only when a step ends
+        self._held: dict[str, Any] | None = None  # a dict where values exist only when a step ends
         self._is_compiling = False
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
@@ -155,7 +146,7 @@ class Reporter:
 
     @property
     def is_connected(self) -> bool:
-        """True if somebody is told: true in a launched rank, false elsewhere and in processes that the rank forks."""
+        """True in a launched rank; false elsewhere, and in processes that the rank forks."""
         return self._connection is not None and self._pid == os.getpid()
 
     @property
@@ -169,7 +160,7 @@ class Reporter:
         self._thread.start()
 
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
-        """Set a counter to the beginning of an epoch and shows it."""
+        """Set a counter to the beginning of an epoch, and show it."""
         with self._lock:
             self._steps_before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
@@ -185,7 +176,7 @@ class Reporter:
         return self._steps_before + (0 if self._shown is None else self._shown.step)
 
     def show_outer(self, counter: Counter | None) -> None:
-        """Show the epoch from an outer counter, such as a bar over epochs."""
+        """Take the epoch from an outer counter, such as a bar over epochs."""
         self._outer = counter
 
     def set_device(
@@ -194,19 +185,19 @@ class Reporter:
         memory: Callable[[], tuple[int, int]] | None = None,
         utilisation: Callable[[], float | None] | None = None,
     ) -> None:
-        """Name the rank's device.
+        """Set the rank's device.
 
         Args:
-            name: Its name.
-            memory: Gives its used and total bytes; called once a second, as is the next one.
-            utilisation: Gives the per cent of time in which it computes, ``None`` if that isn't known.
+            name: The device's name.
+            memory: Function that returns the used and total bytes. It is called once a second, like the next one.
+            utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
         """
         self._device = name
         self._device_memory = memory
         self._device_utilisation = utilisation
 
     def set_compiling(self, compiling: bool) -> None:
-        """Say whether the running step is being compiled."""
+        """Report whether the running step is being compiled."""
         self._is_compiling = compiling
 
     def hold_metrics(self) -> None:
@@ -221,7 +212,7 @@ class Reporter:
             self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
-        """Replace the latest value of each named metric. Tensors are read later: nobody waits for them here."""
+        """Replace the latest value of each named metric. Tensors are read later, so nothing waits for them here."""
         if self._held is not None:
             self._held.update(values)
             return
@@ -234,29 +225,29 @@ class Reporter:
                 self._values_changed = True
 
     def _await(self, name: str, tensor: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # no memory to be had for it: a metric is no reason to fail training
+        with contextlib.suppress(RuntimeError):  # out of memory: a metric is no reason to fail training
             if name not in self._arrivals:
                 if sys.modules["torch"].cuda.is_current_stream_capturing():
-                    return  # nor can memory be had then
+                    return  # memory can't be allocated during the capture
                 self._arrivals[name] = _Arrival()
             self._arrivals[name].report(tensor)
 
     def forget_unread(self) -> None:
-        """Leave out the numbers that are still on a GPU: what computes them has failed."""
+        """Drop the numbers that are still on a GPU, since their computation has failed."""
         self._arrivals = {}
 
     def post(self, event: events.Event) -> None:
-        """Send an event in its turn, from the sampling thread: the caller waits for nothing."""
+        """Send an event in its turn from the sampling thread, without a wait."""
         self._posted.append(event)
 
     def send(self, event: events.Event) -> None:
-        """Send one event now. A reader that has gone, or doesn't read for long, is no reason to fail training."""
+        """Send one event now. A reader that is gone or doesn't read is no reason to fail training."""
         if self._connection is not None and self.is_connected:
             with contextlib.suppress(ClosedError, TimeoutError):
                 self._connection.send(events.encode(event))
 
     def position(self) -> str:
-        """Return the counter's position, such as ``step 12 of 40, epoch 2``; empty if nothing is counted."""
+        """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
         progress = self._progress()
         if progress is None:
             return ""
@@ -276,9 +267,9 @@ class Reporter:
         self._at_close.remove(function)
 
     def close(self) -> None:
-        """Stop sampling and sends what was not said yet."""
+        """Stop sampling, and send the last changes."""
         if self._connection is not None and not self.is_connected:
-            return  # a fork has nothing to say, and the locks here may be held for good by a thread that it hasn't
+            return  # a fork reports nothing, and may lack the thread that holds a lock here
         for function in list(self._at_close):
             function()
         self._stop.set()
@@ -288,28 +279,24 @@ class Reporter:
         self._sample_now()
 
     def catch_up(self) -> int:
-        """Say now what has not been said yet; how many steps that makes in all.
+        """Send the latest changes now, and return the number of steps so far.
 
-        Takes a moment at most: a number that doesn't come from a GPU, which may wait for other ranks, is left out.
+        This takes a moment at most: numbers that don't arrive from a GPU, which may wait for other ranks, are left out.
         """
         self._sample_now()
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
         samples = 0
-        # Nothing has happened yet when it starts, and the user's code is about to begin.
         while not self._stop.wait(_SAMPLE_PERIOD_S):
-            self._sample()
+            with self._sampling:
+                self._sample()
             if samples % _MEMORY_PERIOD_SAMPLES == 0:
-                self.say_memory()
+                self.send_memory()
             samples += 1
 
-    def _sample(self) -> None:
-        with self._sampling:
-            self._sample_alone()
-
     def _sample_now(self) -> None:
-        """Sample in the thread that reports, for the last time in a while, whatever holds up the sampling thread."""
+        """Sample in the calling thread, even if something holds up the sampling thread."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while any(arrival.is_awaited for arrival in self._arrivals.values()) and time.monotonic() < deadline_s:
             for arrival in self._arrivals.values():
@@ -318,13 +305,13 @@ class Reporter:
             time.sleep(_LOOK_PERIOD_S)
         if self._sampling.acquire(timeout=_PATIENCE_S):
             try:
-                self._sample_alone()
+                self._sample()
             finally:
                 self._sampling.release()
         else:
-            self._sample_alone(reads=False)
+            self._sample(reads=False)
 
-    def _sample_alone(self, *, reads: bool = True) -> None:
+    def _sample(self, *, reads: bool = True) -> None:
         while self._posted:
             self.send(self._posted.popleft())
         for function in self._before_sample:
@@ -366,14 +353,14 @@ class Reporter:
                 compiling=self._is_compiling,
             )
 
-    def say_memory(self) -> None:
-        """Say how much memory is in use now."""
+    def send_memory(self) -> None:
+        """Send the present use of memory."""
         if self._device_memory is None:
             self.send(events.Memory(used_bytes=_resident_bytes(), total_bytes=host_memory.total_bytes(), kind="host"))
             return
         try:
             used, total = self._device_memory()
-        except RuntimeError:  # the device has failed: training will say so, and the sampler must go on
+        except RuntimeError:  # the device has failed: training will raise, and the sampler must go on
             return
         utilisation = None if self._device_utilisation is None else self._device_utilisation()
         self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
@@ -387,12 +374,7 @@ def _number(value: Any) -> float | None:
     item = getattr(value, "item", None)
     try:
         return float(item() if callable(item) else value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # a complex number, or a tensor whose device has failed
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # complex, or a tensor whose device has failed
         return None
 
 
@@ -410,7 +392,7 @@ def reporter() -> Reporter:
 
 
 def connect(connection: Sender) -> Reporter:
-    """Make this process a rank that reports over ``connection``, and starts sampling."""
+    """Make this process a rank that reports over ``connection``, and start sampling."""
     global _reporter
     _reporter = Reporter(connection)
     _reporter.start()
@@ -418,7 +400,7 @@ def connect(connection: Sender) -> Reporter:
 
 
 def disconnect() -> None:
-    """Make this process one that nobody listens to, as it was before ``connect``."""
+    """Undo ``connect``: this process reports to nobody any more."""
     global _reporter
     _reporter = Reporter()
 
@@ -426,9 +408,9 @@ def disconnect() -> None:
 def report(**metrics: Any) -> None:
     """Show metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
 
-    Numbers and tensors of one element; a tensor on a device is not waited for here. Costs about a microsecond, and some
-    more five times a second for each tensor on a GPU. While a CUDA graph is captured, those are left out. Outside a
-    launched rank it does nothing.
+    Values are numbers or tensors of one element. A call doesn't wait for tensors on a device. It takes about a
+    microsecond, and five times a second somewhat more for each tensor on a GPU. GPU tensors are left out while a CUDA
+    graph is captured. Outside a launched rank nothing is sent.
 
     Raises:
         ConfigError: A value is neither a number nor something of one element.

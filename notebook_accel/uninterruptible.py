@@ -16,9 +16,9 @@ __all__ = ["Latch", "call"]
 class Latch:
     """A ``threading.Event`` that is set once, for waits of the kernel's main thread.
 
-    An event of the standard library takes its lock in Python code. A KeyboardInterrupt that comes when it is taken and
-    not yet in the care of a ``with`` leaves it taken for good: whoever sets the event then, such as the thread that
-    ends a run, waits for ever. Here each waiter has a lock of its own, and nobody waits for a waiter's.
+    The standard library's event acquires its lock in Python code. A KeyboardInterrupt between that and the ``with``
+    block leaves the lock acquired for good, and a thread that sets the event then waits for ever. Here each waiter has
+    a lock of its own, and nobody else waits for it.
     """
 
     def __init__(self) -> None:
@@ -27,22 +27,18 @@ class Latch:
 
     @property
     def is_set(self) -> bool:
-        """True once the latch was set."""
+        """True once the latch is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set the latch. Setting it again, or from several threads at once, does no harm."""
-        self._is_set = True  # first: who comes now sees it, and who came before is in the queue
+        """Set the latch. It may be set repeatedly, and from several threads at once."""
+        self._is_set = True  # first: later waiters see it, and earlier ones are in the queue
         with contextlib.suppress(IndexError):
             while True:
                 self._waiters.popleft().release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the latch and return whether it is set.
-
-        Args:
-            timeout_s: Longest wait in seconds; ``None`` for no limit.
-        """
+        """Wait until the latch is set, or for ``timeout_s``, and return whether it is set."""
         if self._is_set:
             return True
         waiter = threading.Lock()
@@ -63,48 +59,48 @@ _PATIENCE_S = 10.0
 def call(
     act: Callable[[], _T], undo: Callable[[_T], Any] = lambda _: None, caller_lock: threading.Lock | None = None
 ) -> _T:
-    """Do something in a thread, where no KeyboardInterrupt can come, and wait for its end.
+    """Run an action in a thread, where no KeyboardInterrupt is raised, and wait for its end.
 
     Args:
         act: The action.
-        undo: Takes back the action's result if an interrupt has come meanwhile, since nobody gets it then.
-        caller_lock: A lock that the caller holds, by ``with``, while it uses the result. Once it is free, the result
-            is taken back too. An interrupt can come between any two steps of the caller, even while the caller handles
-            an earlier one; but no exception leaves the block without releasing the lock.
+        undo: Function that undoes the action's result after an interrupt, since nobody gets the result then.
+        caller_lock: A lock that the caller holds, by ``with``, while it uses the result. Once the lock is free, the
+            result is undone too. An interrupt can come between any two steps of the caller, even while it handles an
+            earlier one; but no exception leaves the block without releasing the lock.
 
     Raises:
         KeyboardInterrupt: An interrupt has come. The action is undone, now or as soon as it is done.
-        Exception: The error that ``act`` has raised.
+        Exception: The error that ``act`` raised.
     """
-    doing = _Doing(act, undo, caller_lock)
+    action = _Action(act, undo, caller_lock)
     try:
-        # Not a Thread of threading's, whose start() and join() an interrupt can break.
-        _thread.start_new_thread(doing.run, ())
-        doing.is_over.wait()
+        # Not threading.Thread, whose start() and join() an interrupt can break.
+        _thread.start_new_thread(action.run, ())
+        action.is_over.wait()
     except BaseException:
-        doing.abandon()
-        doing.is_over.wait(_PATIENCE_S)
+        action.abandon()
+        action.is_over.wait(_PATIENCE_S)
         raise
-    return doing.result()
+    return action.result()
 
 
-class _Doing(Generic[_T]):
+class _Action(Generic[_T]):
     def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], caller_lock: threading.Lock | None) -> None:
         self.is_over = Latch()
         self._act = act
         self._undo = undo
         self._caller_lock = caller_lock
-        self._context = contextvars.copy_context()  # whose cell it is that prints
+        self._context = contextvars.copy_context()  # it tells which cell prints
         self._lock = threading.Lock()
         self._is_abandoned = False
         self._results: list[_T] = []
         self._raised: BaseException | None = None
 
     def run(self) -> None:
-        """Perform the action. Runs in the thread."""
+        """Run the action. Called in the thread."""
         try:
             result = self._context.run(self._act)
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             self._raised = error
             self.is_over.set()
             return
@@ -122,7 +118,7 @@ class _Doing(Generic[_T]):
         self.is_over.set()
 
     def abandon(self) -> None:
-        """Undo the result, now or once it is there: nobody waits for it any more."""
+        """Undo the result, now or once it exists, since nobody waits for it any more."""
         with self._lock:
             self._is_abandoned = True
         for result in self._results:

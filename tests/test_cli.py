@@ -133,7 +133,7 @@ def test_config_asks_writes_and_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     file = tmp_path / "config.yaml"
-    others = "\n" * (len(config.fields()) - 5)  # Enter keeps what is there
+    others = "\n" * (len(config.fields()) - 5)  # Enter keeps the value
     _answer(monkeypatch, f"two\n2\nint8\nbf16\n\n\n\ny\n{others}\n")
     assert cli.main(["config"]) == 0
     shown = capsys.readouterr().out
@@ -161,7 +161,7 @@ def test_config_asks_for_what_is_usual_and_offers_the_rest_once(
     shown = capsys.readouterr().out
     assert sys.stdin.read() == ""
     assert sum(f"{option.help}\n" in shown for option in config.fields()) == asked <= 8
-    others = len(config.fields()) - asked - 2  # the flags are answered
+    others = len(config.fields()) - asked - 2  # flags count as answers
     assert shown.count(f"There are {others} more options") == shown.count("Ask for them too? [y/N] ") == 1
     basic = {"mixed_precision": "no", "use_cpu": True, "log_dir": "/logs", "grace_s": 5.0}
     assert config.load(tmp_path / "config.yaml") == {**basic, **written}

@@ -1,4 +1,4 @@
-"""Options: bounds, sources and their order, files of either tool."""
+"""Options: bounds, the order of their sources, and files of both tools."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
     ("use_cpu: true\nnum_processes: 0\n", "line 2: num_processes=0 can't be used: it has to be >= 1"),
     ("mixed_precision: int8\n", r"line 1: mixed_precision='int8' is not known \(use one of no, bf16, fp16\)"),
     ("\nnum_proceses: 2\n", "line 2: there is no option 'num_proceses'; is it num_processes?"),
-    ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu is there for the second time"),
+    ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu occurs twice"),
     ("distributed_type: FSDP\n", "line 1: distributed_type: FSDP asks for another way of training"),
     ("num_machines: 2\n", "line 1: num_machines: 2 asks for several machines"),
     ("gpu_ids: 0,1\n", "line 1: gpu_ids: 0,1 asks for certain GPUs, .*; set the variable CUDA_VISIBLE_DEVICES"),
@@ -121,7 +121,7 @@ def test_everything_that_is_wrong_with_a_file_is_said_at_once(file: pathlib.Path
     with pytest.raises(ConfigError) as caught:
         config.load(file)
     assert [line.split(" (")[0].strip() for line in caught.value.what.splitlines()[1:]] == [
-        "line 1: deepspeed_config asks for DeepSpeed, which isn't done here",
+        "line 1: deepspeed_config asks for DeepSpeed, which isn't supported here",
         "line 3: num_processes='two' is not a whole number",
         "line 4: there is no option 'fsdp'",
     ]

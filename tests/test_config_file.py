@@ -1,4 +1,4 @@
-"""Configuration files as such: Accelerate's own, and writing."""
+"""Configuration files: Accelerate's keys, and writing."""
 
 from __future__ import annotations
 

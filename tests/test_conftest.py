@@ -1,4 +1,4 @@
-"""The police: what a test leaves behind makes it fail, named."""
+"""The leak checks fail a test that leaves something behind, and name it."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def test_no_test_kills_the_tests() -> None:
     tests = processes.read(os.getpid())
     assert tests is not None
     with pytest.raises(AssertionError, match=f"about to send SIGURG to itself: {tests.pid} "):
-        processes.kill(tests, signal.SIGURG)  # which does no harm
+        processes.kill(tests, signal.SIGURG)  # harmless

@@ -1,4 +1,4 @@
-"""A rank's place, and what the environment says."""
+"""A rank's place, and environment variables."""
 
 from __future__ import annotations
 

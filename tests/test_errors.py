@@ -1,4 +1,4 @@
-"""The error tree: every error pickles, and says what, why and what to type."""
+"""The error tree: every error can be pickled, and its text has what, why and what to type."""
 
 from __future__ import annotations
 

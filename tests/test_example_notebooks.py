@@ -1,4 +1,4 @@
-"""Every example notebook runs as it is, in a real kernel."""
+"""Every example notebook runs unchanged in a real kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CELL_TIMEOUT_S = 100.0
 
 
 def _run(path: pathlib.Path, kernel: kernels.Kernel) -> list[kernels.Outcome]:
-    """Runs the code cells; fails at the first that fails."""
+    """Run the code cells, and fail at the first that fails."""
     outcomes: list[kernels.Outcome] = []
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "code":
@@ -59,7 +59,7 @@ def test_third_notebook_resumes_to_the_bit(kernel: kernels.Kernel) -> None:
 
 
 def test_fourth_notebook_trains_on_the_cpu_where_there_is_no_tpu(kernel: kernels.Kernel) -> None:
-    """On an XLA device it runs in ``tests/xla``."""
+    """``tests/xla`` runs the same notebook on an XLA device."""
     path = next(path for path in _NOTEBOOKS if path.name == "04_tpu.ipynb")
     *_, training, test = _run(path, kernel)
     assert "trained on 1 x cpu" in training.stdout

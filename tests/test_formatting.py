@@ -1,4 +1,4 @@
-"""Text for people: sizes, durations, harmless lines, and colours."""
+"""Text for people: sizes, durations, sanitized lines and colours."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Fix: look again"""
 
 
 def marked(text: str) -> list[str]:
-    """What has a colour, with the colour's number."""
+    """Return the coloured parts, each after its colour's number."""
     return ["".join(found) for found in re.findall(r"\x1b\[([1-9]\d*)m(.*?)\x1b\[0m", text)]
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is, beside what the system says elsewhere."""
+"""The memory and processors of the machine and of control groups, compared with other sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_no_more_than_the_machine_has() -> None:
         return int(psutil.virtual_memory().available + psutil.swap_memory().free)
 
     before_bytes, said_bytes, after_bytes = machine_bytes(), host_memory.available_bytes(), machine_bytes()
-    assert 0 < said_bytes <= max(before_bytes, after_bytes) + (256 << 20)  # others come and go on this machine
+    assert 0 < said_bytes <= max(before_bytes, after_bytes) + (256 << 20)  # other processes start and end meanwhile
 
 
 @pytest.mark.parametrize(("line", "files"), [
@@ -31,7 +31,7 @@ def test_no_more_than_the_machine_has() -> None:
 def test_limit_of_a_control_group_around_ours(
     line: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    # Files as a container sees them, since making a group with a limit needs rights that a test doesn't have.
+    # These are files as a container sees them: a test has no rights to make a group with a limit.
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

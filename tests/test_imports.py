@@ -1,4 +1,4 @@
-"""The only door: its names, and what coming through it costs."""
+"""The public names, and the modules that importing them loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import notebook_accel
 
 
 def _modules_after(code: str) -> set[str]:
-    """The modules that a fresh Python has imported after running the code."""
+    """Return the modules that a fresh Python has imported after running the code."""
     printing = "import json, sys; sys.stdout.write(json.dumps(sorted(sys.modules)))"
     run = subprocess.run(
         [sys.executable, "-c", f"{code}\n{printing}"], capture_output=True, text=True, timeout=60, check=True

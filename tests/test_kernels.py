@@ -1,4 +1,4 @@
-"""The helper that the kernel tests stand on, and the police."""
+"""The helper for tests with a kernel, and its leak checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_interrupt_keeps_the_kernel(kernel: kernels.Kernel) -> None:
 @pytest.mark.parametrize("goes_on", ["time.sleep(60)", "while True: print('more', flush=True); time.sleep(0.001)"])
 def test_waiting_for_a_cell_has_a_deadline(kernel: kernels.Kernel, goes_on: str) -> None:
     cell = kernel.start(f"import time\nprint('started', flush=True)\n{goes_on}")
-    cell.wait_for_output("started")  # an interrupt that comes before is for nobody
+    cell.wait_for_output("started")  # an earlier interrupt would be lost
     started = time.monotonic()
     with pytest.raises(AssertionError, match="not in time"):
         cell.finish(timeout_s=0.3)

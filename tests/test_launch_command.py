@@ -1,4 +1,4 @@
-"""A script on every rank, from the command line."""
+"""``notebook-accel launch`` runs a script on every rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A training script in a folder that is the current one, with no configuration of the user's."""
+    """A training script in the current folder, without a configuration of the user's."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
@@ -133,7 +133,7 @@ def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> No
         assert launched.stdout is not None and launched.stderr is not None
         while "on and on" not in launched.stdout.readline():
             assert launched.poll() is None
-        launched.stdout.close()  # what `| head -2` does
+        launched.stdout.close()  # as `| head -2` does
         said = launched.stderr.read()
     assert launched.returncode == 128 + signal.SIGPIPE
     assert said == "\nSIGPIPE: 'endless.py' was interrupted, and every rank has ended.\n"

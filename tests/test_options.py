@@ -1,4 +1,4 @@
-"""Flags made from the options."""
+"""Flags are made from the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""The README's statements are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says about itself, read at the other end of a real connection."""
+"""A rank's reports, read at the other end of a real connection."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests import processes
 
 
 class Watcher:
-    """The agent's end."""
+    """The agent's end of the connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.events: list[events.Event] = []
 
     def wait_for(self, condition: Callable[[events.Event], bool], timeout_s: float = 60.0) -> events.Event:
-        """The first event, of those that came or will come, for which the condition holds."""
+        """Return the first event, past or future, for which the condition holds."""
         seen, deadline = 0, time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for event in self.events[seen:]:
@@ -57,9 +57,9 @@ class Watcher:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """This process as a rank: ``reporter`` says, ``watcher`` hears, ``end()`` is the end of the rank."""
+    """This process as a rank: ``reporter`` sends, ``watcher`` receives, and ``end()`` ends the rank."""
     ours, theirs = Connection.pair()
-    monkeypatch.setattr(reporting, "_reporter", None)  # so that the one of before is put back
+    monkeypatch.setattr(reporting, "_reporter", None)  # so that the earlier reporter is restored
     reporter = reporting.connect(theirs)
 
     def end() -> None:
@@ -88,7 +88,7 @@ def test_steps_go_on_over_epochs(rank: types.SimpleNamespace) -> None:
     for epoch in (1, 2):
         counter.start(epoch=epoch, total=4)
         counter.step += 4
-    heard = rank.watcher.wait_for(lambda event: _is_step(event, 8))  # a look in between may come earlier
+    heard = rank.watcher.wait_for(lambda event: _is_step(event, 8))  # a sample in between may come earlier
     assert (heard.step, heard.epoch) == (4, 2)
 
 
@@ -162,7 +162,7 @@ def test_metric_that_is_no_number_is_refused(value: object) -> None:
 
 def test_metrics_of_a_step_that_is_put_off_are_read_when_it_has_ended(rank: types.SimpleNamespace) -> None:
     class Lazy:
-        """Like a tensor of a graph that isn't computed yet."""
+        """A stand-in for a tensor of a graph that isn't computed yet."""
 
         is_there = False
         size = 1
@@ -174,19 +174,19 @@ def test_metrics_of_a_step_that_is_put_off_are_read_when_it_has_ended(rank: type
     loss = Lazy()
     rank.reporter.hold_metrics()
     notebook_accel.report(loss=loss)
-    rank.reporter._sample()
+    rank.reporter._sample_now()
     loss.is_there = True
     rank.reporter.release_metrics()
     said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))
     assert said.values == {"loss": 0.5}
     notebook_accel.report(loss=0.25)
-    rank.end()  # the last step's are said, whoever has ended it
+    rank.end()  # the last step's metrics are sent however it has ended
     rank.watcher.read_to_the_end()
     assert rank.watcher.of(events.Metrics)[-1].values == {"loss": 0.25}
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU, where none is: its copy comes to the host as on the CPU, at once."""
+    """A tensor that claims to be on a GPU. Its copy arrives at once, since it is on the CPU."""
 
     is_cuda = True  # type: ignore[assignment]
 
@@ -195,7 +195,7 @@ class OnGpu(torch.Tensor):
 
 
 class Stuck(OnGpu):
-    """One whose GPU waits for what never comes: a copy doesn't write, and to wait for it doesn't end."""
+    """A tensor whose GPU waits for ever: a copy writes nothing, and a wait for the copy doesn't end."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -210,7 +210,7 @@ class Stuck(OnGpu):
 
 @pytest.fixture
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch for CPUs has only a dummy in the place of this answer of CUDA's."""
+    """Torch for CPUs has only a dummy of this function."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -227,7 +227,7 @@ def test_number_on_a_gpu_is_copied_by_the_thread_that_reports_it(rank: types.Sim
         notebook_accel.report(validation=on_gpu(0.75))
     for step in range(100):
         notebook_accel.report(loss=on_gpu(float(step)), validation=on_gpu(0.25))
-    rank.end()  # the latest is said, though it came too soon after another
+    rank.end()  # the latest number is sent, though it came too soon after another
     rank.watcher.read_to_the_end()
     last = rank.watcher.of(events.Metrics)[-1].values
     assert (last["loss"], last["validation"]) == (99, 0.25)
@@ -249,7 +249,7 @@ def test_last_word_is_sent_although_the_sampling_thread_is_held_up(
     rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Waiting:
-        """As a tensor of a library that only knows how to wait."""
+        """A stand-in for a tensor of a library that can only wait."""
 
         size = 1
 
@@ -272,7 +272,7 @@ def test_last_word_is_sent_although_the_sampling_thread_is_held_up(
 def test_nothing_is_asked_of_a_gpu_while_a_graph_is_captured(
     rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's answer is replaced: there is no GPU."""
+    """A replacement for CUDA's answer, since there is no GPU."""
     asked: list[int] = []
 
     def is_capturing() -> bool:
@@ -290,7 +290,7 @@ def test_nothing_is_asked_of_a_gpu_while_a_graph_is_captured(
 
 
 def test_memory_of_a_gpu_is_asked_for_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are NVML's and torch's, replaced: there is no GPU."""
+    """The answers of NVML and torch are replaced, since there is no GPU."""
 
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("a call of CUDA's")

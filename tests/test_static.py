@@ -1,4 +1,4 @@
-"""Style, types and the arrows between the rooms: the tools that are configured in pyproject.toml find nothing."""
+"""The tools that pyproject.toml configures for style, types and import contracts find nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_finds_nothing(tool: list[str]) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.timeout(300)  # where it is the only test, and nothing is known from an earlier run
+@pytest.mark.timeout(300)  # long enough without a cache from an earlier run
 def test_types(mypy: beside.Program) -> None:
     status, said = mypy.wait()
     assert status == 0, said

@@ -1,4 +1,4 @@
-"""An event that an interrupt of the main thread leaves whole, wherever it strikes."""
+"""A latch stays intact wherever an interrupt strikes the main thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from notebook_accel.uninterruptible import Latch
 _DEADLINE_S = 10.0
 
 
-def test_who_waits_goes_on_when_it_has_happened() -> None:
+def test_waiters_go_on_when_the_latch_is_set() -> None:
     latch = Latch()
     seen: list[bool] = []
     waiters = [threading.Thread(target=lambda: seen.append(latch.wait(_DEADLINE_S)), daemon=True) for _ in range(5)]
@@ -33,13 +33,13 @@ def test_who_waits_goes_on_when_it_has_happened() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0.001, 0, -1.0])
-def test_who_waits_in_vain_is_told_and_leaves_nothing_behind(timeout_s: float) -> None:
+def test_wait_that_times_out_returns_false_and_leaves_nothing_behind(timeout_s: float) -> None:
     latch = Latch()
     assert not latch.wait(timeout_s)
     assert not latch._waiters
 
 
-def test_set_by_many_it_has_happened_once() -> None:
+def test_several_threads_can_set_it() -> None:
     for _ in range(200):
         latch = Latch()
         setters = [threading.Thread(target=latch.set) for _ in range(4)]
@@ -51,7 +51,7 @@ def test_set_by_many_it_has_happened_once() -> None:
 
 
 class _Interrupts:
-    """Raises KeyboardInterrupt at the n-th step of what this thread does in ``latch.py``."""
+    """Raises KeyboardInterrupt at the n-th opcode of this thread in ``uninterruptible.py``."""
 
     def __init__(self, step: int) -> None:
         self._left = step

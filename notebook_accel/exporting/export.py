@@ -1,7 +1,4 @@
-"""``%%distributed --export train.py``: a cell as a script that needs no notebook.
-
-Nothing of the notebook's code is run for it.
-"""
+"""``%%distributed --export train.py``: write a cell as a script that needs no notebook, without running any code."""
 
 from __future__ import annotations
 
@@ -33,23 +30,23 @@ from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.payload import unpicklable
 
-__all__ = ["Order", "Written", "export", "is_only_weights", "write"]
+__all__ = ["ExportRequest", "export"]
 
 _MARKED = re.compile(r"# Exported from .+ by %%distributed --export \(checksum ([0-9a-f]{12})\)\.\n")
 _NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initialized_cuda", "start_method", "preload"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """A cell to export, and the options of its launch.
+class ExportRequest:
+    """The options of an export.
 
     Attributes:
-        path: Where to.
+        path: The script to write.
         options: The options of the launch.
         given: The options that were given as flags.
         args: The expression after ``--args``.
         push: Further names that the cell needs.
-        overwrite: Whether a file that is there may be replaced, whoever has written it.
+        overwrite: Whether existing files may be replaced even if an export hasn't written them.
     """
 
     path: pathlib.Path
@@ -65,60 +62,58 @@ class Order:
         return self.path.with_name(f"{self.path.stem}_data.pt")
 
 
-def export(cell: Cell, order: Order, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
-    """Write the script, and a file with its data if it needs one.
+def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
+    """Write the script, and a file with its data if it needs one. Return a message about the written files.
 
     Args:
         cell: The cell.
-        order: The cell to export and its options.
-        namespace: The notebook's.
-        history: The cells that were run, in order, from number 0, IPython's syntax translated.
-
-    Returns:
-        What was written, and how to run it.
+        request: The options of the export.
+        namespace: The notebook's namespace.
+        history: The cells that were run, in order, from number 0, with IPython's syntax translated.
 
     Raises:
-        CellError: The cell can't be a script; it says why not, and where.
+        CellError: The cell can't be a script. The message has the reason and the line.
         ConfigError: The file can't be written.
-        PayloadError: Data can't be written.
+        PayloadError: Data can't be pickled.
     """
-    _check_path(order)
+    _check_path(request)
     source, modules = plain_python.plain(cell.source, cell.label)
     cell = dataclasses.replace(cell, source=source, assigns=cell.assigns and cell.assigns | modules)
-    body = Body(source, cell.calls, order.args)
-    contents = export_contents.collect(cell, body, namespace, history, order.push)
+    body = Body(source, cell.calls, request.args)
+    contents = export_contents.collect(cell, body, namespace, history, request.push)
     contents.imports.update({f"import {module}": None for module in sorted(modules)})
-    draft = order.data_path.with_name(f"{order.data_path.name}.{os.getpid()}.tmp")
+    draft = request.data_path.with_name(f"{request.data_path.name}.{os.getpid()}.tmp")
     try:
-        loading = _write_data(draft, contents, order)
-        text = _text(cell, order, contents, body, loading)
+        loading = _write_data(draft, contents, request)
+        text = _text(cell, request, contents, body, loading)
         if contents.data:
-            os.replace(draft, order.data_path)
+            os.replace(draft, request.data_path)
         draft.write_text(text, encoding="utf-8")
-        os.replace(draft, order.path)
-        return _report(order, contents)
+        os.replace(draft, request.path)
+        return _report(request, contents)
     except OSError as error:
         raise ConfigError(
-            f"{order.path} can't be written: {error.strerror}.", fix="--export with a path that you may write to"
+            f"{request.path} can't be written: {error.strerror}.", fix="--export with a path that you may write to"
         ) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
 
 
-def _check_path(order: Order) -> None:
-    """Refuse to replace what somebody else has written, or has changed since."""
-    if order.path.suffix != ".py":
+def _check_path(request: ExportRequest) -> None:
+    """Refuse to replace files that no export has written, or that were changed since."""
+    if request.path.suffix != ".py":
         raise ConfigError(
-            f"--export {order.path}: a script's name ends with .py.", fix=f"--export {order.path.with_suffix('.py')}"
+            f"--export {request.path}: a script's name ends with .py.",
+            fix=f"--export {request.path.with_suffix('.py')}",
         )
-    if not order.path.parent.is_dir():
-        raise ConfigError(f"There is no folder {order.path.parent}.", fix="make it, or --export to another one")
-    is_ours = _is_as_exported(order.path)
-    for path in (order.path, order.data_path):
-        if not order.overwrite and os.path.lexists(path) and not is_ours:
+    if not request.path.parent.is_dir():
+        raise ConfigError(f"There is no folder {request.path.parent}.", fix="make it, or --export to another one")
+    is_ours = _is_as_exported(request.path)
+    for path in (request.path, request.data_path):
+        if not request.overwrite and os.path.lexists(path) and not is_ours:
             raise ConfigError(
-                f"There is a file already, and it isn't what an export has written: {path}",
+                f"There is a file already that no export has written, or that was changed since: {path}",
                 fix="--export another name, or add --overwrite to replace it",
             )
 
@@ -136,18 +131,18 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _write_data(draft: pathlib.Path, contents: ScriptContents, order: Order) -> list[str]:
-    """Write what has no source; the lines that load it."""
+def _write_data(draft: pathlib.Path, contents: ScriptContents, request: ExportRequest) -> list[str]:
+    """Write the values without source, and return the lines that load them."""
     names: set[str] = set()
-    while names != contents.data.keys():  # classes of what is written may need more
+    while names != contents.data.keys():  # the values' classes may need more
         names = set(contents.data)
-        written = write(draft, contents.data, contents.name_of)
+        written = _save(draft, contents.data, contents.name_of)
     if not names:
         return []
     contents.imports |= {"import pathlib": None, "import torch": None}
-    is_safe = is_only_weights(draft)
+    is_safe = _is_only_weights(draft)
     how = "." if is_safe else ", pickled: load no such file that you don't trust."
-    lines = [f"# What has no source in the notebook is in {order.data_path.name}{how}"]
+    lines = [f"# The values that have no source in the notebook are in {request.data_path.name}{how}"]
     if written.by_value:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         lines.append(
@@ -156,7 +151,7 @@ def _write_data(draft: pathlib.Path, contents: ScriptContents, order: Order) -> 
     if written.by_name:
         contents.imports["import sys"] = None
         lines.append('sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker')
-    path = f'pathlib.Path(__file__).with_name("{order.data_path.name}")'
+    path = f'pathlib.Path(__file__).with_name("{request.data_path.name}")'
     lines.append(f'_data = torch.load({path}, map_location="cpu", weights_only={is_safe})')
     return [*lines, *(f'{name} = _data["{name}"]  # {_kind(value)}' for name, value in contents.data.items())]
 
@@ -166,8 +161,8 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__}{f' {tuple(shape)}' if isinstance(shape, tuple) else ''}"
 
 
-def _text(cell: Cell, order: Order, contents: ScriptContents, body: Body, loading: Sequence[str]) -> str:
-    settings = _settings(order)
+def _text(cell: Cell, request: ExportRequest, contents: ScriptContents, body: Body, loading: Sequence[str]) -> str:
+    settings = _settings(request)
     if settings:
         contents.imports["import os"] = None
     before, after = contents.in_order()
@@ -181,10 +176,10 @@ def _text(cell: Cell, order: Order, contents: ScriptContents, body: Body, loadin
         *body.definitions,
         f'if __name__ == "__main__":\n{guarded}',
     ]
-    text = "\n".join([*_usage(order), "", _spaced([section for section in sections if section])])
+    text = "\n".join([*_usage(request), "", _spaced([section for section in sections if section])])
     head = f"# Exported from {cell.label} by %%distributed --export (checksum {_checksum(text)}).\n"
     try:
-        compile(text, order.path.name, "exec", dont_inherit=True)
+        compile(text, request.path.name, "exec", dont_inherit=True)
     except SyntaxError as error:
         raise CellError(
             f"{cell.label} can't be exported: as a script it is not Python: {error.msg}, in: {error.text}"
@@ -193,7 +188,7 @@ def _text(cell: Cell, order: Order, contents: ScriptContents, body: Body, loadin
 
 
 def _spaced(sections: Sequence[str]) -> str:
-    """Return the parts with two blank lines around functions and classes, and one between others."""
+    """Join the sections, with two blank lines around functions and classes and one between others."""
     text = sections[0]
     for above, section in itertools.pairwise(sections):
         is_block = any(re.search(r"^(async def|def|class|if) ", part, re.MULTILINE) for part in (above, section))
@@ -201,17 +196,17 @@ def _spaced(sections: Sequence[str]) -> str:
     return f"{text}\n"
 
 
-def _usage(order: Order) -> list[str]:
+def _usage(request: ExportRequest) -> list[str]:
     flags = []
     for option in config.fields():
-        if option.name in order.given and option.name not in _NOT_FOR_SCRIPTS:
-            value = order.given[option.name]
+        if option.name in request.given and option.name not in _NOT_FOR_SCRIPTS:
+            value = request.given[option.name]
             if option.kind is bool:
                 flags.append(f"--{option.name}" if value else f"--no-{option.name}")
             else:
                 flags += [f"--{option.name}", shlex.quote(config.to_text(value))]
-    count = order.options.num_processes or Devices.find(order.options).available
-    name = shlex.quote(order.path.name)
+    count = request.options.num_processes or Devices.find(request.options).available
+    name = shlex.quote(request.path.name)
     return [
         "#",
         f"#     {' '.join(['notebook-accel launch', *flags, name])}",
@@ -220,21 +215,21 @@ def _usage(order: Order) -> list[str]:
     ]
 
 
-def _settings(order: Order) -> list[str]:
-    """Return the settings that the launch would have passed to the ranks' ``Accelerator`` by environment."""
-    options = order.options
+def _settings(request: ExportRequest) -> list[str]:
+    """Return lines that set the environment variables for ``Accelerator`` as the launch would."""
+    options = request.options
     values: dict[str, str] = {}
     if options.mixed_precision != "no":
         values[environment.MIXED_PRECISION] = options.mixed_precision
     if options.gradient_accumulation_steps is not None:
         values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
-    if order.given.get("use_cpu"):
+    if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]
 
 
 def _sorted_imports(statements: Iterable[str]) -> list[str]:
-    """Return each import once: ``__future__``, the standard library, the rest."""
+    """Return each import once: ``__future__`` first, then the standard library, then the others."""
 
     def key(statement: str) -> tuple[int, bool, str]:
         module = statement.split()[1].partition(".")[0]
@@ -250,14 +245,14 @@ def _sorted_imports(statements: Iterable[str]) -> list[str]:
     return lines
 
 
-def _report(order: Order, contents: ScriptContents) -> str:
-    lines = [f"Written: {order.path}"]
+def _report(request: ExportRequest, contents: ScriptContents) -> str:
+    lines = [f"Written: {request.path}"]
     if contents.data:
-        size = format_size(order.data_path.stat().st_size)
-        lines[0] += f", and {order.data_path} ({size}: {', '.join(contents.data)})"
+        size = format_size(request.data_path.stat().st_size)
+        lines[0] += f", and {request.data_path} ({size}: {', '.join(contents.data)})"
     missing = _modules_beside_the_notebook(contents.imports)
     here = pathlib.Path.cwd()
-    if missing and order.path.parent.resolve() != here:
+    if missing and request.path.parent.resolve() != here:
         names = ", ".join(missing)
         lines.append(f"It imports {names} from {here}, so copy that beside it, or set PYTHONPATH={here}")
     return "\n".join(lines)
@@ -275,47 +270,39 @@ _ADVICE = "make it inside the cell, or leave it out of what the cell uses"
 
 
 @dataclasses.dataclass
-class Written:
-    """The content of a data file.
+class _DataContents:
+    """The functions and classes in a data file.
 
     Attributes:
-        by_name: The functions and classes of the script's that it names.
-        by_value: The notebook's functions and classes that are in it themselves.
+        by_name: Those of the script, which the file refers to by name.
+        by_value: Those of the notebook, which the file contains.
     """
 
     by_name: dict[str, None] = dataclasses.field(default_factory=dict)
     by_value: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
-def write(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> Written:
-    """Write values, as one dict, so that what belongs together stays together.
+def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> _DataContents:
+    """Save values as one dict, so that shared objects stay shared.
 
-    Args:
-        path: The file.
-        values: By name.
-        name_of: The name under which the script defines a function or a class of the notebook; empty if it doesn't.
-
-    Raises:
-        OSError: The file can't be written.
-        CellError: What a class of it uses can't be exported.
-        PayloadError: Something can't be pickled; the message leads to it.
+    ``name_of`` returns the script's name for a function or class of the notebook, empty if it has none.
     """
     torch: Any = importlib.import_module("torch")
     pickling = types.ModuleType("notebook_accel_export")  # torch takes its pickler from a module
-    written = Written()
-    pickling.Pickler = _pickler(name_of, written)  # type: ignore[attr-defined]
+    contents = _DataContents()
+    pickling.Pickler = _pickler(name_of, contents)  # type: ignore[attr-defined]
     try:
         with path.open("wb") as file:
             torch.save(dict(values), file, pickle_module=pickling)
     except (CellError, OSError):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
+    except Exception as error:  # noqa: BLE001 - whatever it is, the error names the value
         roots = {f'global "{name}"': value for name, value in values.items()}
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, name_of), _ADVICE) from None
-    return written
+    return contents
 
 
-def is_only_weights(path: pathlib.Path) -> bool:
+def _is_only_weights(path: pathlib.Path) -> bool:
     """Return whether the file can be read without running code from it."""
     torch: Any = importlib.import_module("torch")
     with contextlib.suppress(Exception):
@@ -324,27 +311,27 @@ def is_only_weights(path: pathlib.Path) -> bool:
     return False
 
 
-def _pickler(name_of: Callable[[Any], str], written: Written) -> type[Any]:
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+def _pickler(name_of: Callable[[Any], str], contents: _DataContents) -> type[Any]:
+    class ExportPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, (type, types.FunctionType)):
                 return super().reducer_override(obj)
             if obj.__module__ == "__main__" and getattr(sys.modules["__main__"], obj.__name__, None) is obj:
                 name = name_of(obj)
                 if name:
-                    written.by_name[name] = None
+                    contents.by_name[name] = None
                     return name
             reduced = super().reducer_override(obj)
             if reduced is not NotImplemented and obj.__module__ == "__main__":
-                written.by_value[obj.__qualname__] = None
+                contents.by_value[obj.__qualname__] = None
             return reduced
 
-    return Pickler
+    return ExportPickler
 
 
 def _failure(obj: Any, name_of: Callable[[Any], str]) -> Exception | None:
     try:
-        _pickler(name_of, Written())(io.BytesIO(), protocol=2).dump(obj)
+        _pickler(name_of, _DataContents())(io.BytesIO(), protocol=2).dump(obj)
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
         return error
     return None

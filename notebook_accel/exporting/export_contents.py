@@ -1,6 +1,6 @@
-"""The notebook's objects that a script needs, each in the form in which a script can have it.
+"""The notebook's objects that a script needs.
 
-Imports and definitions are taken as source, small values as literals; what has no source is data.
+Imports and definitions become source, small values become literals, and everything else becomes data.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class ScriptContents:
 
     Args:
         cell: The cell, in plain Python.
-        namespace: The notebook's.
+        namespace: The notebook's namespace.
         sources: The sources of the notebook's cells.
-        own: Names that the script itself defines before the cell runs, so that the notebook's aren't needed.
+        own: Names that the script defines before the cell runs, so that it doesn't need the notebook's.
 
     Attributes:
         imports: Import statements.
-        literals: Names of small values, with their text.
+        literals: The texts of small values by name.
         definitions: Functions and classes by name.
-        aliases: Other names for those.
-        data: Values that have no source.
+        aliases: Other names of functions and classes.
+        data: Values without source by name.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class ScriptContents:
         self.aliases: dict[str, str] = {}
         self.data: dict[str, Any] = {}
 
-    def need(self, name: str) -> None:
-        """Take in a name of the notebook, and what its definition needs.
+    def require(self, name: str) -> None:
+        """Add a name of the notebook, and the names that its definition needs.
 
         Raises:
-            CellError: It has no source and needs one, or its source can't be in a script.
+            CellError: The definition has no source, or its source can't be in a script.
         """
         if name in self._done:
             return
         self._done.add(name)
         value = self._namespace[name]
-        imported = self._sources.importing(name, value)
+        imported = self._sources.import_statement(name, value)
         if imported:
             self.imports[imported] = None
         elif _is_code(value):
@@ -79,30 +79,30 @@ class ScriptContents:
             self.data[name] = value
 
     def _is_shared(self, name: str, value: Any) -> bool:
-        """Return whether a list or such has another name too, so that both have to stay one object."""
+        """Return whether a container has another name too, so that both names must keep one object."""
         others = (other for key, other in self._namespace.items() if key != name and not key.startswith("_"))
         return isinstance(value, (list, dict, set)) and any(other is value for other in others)
 
     def _define(self, name: str, value: Any) -> None:
         found = self._definition(name, value)
         if found is None and "<locals>" in getattr(value, "__qualname__", ""):
-            self.data[name] = value  # what a function has made goes by value
+            self.data[name] = value  # made by a function, so it goes by value
             return
         if found is None:
             raise _without_source(name, value)
         if found.name != name and self._namespace.get(found.name) is value:
-            self.need(found.name)
+            self.require(found.name)
             self.aliases[name] = found.name
             return
         self.definitions[name] = found if found.name == name else _renamed(found, name)
         self.imports.update({f"import {module}": None for module in sorted(found.modules)})
         read = [name for name in cells.reads([found.node]) if name not in found.modules]
-        self.need_all(read, found.label, found.lines.start - found.node.lineno, [found.node])
+        self.require_all(read, found.label, found.lines.start - found.node.lineno, [found.node])
 
     def _definition(self, name: str, value: Any) -> Definition | None:
         if isinstance(value, type):
             found = self._sources.of_class(value)
-            later = self._sources.put_in_later(value, found) if found is not None else []
+            later = self._sources.added_later(value, found) if found is not None else []
             if later:
                 raise CellError(
                     f"The class {name!r} can't be exported: its {', '.join(later)} was put into it after its "
@@ -114,28 +114,21 @@ class ScriptContents:
         if isinstance(function, types.FunctionType):
             if hasattr(value, "registry") and hasattr(value, "dispatch"):
                 raise CellError(
-                    f"The function {name!r} can't be exported: what is registered for it has no name.",
-                    fix="define it and what is registered for it in the cell",
+                    f"The function {name!r} can't be exported: the functions registered for it have no names.",
+                    fix="define it and the functions registered for it in the cell",
                 )
             return self._sources.of_function(function, name)
         return self._sources.of_assigned(name)
 
-    def need_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
-        """Take in what a piece of source reads.
-
-        Args:
-            names: The names.
-            label: The cell that it stands in.
-            offset: The number to add to its line numbers.
-            nodes: The source.
-        """
+    def require_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
+        """Add the names that a piece of source reads. ``label`` and ``offset`` tell its cell and line for errors."""
         known_here = self._cell.assigns or frozenset()
         for name in names:
             own = self._namespace.get(name, _NOTHING)
             if name in _MODULE_NAMES or name in self._own:
                 continue
             if own is not _NOTHING and not _is_of_python(name, own) and name not in cells.OF_IPYTHON:
-                self.need(name)
+                self.require(name)
             elif name == "display" and hasattr(builtins, name):
                 self.imports["from IPython.display import display"] = None
             elif name in known_here:
@@ -148,35 +141,35 @@ class ScriptContents:
                 raise _refusal(label, offset, nodes, name, "isn't there in the notebook, or not any more", _DEFINE)
 
     def import_statements(self) -> list[str]:
-        """Return all imports, those of modules that code reaches as attributes and ``__future__`` included."""
+        """Return all imports, also those of submodules that code reaches as attributes and of ``__future__``."""
         code = "\n".join([self._cell.source, *(found.text for found in self.definitions.values())])
         captured = {name: self._namespace[name] for name in self._done}
         reached = dataclasses.replace(self._cell, source=code).submodules(captured)
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
-        """Return the script's name of a function or class of the notebook, empty if that has no source.
+        """Return the script's name for a function or class of the notebook, empty if it has no source.
 
         Raises:
-            CellError: What it uses can't be exported.
+            CellError: A name that the definition uses can't be exported.
         """
         name: str = obj.__name__
         if name not in self._done and self._definition(name, obj) is None:
             return ""
-        self.need(name)
+        self.require(name)
         return name if name in self.definitions else ""
 
     def in_order(self) -> tuple[list[str], list[str]]:
-        """Return the texts of definitions, each after those that it needs at definition, with its aliases.
+        """Return the texts of the definitions, each with its aliases and after those that it needs when it runs.
 
-        Those that need data then stand apart, since the data may need the others.
+        The second list has the definitions that need data. They come after the data, which may need the first ones.
         """
         ordered: dict[str, bool] = {}
 
         def visit(name: str) -> bool:
-            """Put it in its place; whether it needs data."""
+            """Add a definition after those that it needs, and return whether it needs data."""
             if name not in ordered:
-                ordered[name] = False  # for itself, which it may name
+                ordered[name] = False  # ends a cycle: it may name itself
                 read = [
                     self.aliases.get(other, other) for other in plain_python.reads_at_once(self.definitions[name].node)
                 ]
@@ -203,36 +196,25 @@ _DEFINE = "run the cell that makes it, or take it out; %pull it first if only a 
 
 
 def collect(
-    cell: Cell,
-    body: Body,
-    namespace: Mapping[str, Any],
-    history: Sequence[str],
-    push: Sequence[str] = (),
+    cell: Cell, body: Body, namespace: Mapping[str, Any], history: Sequence[str], push: Sequence[str] = ()
 ) -> ScriptContents:
-    """Return the parts of a script for a cell.
-
-    Args:
-        cell: The cell, in plain Python.
-        body: The cell as it is in the script.
-        namespace: The notebook's.
-        history: The cells that were run, in order, from number 0, IPython's syntax translated.
-        push: Further names that the script needs.
+    """Return the parts of a script for a cell in plain Python. ``push`` has further names that the script needs.
 
     Raises:
-        CellError: Something can't be exported.
+        CellError: A name can't be exported.
     """
     contents = ScriptContents(cell, namespace, NotebookSources(history), body.defines)
     statements = ast.parse(cell.source).body
-    contents.need_all(cells.reads(statements), cell.label, 0, statements)
-    contents.need_all(cells.reads(body.arguments), "--args", 0, body.arguments)
+    contents.require_all(cells.reads(statements), cell.label, 0, statements)
+    contents.require_all(cells.reads(body.arguments), "--args", 0, body.arguments)
     for name in cell.captured(namespace, push):
         if name not in body.defines:
-            contents.need(name)
+            contents.require(name)
     return contents
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether it is something of the notebook's that has to be defined by source."""
+    """Return whether a value has to be defined by source."""
     if isinstance(value, (type, types.FunctionType)) or type(value).__module__ == "typing":
         return True
     return callable(value) and isinstance(getattr(value, "__wrapped__", None), types.FunctionType)
@@ -241,7 +223,7 @@ def _is_code(value: Any) -> bool:
 def _is_literal(value: Any) -> bool:
     try:
         return _is_plain(value) and len(repr(value)) <= _LONGEST_LITERAL
-    except RecursionError:  # it is inside itself
+    except RecursionError:  # it contains itself
         return False
 
 
@@ -277,7 +259,7 @@ def _without_source(name: str, value: Any) -> CellError:
 
 
 def _renamed(found: Definition, name: str) -> Definition:
-    """Return the definition of an object whose own name means another object in the notebook by now."""
+    """Return a definition under another name, where its own name means another object by now."""
     text = re.sub(rf"^((?:async )?def|class) {found.name}\b", rf"\1 {name}", found.text, count=1, flags=re.MULTILINE)
     return dataclasses.replace(found, name=name, text=text)
 

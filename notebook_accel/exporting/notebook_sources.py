@@ -1,8 +1,7 @@
-"""The statements of the notebook's cells that imported or defined its objects.
+"""The statements in the notebook's cells that imported or defined its objects.
 
-A function knows the cell that its code was compiled from, so that the text found is that of the function as it is now,
-whatever was edited or run since. A class is found through its methods. Imports are believed if what they import is the
-object that the notebook has.
+A function's code knows the cell that it was compiled from, so its text is right whatever was edited or run since. A
+class is found through its methods. An import counts if it gives the object that the notebook has.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ __all__ = ["Definition", "NotebookSources"]
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A statement of a cell that defines a function or a class, or assigns an equivalent.
+    """A statement of a cell that defines a function or a class, or assigns one to a name.
 
     Attributes:
-        name: The name that it assigns.
-        text: Its text, with the comments above it.
-        node: Its tree.
+        name: The name that the statement assigns.
+        text: The statement's text, with the comments above it.
+        node: The statement's tree.
         label: The cell, as ``In[3]``.
-        number: The cell's.
-        lines: Its lines in the cell.
-        modules: Modules that the text needs besides what it says.
+        number: The cell's number.
+        lines: The statement's lines in the cell.
+        modules: Modules that the text needs in addition.
     """
 
     name: str
@@ -50,19 +49,19 @@ class Definition:
 
     @property
     def place(self) -> tuple[int, int]:
-        """A key that orders definitions as the notebook ran them."""
+        """Sort key: the order in which the notebook ran the definitions."""
         return self.number, self.lines.start
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cell:
+class _SourceCell:
     number: int
     label: str
     source: str
 
     @property
     def offset(self) -> int:
-        """Number of lines above the source that a magic was given."""
+        """Number of lines of a cell magic above the source."""
         return int(self.source.startswith(_MAGIC_LINE))
 
     @functools.cached_property
@@ -81,24 +80,22 @@ class _Cell:
 
 
 class NotebookSources:
-    """The sources of the notebook's cells.
-
-    Args:
-        cells: The cells that were run, in order, from number 0, IPython's syntax translated.
-    """
+    """The sources of the cells that were run, in order, from number 0, with IPython's syntax translated."""
 
     def __init__(self, cells: Sequence[str]) -> None:
-        self._cells = [_Cell(number, f"In[{number}]", _under_magic(source)) for number, source in enumerate(cells)]
+        self._cells = [
+            _SourceCell(number, f"In[{number}]", _under_magic(source)) for number, source in enumerate(cells)
+        ]
         self._by_text = {cell.source.strip(): cell for cell in self._cells}
 
     # Imports --------------------------------------------------------------------------------------------------------
 
-    def importing(self, name: str, value: Any) -> str:
+    def import_statement(self, name: str, value: Any) -> str:
         """Return the statement that imports this object under this name, empty if there is none."""
         for node in self._imports():
             for alias in node.names:
-                if (alias.asname or alias.name.partition(".")[0]) == name and _imports(node, alias, value):
-                    return ast.unparse(_alone(node, alias))
+                if (alias.asname or alias.name.partition(".")[0]) == name and _imports_value(node, alias, value):
+                    return ast.unparse(_single_import(node, alias))
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
             package, _, last = value.__name__.rpartition(".")
             if package and last == name:
@@ -110,20 +107,20 @@ class NotebookSources:
         return ""
 
     def submodules(self, reached: Sequence[str]) -> Iterator[str]:
-        """Return the statements that import these modules, which code reaches as attributes of packages."""
+        """Yield the statements that import these modules, which code reaches as attributes of packages."""
         for node in self._imports():
             for alias in node.names if isinstance(node, ast.Import) else ():
                 if alias.asname is None and "." in alias.name and alias.name in reached:
                     yield f"import {alias.name}"
 
     def futures(self) -> Iterator[str]:
-        """Return the ``__future__`` imports."""
+        """Yield the ``__future__`` imports."""
         for node in self._imports():
             if isinstance(node, ast.ImportFrom) and node.module == "__future__":
                 yield ast.unparse(node)
 
     def _imports(self) -> Iterator[ast.Import | ast.ImportFrom]:
-        """Return all imports at the top level of cells, the latest first."""
+        """Yield all imports at the top level of cells, the latest first."""
         for cell in reversed(self._cells):
             for statement in cell.statements:
                 for top in statement.nodes:
@@ -135,7 +132,7 @@ class NotebookSources:
     def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
         """Return the statement that defined a function, or assigned a lambda to a name."""
         code = function.__code__
-        cell = self._cell_of(code) or self._cell_that_says(code)
+        cell = self._cell_of(code) or self._cell_with_code(code)
         if cell is None:
             return None
         for statement in cell.statements:
@@ -150,19 +147,23 @@ class NotebookSources:
                 return cell.definition(statement, node.name)
         return None
 
-    def _cell_that_says(self, code: types.CodeType) -> _Cell | None:
-        """Return the latest cell under a magic that compiles to the same code, which doesn't know its cell."""
+    def _cell_with_code(self, code: types.CodeType) -> _SourceCell | None:
+        """Return the latest cell under a magic that compiles to the same code. Such code doesn't know its cell."""
         for cell in reversed(self._cells):
             for statement in cell.statements if cell.offset else ():
                 made = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
                 functions = [part for part in made.co_consts if isinstance(part, types.CodeType)]
-                if any(_is_same(part, code, cell.offset) for part in functions):
+                if any(_is_same_code(part, code, cell.offset) for part in functions):
                     return cell
         return None
 
     def of_class(self, kind: type) -> Definition | None:
         """Return the statement that defined a class."""
-        own = [function.__code__ for function in _methods(kind) if _belongs(function, kind)]
+        own = [
+            function.__code__
+            for function in _methods(kind)
+            if function.__qualname__.startswith(f"{kind.__qualname__}.")
+        ]
         found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
         for cell in list(found.values())[:1] or reversed(self._cells):
             for statement in reversed(cell.statements):
@@ -170,7 +171,7 @@ class NotebookSources:
                 if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__ and len(statement.nodes) == 1):
                     continue
                 lines = range(statement.first_line, statement.last_line + 1)
-                if _says_the_same(node, kind) and all(code.co_firstlineno in lines for code in found):
+                if _matches(node, kind) and all(code.co_firstlineno in lines for code in found):
                     return cell.definition(statement, node.name)
         return None
 
@@ -183,8 +184,8 @@ class NotebookSources:
                     return cell.definition(statement, name)
         return None
 
-    def put_in_later(self, kind: type, definition: Definition) -> list[str]:
-        """Return a class's methods that its definition lacks, since they were added afterwards."""
+    def added_later(self, kind: type, definition: Definition) -> list[str]:
+        """Return the methods that were added to a class after its definition."""
         return [
             function.__name__
             for function in _methods(kind)
@@ -192,7 +193,7 @@ class NotebookSources:
             and not (cell.label == definition.label and function.__code__.co_firstlineno in definition.lines)
         ]
 
-    def _cell_of(self, code: types.CodeType) -> _Cell | None:
+    def _cell_of(self, code: types.CodeType) -> _SourceCell | None:
         if os.path.exists(code.co_filename):
             return None
         source = "".join(linecache.getlines(code.co_filename))
@@ -201,15 +202,15 @@ class NotebookSources:
         known = self._by_text.get(source.strip())
         if known is not None:
             return dataclasses.replace(known, source=source)
-        number = re.fullmatch(r"In\[(\d+)\]", code.co_filename)  # what a cell under %%distributed has defined
-        return _Cell(int(number[1]) if number else -1, code.co_filename, source)
+        number = re.fullmatch(r"In\[(\d+)\]", code.co_filename)  # defined by a cell under %%distributed
+        return _SourceCell(int(number[1]) if number else -1, code.co_filename, source)
 
 
 _MAGIC_LINE = "#%%\n"
 
 
 def _under_magic(source: str) -> str:
-    """Return a cell; for a cell under a magic such as ``%%time``, the part under the magic, at its place."""
+    """Return a cell's source. Under a magic such as ``%%time``, a comment replaces the magic's own line."""
     if not source.startswith("get_ipython().run_cell_magic("):
         return source
     call = ast.parse(source).body[0]
@@ -219,14 +220,14 @@ def _under_magic(source: str) -> str:
     return f"{_MAGIC_LINE}{ast.literal_eval(body)}" if is_text else source
 
 
-def _is_same(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
+def _is_same_code(one: types.CodeType, other: types.CodeType, offset: int) -> bool:
     return (one.co_name, one.co_code, one.co_names, one.co_varnames, one.co_firstlineno - offset) == (
         other.co_name, other.co_code, other.co_names, other.co_varnames, other.co_firstlineno,
     )  # fmt: skip
 
 
-def _imports(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
-    """Return whether this is what one name of an import statement stands for."""
+def _imports_value(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
+    """Return whether one name of an import statement stands for this value."""
     if isinstance(node, ast.Import):
         return sys.modules.get(alias.name if alias.asname else alias.name.partition(".")[0]) is value
     module = sys.modules.get(node.module or "")
@@ -235,7 +236,7 @@ def _imports(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) ->
     return node.level == 0 and value is not None and (value is found or value is module)
 
 
-def _alone(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
+def _single_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
     if isinstance(node, ast.Import):
         return ast.Import([alias if alias.asname else ast.alias(alias.name.partition(".")[0])])
     return ast.ImportFrom(node.module, [alias], 0)
@@ -258,12 +259,8 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
                 yield function
 
 
-def _belongs(function: types.FunctionType, kind: type) -> bool:
-    return function.__qualname__.startswith(f"{kind.__qualname__}.")
-
-
-def _says_the_same(node: ast.ClassDef, kind: type) -> bool:
-    """Return whether a class statement binds no name that the class doesn't have."""
+def _matches(node: ast.ClassDef, kind: type) -> bool:
+    """Return whether a class has all names that a class statement binds."""
     bound = {child.name for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))}
     bound |= {
         child.target.id

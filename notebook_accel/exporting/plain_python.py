@@ -1,6 +1,6 @@
-"""A cell's source as plain Python text: its statements with their comments, without IPython's calls, indented.
+"""A cell's source as plain Python text, without IPython's calls.
 
-Text stays the user's own, to the blank: syntax trees say where statements are, and no more.
+The text stays the user's own, character by character. Syntax trees only tell where statements are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Statement:
         text: Their text, with the comments that stand directly above.
         first_line: The line on which the first one begins, decorators included; from 1.
         last_line: The line on which the last one ends.
-        above: Blank lines and comments between the statement before and the text.
+        above: Blank lines and comments between the previous statement and the text.
     """
 
     nodes: tuple[ast.stmt, ...]
@@ -72,7 +72,7 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a statement that run with it; the bodies of its functions don't."""
+    """Yield the parts of a statement that run with it, without the bodies of functions."""
     waiting = [node]
     while waiting:
         current = waiting.pop()
@@ -109,40 +109,34 @@ def indented(text: str) -> str:
 
 
 def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[str]]:
-    """Return the source without IPython's own calls, where Python can say the same.
+    """Return the source with IPython's calls replaced by plain Python, and the modules that this adds.
 
-    Args:
-        source: The source.
-        label: The cell's name.
-        first_line: The line of the cell on which the source begins.
-
-    Returns:
-        The source, and the modules that it needs besides.
+    ``first_line`` is the line of the cell on which the source begins.
 
     Raises:
-        CellError: Something in it can't.
+        CellError: A call has no equivalent in plain Python.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _is_of_shell(node)]
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
         assert isinstance(call.func, ast.Attribute) and call.end_lineno is not None
-        said = _said(call.func.attr, call.args, f"{label}, line {first_line - 1 + call.lineno}")
-        needed.update(module for module in ("os", "subprocess") if f"{module}." in said)
+        python = _replacement(call.func.attr, call.args, f"{label}, line {first_line - 1 + call.lineno}")
+        needed.update(module for module in ("os", "subprocess") if f"{module}." in python)
         first, last = call.lineno - 1, call.end_lineno - 1
-        text = lines[first][: call.col_offset] + said.encode() + lines[last][call.end_col_offset :]
+        text = lines[first][: call.col_offset] + python.encode() + lines[last][call.end_col_offset :]
         lines[first : last + 1] = [text]
     return b"".join(lines).decode(), frozenset(needed)
 
 
 def _is_of_shell(call: ast.Call) -> bool:
-    """Return whether it is ``get_ipython().something(...)``."""
+    """Return whether a call is ``get_ipython().something(...)``."""
     shell = call.func.value if isinstance(call.func, ast.Attribute) else None
     return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 
 
-def _said(method: str, arguments: Sequence[ast.expr], where: str) -> str:
-    """Return Python for a shell call as it works in a rank."""
+def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
+    """Return the Python expression for a shell call, as it works in a rank."""
     texts = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
     if len(texts) == len(arguments):
         if method == "system":
@@ -150,9 +144,9 @@ def _said(method: str, arguments: Sequence[ast.expr], where: str) -> str:
         if method == "getoutput":
             return f"subprocess.getoutput({texts[0]!r}).splitlines()"
         if method == "run_line_magic":
-            said = _line_magic(texts[0], texts[1].strip())
-            if said:
-                return said
+            python = _line_magic(texts[0], texts[1].strip())
+            if python:
+                return python
     shown = f"%{texts[0]}" if method.startswith("run_") and texts else f"get_ipython().{method}"
     raise CellError(
         f"{where}: {shown} is IPython's, and a script has none.",
@@ -161,7 +155,7 @@ def _said(method: str, arguments: Sequence[ast.expr], where: str) -> str:
 
 
 def _line_magic(name: str, line: str) -> str:
-    if name == "matplotlib":  # where figures are drawn, which is nowhere in a rank
+    if name == "matplotlib":  # it has no effect in a rank
         return "pass"
     if name == "pwd":
         return "os.getcwd()"
@@ -186,18 +180,18 @@ class Body:
 
     Args:
         source: The cell, in plain Python.
-        calls: The function that it ends by defining, empty if it doesn't.
-        args: The expression with that function's arguments, ``None`` without one.
+        calls: The function that the cell ends by defining, empty if it doesn't.
+        args: The expression with that function's arguments, if there is one.
 
     Attributes:
-        imports: Statements with which it begins, or would.
-        definitions: Text of functions and classes that can stand before all else.
-        defines: Their names.
+        imports: The imports at the beginning.
+        definitions: The texts of functions and classes that can come before the main program.
+        defines: The names of these functions and classes.
         guarded: The text of the main program, not indented.
         arguments: The arguments of the function that the cell ends by defining.
 
     Raises:
-        CellError: The arguments can't be read without being computed.
+        CellError: The number of arguments is only known at run time.
     """
 
     def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:
@@ -217,7 +211,7 @@ class Body:
         self.guarded = "\n".join([*parts, *after]).strip("\n")
 
     def _part(self, statements: Sequence[Statement]) -> list[Statement]:
-        """Take out what can stand before all else without becoming something else; what is left."""
+        """Move the imports and definitions that can safely come first, and return the other statements."""
         bound = collections.Counter(name for statement in statements for name in _binds(statement))
         kept: list[Statement] = []
         assigned: set[str] = set()
@@ -240,7 +234,7 @@ class Body:
 
 
 def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
-    """Return whether it is a definition that needs nothing of the statements before it, nor they what it replaces."""
+    """Return whether a definition is independent of the statements before it, and they of it."""
     if not isinstance(node, _DEFINITIONS) or node.name in read or assigned.intersection(reads_at_once(node)):
         return False
     return is_first or not any(isinstance(part, ast.Call) for part in run_at_once(node))
@@ -271,7 +265,7 @@ def _arguments(expression: str | None) -> list[ast.expr]:
 
 
 def _with_value_shown(statement: Statement, names: set[str]) -> str:
-    """Return a cell's last statement, printing its value if that is the cell's result."""
+    """Return a cell's last statement, with ``print`` around it if its value is the cell's result."""
     text = statement.text
     node = statement.nodes[-1]
     if len(statement.nodes) > 1 or not isinstance(node, ast.Expr):
@@ -283,10 +277,8 @@ def _with_value_shown(statement: Statement, names: set[str]) -> str:
     expression = ast.get_source_segment(text, again) or ""
     rest = lines[-1].encode()[again.end_col_offset :].decode()
     if isinstance(node.value, ast.Call):
-        name = (
-            node.value.func.attr if isinstance(node.value.func, ast.Attribute) else getattr(node.value.func, "id", "")
-        )
-        if name == "print":
+        function = node.value.func
+        if (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) == "print":
             return text
     elif isinstance(node.value, ast.Constant):
         return text

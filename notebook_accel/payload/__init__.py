@@ -1,1 +1,1 @@
-"""Objects on their way: pickled by value, tensors in memory that ranks map, errors that name the object."""
+"""Objects in transit: pickled by value, with tensors in shared memory and errors that name the object."""

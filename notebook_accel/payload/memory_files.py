@@ -1,7 +1,7 @@
 """Anonymous memory files: a pickle and its buffers, written once and mapped by every reader.
 
-A file is a prefix with the lengths, a table of the buffers, a head, a pickle, and then each buffer on pages of its own.
-What no view of a buffer looks at is not written: it is a hole in the file, which takes no memory and reads as zeros.
+A file has a prefix with the lengths, a table of the buffers, a head, a pickle, and then each buffer on pages of its
+own. Parts of a buffer that no view uses are not written. They are holes, which take no memory and read as zeros.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_WRITING = 1, 2, 4, 8
 
 
 class Buffer(Protocol):
-    """Memory to be written to a file."""
+    """Memory to write to a file."""
 
     @property
     def size_bytes(self) -> int:
         """Length, holes included."""
 
     def pieces(self) -> Sequence[tuple[int, memoryview]]:
-        """Return the offsets and bytes to be written."""
+        """Return the offsets and bytes to write."""
 
 
 class FileContents(NamedTuple):
-    """The pickle and the buffers of a file, all of them views of one private mapping."""
+    """The pickle and the buffers of a file, as views of one private mapping."""
 
     pickle: memoryview
     buffers: list[memoryview]
 
 
 def memory_file(name: str) -> int:
-    """Return the descriptor of a new anonymous memory file. It goes with its last descriptor and mapping.
+    """Return the descriptor of a new anonymous memory file, which lives until its last descriptor and mapping end.
 
     Raises:
-        OSError: There is no room for one more open file, or this system has no such files.
+        OSError: There are too many open files, or this system has no memory files.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
@@ -74,8 +74,8 @@ def memory_file(name: str) -> int:
 
 
 def make_unwritable(descriptor: int) -> None:
-    """Seal the memory file against every further change, through this descriptor too. Private mappings still work."""
-    # Not at the top: this can be imported where only Linux's calls are missing.
+    """Seal the memory file against all changes, also through this descriptor. Private mappings still work."""
+    # Not imported at the top, so that this module can be imported on systems without Linux's calls.
     fcntl = importlib.import_module("fcntl")
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _NO_MORE_SEALS | _NO_SHRINKING | _NO_GROWING | _NO_WRITING)
 
@@ -84,7 +84,7 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
     """Fill an empty memory file, and return its length in bytes, holes included.
 
     Raises:
-        MemoryError: The system has no room for it.
+        MemoryError: The system has not enough memory.
     """
     position = _PREFIX.size + _SPAN.size * len(buffers) + len(head) + len(pickle)
     spans = []
@@ -93,7 +93,7 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
         spans.append((position, buffer.size_bytes))
         position += buffer.size_bytes
     start = _PREFIX.pack(len(head), len(pickle), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans) + head
-    with _without_room_as_memory_error():
+    with _raising_memory_errors():
         os.ftruncate(descriptor, position)
         write_at(descriptor, memoryview(start), 0)
         write_at(descriptor, pickle, len(start))
@@ -107,14 +107,14 @@ def fill(descriptor: int, data: memoryview) -> None:
     """Copy another file's content, from ``whole``, into an empty memory file.
 
     Raises:
-        MemoryError: The system has no room for it.
+        MemoryError: The system has not enough memory.
     """
-    with _without_room_as_memory_error():
+    with _raising_memory_errors():
         write_at(descriptor, data, 0)
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of the data, from an offset of the file on."""
+    """Write all of the data, starting at an offset."""
     rest = data
     while rest:
         written = os.pwrite(descriptor, rest[:_WRITE_BYTES], offset)
@@ -122,7 +122,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def whole(descriptor: int) -> memoryview:
-    """Return all content of a file, mapped privately."""
+    """Return the whole content of a file, mapped privately."""
     return _map_privately(descriptor) if os.fstat(descriptor).st_size else memoryview(b"")
 
 
@@ -144,10 +144,10 @@ def read(descriptor: int) -> FileContents:
 
 
 def _map_privately(descriptor: int) -> memoryview:
-    """Return the file's bytes, in pages that are copied when this process writes to them.
+    """Map the file's bytes, in pages that are copied when this process writes to them.
 
-    Not ``mmap.mmap``: before Python 3.13 that keeps a duplicate of the descriptor for as long as anything refers to the
-    mapping, and a notebook that keeps many results would run out of descriptors.
+    Before Python 3.13, ``mmap.mmap`` keeps a duplicate of the descriptor as long as the mapping, and a notebook with
+    many results would run out of descriptors.
     """
     length = os.fstat(descriptor).st_size
     libc = ctypes.CDLL(None, use_errno=True)
@@ -160,13 +160,13 @@ def _map_privately(descriptor: int) -> memoryview:
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), "mapping a memory file failed")
     block = (ctypes.c_ubyte * length).from_address(address)
-    # Nothing may touch the pages at the interpreter's end, when tensors in them may be freed in any order.
+    # Don't unmap at the interpreter's end, when tensors in these pages may be freed in any order.
     weakref.finalize(block, libc.munmap, address, length).atexit = False
     return memoryview(block).cast("B")
 
 
 @contextlib.contextmanager
-def _without_room_as_memory_error() -> Iterator[None]:
+def _raising_memory_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,12 +1,11 @@
-"""Objects on their way between the notebook and the ranks.
+"""Pickling of objects that travel between the notebook and the ranks.
 
-What the notebook defined travels by value, through cloudpickle. Large buffers, one for each tensor storage and array,
-travel beside the pickle in an anonymous memory file, which every receiver maps privately: nobody copies them, and
-whoever writes, writes to pages of its own.
+The notebook's functions and classes travel by value, through cloudpickle. Large buffers, one for each tensor storage
+and array, travel beside the pickle in an anonymous memory file. Every receiver maps it privately: nothing is copied
+until a process writes, and then only the pages that it writes to.
 
-What came from the notebook goes back as a reference to the notebook's own object, never as a copy: cloudpickle
-unpickles a class that it has seen before *into* that class, and so would replace the notebook's methods by copies with
-globals of their own.
+Functions and classes of the notebook go back as references, never as copies: cloudpickle unpickles a class that it has
+seen before *into* that class, and so would replace the notebook's methods by copies with globals of their own.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ __all__ = [
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
-# Smaller buffers stay in the pickle: a page and a table entry each would cost more than the copy.
+# Smaller buffers stay in the pickle: a page and a table entry for each would cost more than the copy.
 _OUT_OF_BAND_BYTES = 4096
-# From this on, what is to be copied is first compared with the memory that there is.
+# Objects larger than this are compared with the available memory before they are copied.
 _LARGE_BYTES = 64 << 20
 
 
@@ -59,11 +58,11 @@ class Pickled:
     Attributes:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
-        by_value: The functions and classes that are in it by value. Their place in here is how the receiver refers to
-            them when it sends something back.
+        by_value: The functions and classes in the pickle by value. The receiver refers to them by their place in here
+            when it sends something back.
         sizes_bytes: Each root's size, by its label. Objects that two roots share count for the first.
-        memoized: Objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them. They
-            keep the order in which pickle met them, which is the best order to enter cycles in.
+        memoized: The objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them, in
+            the order in which pickle met them. That is the best order to enter cycles in.
     """
 
     data: memoryview
@@ -74,13 +73,13 @@ class Pickled:
 
 
 class SharedPickling:
-    """The common part of several pickles that one process opens: it is sent once.
+    """The common part of several pickles for one receiver, which is sent once.
 
     Attributes:
-        blocks: The memory that their tensors and arrays look into.
-        namespaces: cloudpickle's stand-ins for the namespaces of their functions.
+        blocks: The memory of the pickles' tensors and arrays.
+        namespaces: cloudpickle's stand-ins for the namespaces of functions.
         links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
-        keeps_memo: Whether to note which objects each of them has met.
+        keeps_memo: Whether to record the objects in each pickle.
     """
 
     def __init__(self, *, device_tensors_to_cpu: bool, keeps_memo: bool = False) -> None:
@@ -92,12 +91,9 @@ class SharedPickling:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The result of ``load``.
+    """The object that ``load`` returns, and the functions and classes that travelled by value.
 
-    Attributes:
-        value: The object.
-        by_value: The functions and classes that travelled by value, each with the name under which the sender's
-            namespace has it, or ``None``.
+    Each of these has its name in the sender's namespace, or ``None``.
     """
 
     value: Any
@@ -119,36 +115,36 @@ def pickle_by_value(
     Args:
         value: The object.
         roots: The value's parts, by the words that a message uses for them, such as ``global "model"``.
-        namespace: The sender's module namespace. Functions that have it as their globals get the receiver's namespace
-            instead of a dict of their own.
-        origins: Objects that the receiver has, by the number that it knows them by: for functions and classes that
-            came from it, their place in its ``Pickled.by_value``. They go as references.
+        namespace: The sender's module namespace. Functions with these globals get the receiver's namespace instead of a
+            dict of their own.
+        origins: Objects that the receiver has, by its numbers for them: for functions and classes that came from it,
+            their place in its ``Pickled.by_value``. They travel as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
         shared: The part that this pickle has in common with others.
-        advice: An error's advice instead of sending the object.
+        advice: An error's advice for what to do instead.
 
     Raises:
-        PayloadError: Something can't be pickled; the message leads to it.
+        PayloadError: An object can't be pickled. The message has the path to it.
     """
     options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
     pickler = _LinkingPickler(options, shared) if shared and shared.links else _Pickler(options, shared)
     try:
         pickler.dump_with(value, roots)
     except _TooLargeError:
-        raise unpicklable.too_large(pickler.written.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the user is told where it comes from
+        raise unpicklable.too_large(pickler.output.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the error names the object
         raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
     by_value = tuple(obj for _, obj in pickler.by_value)
-    written = pickler.written
+    output = pickler.output
     memoized = pickler.memoized() if shared is not None and shared.keeps_memo else ()
-    return Pickled(written.data, tuple(written.buffers), by_value, written.sizes_bytes, memoized)
+    return Pickled(output.data, tuple(output.buffers), by_value, output.sizes_bytes, memoized)
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Write a head and a pickle into an empty memory file and return its length. Buffers start on pages.
+    """Write a head and a pickle into an empty memory file, and return its length.
 
     Raises:
-        PayloadError: There isn't the memory for it.
+        PayloadError: There is not enough memory.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
     if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
@@ -164,8 +160,8 @@ def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: O
 
     Args:
         descriptor: The memory file.
-        namespace: The namespace that the sender's own stands for here; without one, functions get a dict of their own.
-        origins: Objects that the sender may refer to: those that this side sent by value, or numbered by itself.
+        namespace: The namespace in place of the sender's; without one, functions get a dict of their own.
+        origins: Objects that the sender may refer to: those that this side sent by value, or has numbered itself.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
@@ -185,11 +181,7 @@ def loads_linked(
 ) -> Any:
     """Return the object in one of several pickles of a ``SharedPickling``.
 
-    Args:
-        data: The pickle.
-        buffers: Its out-of-band buffers, in order.
-        resolve: Gives the object of another pickle for a link.
-        origins: As for ``load``.
+    ``resolve`` returns the object of another pickle for a link; ``origins`` are as for ``load``.
     """
     with _receiving({}, origins):
         _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
@@ -208,7 +200,7 @@ class _TooLargeError(pickle.PicklingError):
 
 
 class _Stream(io.BytesIO):
-    """A buffer for a pickle. It raises while there is still room for the copy that is made of it."""
+    """A buffer for a pickle. It raises while there is still memory for the later copy of it."""
 
     _checked_bytes = _LARGE_BYTES
 
@@ -222,17 +214,17 @@ class _Stream(io.BytesIO):
 
 
 class _Mark:
-    """A marker in the stream before a root, so that the root's size is known."""
+    """A marker before a root in the stream, to measure the root's size."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
 
-class _Written:
+class _PickleOutput:
     """The pickle so far, its out-of-band buffers, and each root's share of both.
 
-    It is apart from the pickler, and doesn't know it: a pickler that hands out a method of its own as the callback for
-    buffers is in a reference cycle, and with it the memory of everything that it has pickled.
+    It has no reference to the pickler. A pickler whose buffer callback is a method of its own would be in a reference
+    cycle, with the memory of everything that it has pickled.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -267,12 +259,12 @@ class _Written:
         self._root, self._root_start = root, self.stream.tell()
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Decide about a buffer, as pickle's ``buffer_callback``: return whether it goes into the pickle itself."""
+        """Take a large buffer out of band. Pickle's ``buffer_callback``: return whether the pickle keeps the buffer."""
         if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
             return True
-        taken = self._blocks.of(buffer)
-        self.buffers.append(taken)
-        self._buffers_of.setdefault(self._root, []).append(taken)
+        memory = self._blocks.of(buffer)
+        self.buffers.append(memory)
+        self._buffers_of.setdefault(self._root, []).append(memory)
         return False
 
 
@@ -283,22 +275,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._options = options
         shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
         self._blocks = shared.blocks
-        self.written = _Written(self._blocks)
+        self.output = _PickleOutput(self._blocks)
         self.by_value: list[tuple[str | None, Any]] = []
-        super().__init__(self.written.stream, protocol=5, buffer_callback=self.written.take)
+        super().__init__(self.output.stream, protocol=5, buffer_callback=self.output.take)
         self.globals_ref = shared.namespaces
         if options.namespace is not None:
-            # cloudpickle keeps one stand-in for each globals dict that functions have: this is the one for ours.
+            # cloudpickle keeps one stand-in for each globals dict of functions. This is the one for the sender's.
             self.globals_ref[id(options.namespace)] = _Namespace()
 
     def dump_with(self, value: Any, roots: Mapping[str, Any]) -> None:
-        # The roots first, one by one, so that it is seen what each takes; the value then refers to them. The list at
-        # the end is filled while what stands before it is being pickled.
+        # The roots come first, one by one, to measure each; the value then refers to them. The list at the end fills
+        # while the objects before it are pickled.
         marked = [(_Mark(label), root) for label, root in roots.items()]
         self.dump(([*marked, _Mark("")], value, self.by_value))
 
     def memoized(self) -> tuple[Any, ...]:
-        """Return pickle's memo, in order, without constants, of which there may be millions."""
+        """Return pickle's memo in order, without constants, since there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
@@ -307,7 +299,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if origin is not None:
             return _resolve_origin, (origin,)
         if type(obj) is _Mark:
-            self.written.begin(obj.label)
+            self.output.begin(obj.label)
             return tuple, ()
         reduced = self._blocks.reduce(obj)
         if reduced is not NotImplemented:
@@ -328,7 +320,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _LinkingPickler(_Pickler):
-    """A pickler that refers to objects of other pickles. It checks every object, which takes time."""
+    """A pickler that refers to objects of other pickles. It is slower, since it checks every object."""
 
     def __init__(self, options: _Options, shared: SharedPickling) -> None:
         self._links = shared.links
@@ -387,7 +379,7 @@ def _failure(obj: Any, options: _Options) -> Exception | None:
     """Return the error that pickling the object alone raises."""
     try:
         _Pickler(options).dump_with(obj, {})
-    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
+    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason
         return error
     return None
 
@@ -399,7 +391,7 @@ def reduce_definition(obj: Any) -> Any:
 
 
 def can_be_imported(obj: Any) -> bool:
-    """Return whether a module has it under the name that it calls itself, so that its name is enough."""
+    """Return whether a module has the object under the object's own name, so that pickling the name is enough."""
     module = getattr(obj, "__module__", None)
     if module in (None, "__main__"):
         return False
@@ -409,23 +401,10 @@ def can_be_imported(obj: Any) -> bool:
     return found is obj
 
 
-def _lru_cache(obj: Any) -> Any:
-    """Leave the entries behind: they are a cache."""
-    return functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)
-
-
-def _cached_property(obj: Any) -> Any:
-    return _make_cached_property, (obj.func, obj.attrname)
-
-
 def _make_cached_property(func: Callable[[Any], Any], attrname: str | None) -> functools.cached_property[Any]:
     made = functools.cached_property(func)
     made.attrname = attrname  # classes set it when they are defined
     return made
-
-
-def _new_type(obj: Any) -> Any:
-    return typing.NewType, (obj.__name__, obj.__supertype__)
 
 
 def _by_name(obj: Any) -> Any:
@@ -433,7 +412,7 @@ def _by_name(obj: Any) -> Any:
 
 
 def _function(obj: Any) -> Any:
-    """Reduce a generic function of ``functools.singledispatch``; any other function is cloudpickle's."""
+    """Reduce a generic function of ``functools.singledispatch``. cloudpickle reduces all other functions."""
     if obj.__code__ is not _DISPATCHING:
         return NotImplemented
     return _make_generic, (dict(obj.registry),)
@@ -446,11 +425,6 @@ def _make_generic(registry: Mapping[type, Callable[..., Any]]) -> Any:
     return generic
 
 
-def _dispatching_method(obj: Any) -> Any:
-    """Leave its methods bound so far behind, which Python 3.13 and later keep by weak references."""
-    return _make_dispatching_method, (obj.func, obj.dispatcher)
-
-
 def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> functools.singledispatchmethod[Any]:
     made = functools.singledispatchmethod(func)
     made.dispatcher = dispatcher
@@ -458,14 +432,15 @@ def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> funct
 
 
 _generic: Any = functools.singledispatch(_function)
-_DISPATCHING = _generic.__code__  # that of every generic function
+_DISPATCHING = _generic.__code__  # all generic functions have this code
 _LruCache = type(functools.lru_cache(_function))
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(_function): _function,
-    _LruCache: _lru_cache,
-    functools.cached_property: _cached_property,
-    functools.singledispatchmethod: _dispatching_method,
-    typing.NewType: _new_type,
+    _LruCache: lambda obj: (functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)),  # without its entries
+    functools.cached_property: lambda obj: (_make_cached_property, (obj.func, obj.attrname)),
+    # Without the methods bound so far, which Python 3.13 and later keep by weak references.
+    functools.singledispatchmethod: lambda obj: (_make_dispatching_method, (obj.func, obj.dispatcher)),
+    typing.NewType: lambda obj: (typing.NewType, (obj.__name__, obj.__supertype__)),
     typing.ParamSpec: _by_name,
 }
 
@@ -473,10 +448,7 @@ if sys.version_info >= (3, 11):
     _REDUCERS[typing.TypeVarTuple] = _by_name
 if sys.version_info >= (3, 12):
 
-    def _alias(obj: Any) -> Any:
-        return _make_alias, (obj.__name__, obj.__value__, obj.__type_params__)
-
     def _make_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:
         return typing.TypeAliasType(name, value, type_params=type_params)
 
-    _REDUCERS[typing.TypeAliasType] = _alias
+    _REDUCERS[typing.TypeAliasType] = lambda obj: (_make_alias, (obj.__name__, obj.__value__, obj.__type_params__))

@@ -1,8 +1,8 @@
 """The memory of tensors and arrays, pickled out of band.
 
-What pickle sees of a tensor or an array is how it looks into a block of memory. A block is pickled once, whoever looks
-into it, so that views and ties stay what they are, between torch and numpy too. Only the parts that somebody looks at
-are sent. An array in a file that is mapped into memory is opened again from its file.
+Tensors and arrays are pickled as views of a block of memory. Each block is pickled once, so that shared memory stays
+shared, also between torch and numpy. Only the parts of a block that views use are sent. An array that is a file mapped
+into memory is opened again from its file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from notebook_accel.payload.unpicklable import OnDeviceError
 
 __all__ = ["Block", "Blocks", "Whole"]
 
-_PLAIN_KINDS = frozenset("biufcmMSUV")  # of numpy's types, those whose memory holds no pointers
+_PLAIN_KINDS = frozenset("biufcmMSUV")  # kinds of numpy's types whose memory holds no pointers
 
 
 class Whole:
-    """A buffer that isn't a tensor's or an array's; all of it is sent."""
+    """A buffer of another object than a tensor or an array. All of it is sent."""
 
     def __init__(self, buffer: pickle.PickleBuffer) -> None:
         self._bytes = buffer.raw()
@@ -35,24 +35,18 @@ class Whole:
 
 
 class Block:
-    """A stretch of memory, and the parts of it that views use. Pickled as its bytes.
-
-    Args:
-        address: Address of the first byte.
-        size_bytes: Its length.
-        owner: The object that keeps the memory alive.
-    """
+    """A range of memory, kept alive by its owner, and the parts of it that views use. Pickled as its bytes."""
 
     def __init__(self, address: int, size_bytes: int, owner: Any) -> None:
         self.address = address
         self.size_bytes = size_bytes
         self._used: list[tuple[int, int]] = []
         self._memory = _memory(address, size_bytes)
-        self._memory.owner = owner  # the bytes stay where they are for as long as somebody has the buffer
+        self._memory.owner = owner  # keeps the memory alive as long as the buffer
         self.buffer = pickle.PickleBuffer(self._memory)
 
     def use(self, start: int, end: int) -> None:
-        """Note that a view uses these bytes, counted from the block's beginning."""
+        """Record that a view uses these bytes, counted from the block's beginning."""
         if start == end:
             return
         if self._used and self._used[-1][0] <= start <= self._used[-1][1]:  # as when rows follow each other
@@ -81,11 +75,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one pickle.
-
-    Args:
-        device_tensors_to_cpu: Whether tensors on a device become CPU copies; otherwise they are refused.
-    """
+    """The blocks of one pickle. Tensors on a device become CPU copies with ``device_tensors_to_cpu``, else errors."""
 
     def __init__(self, *, device_tensors_to_cpu: bool) -> None:
         self._device_tensors_to_cpu = device_tensors_to_cpu
@@ -93,7 +83,7 @@ class Blocks:
         self._by_buffer: dict[int, Block] = {}
         self._storages: dict[tuple[str, int, int], _Storage] = {}
         self._files: dict[int, _MappedFile] = {}
-        # Never import them: a kernel without torch has no tensors. They may also be half imported, in another thread.
+        # Don't import these: a kernel without torch has no tensors. Another thread may also have imported only a part.
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type = getattr(self._torch, "Tensor", None)
         self._storage_types = _storage_types()
@@ -102,11 +92,11 @@ class Blocks:
 
     @staticmethod
     def is_storage(obj: Any) -> bool:
-        """Return whether the object is a torch storage: a view of a block, made anew at each access."""
+        """Return whether the object is a torch storage. torch makes a new object for each access to it."""
         return isinstance(obj, _storage_types())
 
     def reduce(self, obj: Any) -> Any:
-        """Return the ``reducer_override`` of a tensor, a storage or an array."""
+        """Reduce a tensor, a storage or an array, for ``reducer_override``."""
         kind = type(obj)
         if kind is self._tensor_type:
             return self._reduce_tensor(obj)
@@ -117,13 +107,13 @@ class Blocks:
         return NotImplemented
 
     def of(self, buffer: pickle.PickleBuffer) -> Block | Whole:
-        """Return the memory to write for a buffer that pickle has reached."""
+        """Return the memory to write for a buffer of the pickle."""
         return self._by_buffer.get(id(buffer)) or Whole(buffer)
 
     # Tensors --------------------------------------------------------------------------------------------------------
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        """Reduce a tensor as torch does, and note the bytes that it uses. Values travel, the graph doesn't."""
+        """Reduce a tensor as torch does, without its graph, and record the bytes that it uses."""
         alone = tensor if tensor.grad_fn is None else tensor.detach()
         if alone.device.type not in ("cpu", "meta") and not _has_address(alone):
             self._refuse_if_it_must_stay(alone.device)
@@ -139,7 +129,7 @@ class Blocks:
         untyped = getattr(obj, "_untyped_storage", obj)
         storage = self._storage(untyped)
         storage.reached()
-        # torch asks for an untyped one for its newer types, and is content with one of bytes.
+        # torch expects an untyped storage for its newer types, and accepts one of bytes.
         return _typed_storage, (storage, self._torch.uint8 if obj is untyped else obj.dtype)
 
     def _storage(self, untyped: Any) -> _Storage:
@@ -198,7 +188,7 @@ def _storage_types() -> tuple[type, ...]:
 
 
 def _has_address(tensor: Any) -> bool:
-    """Return whether its storage is memory: what a compiler manages, such as XLA's, isn't."""
+    """Return whether a tensor's storage has an address. A compiler's, such as XLA's, has none."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -211,16 +201,16 @@ class _Storage:
 
     def __init__(self, block: Block, original: Any) -> None:
         self.block = block
-        self._original = original  # kept: its address must not be given to another storage meanwhile
+        self._original = original  # kept alive, so that no other storage gets its address meanwhile
         self._expected = 0
 
     def expect(self, start: int, end: int) -> None:
-        """Note the bytes that the tensor in progress uses. Its storage is pickled next."""
+        """Record the bytes that a tensor uses. Its storage is pickled next."""
         self.block.use(start, end)
         self._expected += 1
 
     def reached(self) -> None:
-        """Note that the storage is pickled. Without an ``expect`` before, all of it counts as used."""
+        """Record that the storage is pickled. Without an ``expect`` before, all of it counts as used."""
         if self._expected:
             self._expected -= 1
         else:
@@ -242,7 +232,7 @@ class _MappedFile:
 
 
 def _can_be_opened(root: Any) -> bool:
-    """Return whether this is such an array, its file is still there, and the file has all that the array shows."""
+    """Return whether an array is a mapped file that still exists and has all of the array's bytes."""
     if not isinstance(root.base, mmap.mmap) or getattr(root, "filename", None) is None or root.mode == "c":
         return False
     try:
@@ -252,13 +242,9 @@ def _can_be_opened(root: Any) -> bool:
 
 
 def _reach(shape: Sequence[int], steps: Sequence[int], item_bytes: int, step_bytes: int = 1) -> tuple[int, int]:
-    """Return the first byte and the end of the bytes that a view touches, counted from its first element.
+    """Return the first byte and the end of the bytes that a view uses, counted from its first element.
 
-    Args:
-        shape: The view's.
-        steps: Its strides.
-        item_bytes: Of one element.
-        step_bytes: The unit of the strides.
+    ``steps`` are its strides, in units of ``step_bytes``.
     """
     low = high = 0
     for size, step in zip(shape, steps, strict=True):
@@ -279,7 +265,7 @@ def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-# What unpickling calls. torch and numpy are imported only where there is something of theirs.
+# Functions that unpickling calls. They import torch and numpy only where the pickle has their objects.
 
 
 def _same(buffer: Any) -> Any:

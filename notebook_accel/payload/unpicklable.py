@@ -1,4 +1,4 @@
-"""Errors of pickling: they name the object and the path to it from a name that the user knows."""
+"""Pickling errors, which name the object and the path to it from a name that the user knows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 
-__all__ = ["Failure", "OnDeviceError", "StaysError", "explain", "too_large"]
+__all__ = ["OnDeviceError", "StaysError", "TryPickle", "explain", "too_large"]
 
 _MOST_LISTED = 8
 
-Failure = Callable[[Any], "Exception | None"]
+TryPickle = Callable[[Any], "Exception | None"]
 
 
 class OnDeviceError(pickle.PicklingError):
@@ -24,44 +24,36 @@ class OnDeviceError(pickle.PicklingError):
 
 
 class StaysError(pickle.PicklingError):
-    """An object belongs to its process.
-
-    Args:
-        obj: The object.
-        why: The reason, as the end of a sentence.
-    """
+    """An object belongs to its process. ``why`` is the end of a sentence about the object."""
 
     def __init__(self, obj: object, why: str) -> None:
         super().__init__(why)
         self.obj = obj
 
 
-def explain(roots: Mapping[str, Any], error: Exception, failure: Failure, advice: str) -> PayloadError:
+def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, advice: str) -> PayloadError:
     """Return the error that names the unpicklable object and the path to it.
 
     Args:
         roots: The objects to pickle, by the words that a message uses for them.
         error: The error of pickling all of them.
-        failure: Pickles one object and gives back what that raised, or ``None``.
-        advice: Advice instead of sending the object.
+        try_pickle: Function that pickles one object and returns the error, or ``None``.
+        advice: Advice for what to do instead.
     """
     visited: set[int] = set()
     for label, obj in roots.items():
-        reason = failure(obj)
+        reason = try_pickle(obj)
         if reason is not None:
-            path, culprit, reason = _descend(obj, [label], failure, reason, visited)
+            path, culprit, reason = _descend(obj, [label], try_pickle, reason, visited)
             return _payload_error(path, culprit, reason, advice)
-    # Each alone can be pickled and all together can't, so pickle's own words are the best there is.
+    # Each object alone can be pickled, so pickle's own message is the best explanation.
     return PayloadError(f"The objects can be pickled one by one, but not together: {error}", path=", ".join(roots))
 
 
 def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: bool = True) -> PayloadError:
-    """Return the error that lists what doesn't fit into memory.
+    """Return the error that lists the objects that don't fit into memory.
 
-    Args:
-        sizes_bytes: Sizes of the objects to copy, by the words that a message uses for them.
-        available_bytes: Free memory.
-        is_all: Whether the last one was measured to its end.
+    Without ``is_all``, the last object was only measured in part.
     """
     ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])
     rest = sum(size_bytes for _, size_bytes in ordered[_MOST_LISTED:])
@@ -69,10 +61,10 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
     listed += [f"  others: {format_size(rest)}"] if rest else []
     total = format_size(sum(sizes_bytes.values()))
     return PayloadError(
-        f"What is to be sent doesn't fit into memory: {'' if is_all else 'at least '}{total}, "
-        f"and {format_size(available_bytes)} can be had.",
+        f"The objects to send don't fit into memory: they take {'' if is_all else 'at least '}{total}, "
+        f"and {format_size(available_bytes)} is free.",
         path=ordered[0][0] if ordered else "",
-        why="\n".join(["It would be copied once, for all that receive it:", *listed]),
+        why="\n".join(["They would be copied once, for all receivers:", *listed]),
         fix="load it inside the cell or the function instead, from a file that all of them map: "
         'numpy.load(path, mmap_mode="r"), torch.load(path, mmap=True); or del what is no longer needed',
     )
@@ -112,7 +104,7 @@ _KINDS = {
 
 
 def _descend(
-    obj: Any, path: list[str], failure: Failure, reason: Exception, visited: set[int]
+    obj: Any, path: list[str], try_pickle: TryPickle, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
     """Follow unpicklable parts down to one whose own parts can all be pickled."""
     visited.add(id(obj))
@@ -121,9 +113,9 @@ def _descend(
     for label, part in _parts(obj):
         if id(part) in visited:
             continue
-        part_reason = failure(part)
+        part_reason = try_pickle(part)
         if part_reason is not None:
-            return _descend(part, [*path, label], failure, part_reason, visited)
+            return _descend(part, [*path, label], try_pickle, part_reason, visited)
     return path, obj, reason
 
 
@@ -157,7 +149,7 @@ def _sequence_parts(obj: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # a cell that isn't filled yet
+        with contextlib.suppress(ValueError):  # an empty cell
             yield f'closure variable "{name}"', cell.cell_contents
     for name in _global_names(obj.__code__):
         if name in obj.__globals__:

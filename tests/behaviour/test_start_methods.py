@@ -97,7 +97,7 @@ held if int(os.environ["RANK"]) else 7""")
         "--pull late: rank 0 has no name 'late'",
         'name "lock" of rank 0 can\'t be sent to another process: it is a lock.',
         "Pulled all the same: weights",
-        "What has come from rank 0 is in this error: sys.last_value.values",
+        "The values of rank 0 are in this error: sys.last_value.values",
     ):
         assert expected in text
     assert run("float(weights.mean()), held, lock, sys.last_value.values").result == "(1.0, None, None, {0: 7})"

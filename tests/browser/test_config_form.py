@@ -87,7 +87,7 @@ def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, s
     form.get_by_label("start from").select_option(
         label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml"
     )
-    form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't done here").wait_for()
+    form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't supported here").wait_for()
     expect(count).to_have_value("4")
     form.get_by_role("button", name=re.compile("Show .* more options")).press("Enter")
     form.get_by_label("grace_s").wait_for()

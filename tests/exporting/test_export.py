@@ -1,4 +1,4 @@
-"""A cell as a script: from a real kernel, and really run by torchrun and by ``notebook-accel launch``."""
+"""Scripts that a real kernel exports, run by torchrun and by ``notebook-accel launch``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def run(folder: pathlib.Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes(notebook: kernels.Kernel) -> list[str]:
-    """What the cell comes to in the notebook, by rank."""
+    """Return the cell's results in the notebook, by rank."""
     cell = notebook.run(f"%%distributed -n 2 --mixed_precision bf16\n{_CELL}", 100)
     found = re.findall(_OUTCOME, cell.result)
     assert len(found) == 2, cell.traceback
@@ -162,7 +162,7 @@ def scaled(x):
     return x * factor
 
 
-# What has no source in the notebook is in train_data.pt, pickled: load no such file that you don't trust.
+# The values that have no source in the notebook are in train_data.pt, pickled: load no such file that you don't trust.
 sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker
 _data = torch.load(pathlib.Path(__file__).with_name("train_data.pt"), map_location="cpu", weights_only=False)
 model = _data["model"]  # Net
@@ -292,7 +292,11 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
         ("exec('class Ghost:\\n    def f(self): pass')", "Ghost()", "The class 'Ghost' can't be exported"),
         ("chosen = [lambda: 2][0]", "chosen()", "The lambda 'chosen' can't be exported"),
         ("class Open: pass\ndef f(self): return 1\nOpen.f = f", "Open()", "its f was put into it after its definition"),
-        ("@functools.singledispatch\ndef kind(x): return 1", "kind(1)", "what is registered for it has no name"),
+        (
+            "@functools.singledispatch\ndef kind(x): return 1",
+            "kind(1)",
+            "the functions registered for it have no names",
+        ),
         ("", "Out[1]", "line 2: 'Out' is the notebook's"),
         ("", "get_ipython().user_ns", "line 2: 'get_ipython' is the notebook's"),
         ("", "x = 1\n%time x", "line 3: %time is IPython's"),
@@ -314,11 +318,11 @@ def test_only_its_own_file_is_replaced(notebook: kernels.Kernel) -> None:
     assert notebook.run(f"{line}\nx = 1\nmodel").status == "ok"
     notebook.run("with open('own.py', 'a') as file: file.write('# by hand')")
     refused = notebook.run(f"{line}\nmodel")
-    assert "it isn't what an export has written: own.py" in refused.traceback
+    assert "that was changed since: own.py" in refused.traceback
     assert notebook.value("'by hand' in open('own.py').read()") == "True"
     assert notebook.run(f"{line} --overwrite\nmodel").status == "ok"
     notebook.run("os.unlink('own.py')")
-    assert "an export has written: own_data.pt" in notebook.run(f"{line}\nmodel").traceback
+    assert "that was changed since: own_data.pt" in notebook.run(f"{line}\nmodel").traceback
 
 
 def test_definitions_under_other_magics_are_found(notebook: kernels.Kernel, folder: pathlib.Path) -> None:

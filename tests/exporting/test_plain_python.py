@@ -1,4 +1,4 @@
-"""Source text, cut and translated."""
+"""Source text is cut into statements, and IPython's calls become plain Python."""
 
 from __future__ import annotations
 

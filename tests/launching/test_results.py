@@ -182,7 +182,7 @@ def test_largest_is_left_out_where_there_is_no_room_for_all(file: int, monkeypat
     values = {"": 1, "huge": torch.zeros(30 << 20), "large": torch.zeros(20 << 20), "small": torch.ones(5000)}
     opening = sent(file, values)
     assert opening.values.keys() == {"", "large", "small"}
-    assert "huge" in str(opening.problems["huge"]) and "doesn't fit into memory" in str(opening.problems["huge"])
+    assert "huge" in str(opening.problems["huge"]) and "don't fit into memory" in str(opening.problems["huge"])
 
 
 def test_file_that_was_cut_off_is_a_problem_and_no_crash(file: int) -> None:

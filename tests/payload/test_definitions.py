@@ -1,4 +1,4 @@
-"""What a notebook can define besides functions and classes goes to the ranks, and back as the notebook's own."""
+"""Definitions other than functions and classes travel to the ranks, and come back as the notebook's own objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects by value: sharing, isolation, references to the sender's own, and the way to what can't be sent."""
+"""Pickling by value: sharing, isolation, references to the sender's objects, and errors with a path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memory_file() -> Iterator[int]:
 
 
 def notebook(source: str) -> dict[str, Any]:
-    """A namespace that stands for a notebook's: what is defined in it is pickled by value."""
+    """A stand-in for a notebook's namespace. Definitions in it are pickled by value."""
     namespace: dict[str, Any] = {"__name__": "__main__", "torch": torch}
     exec(source, namespace)
     return namespace
@@ -221,7 +221,7 @@ def test_mapping_goes_with_the_last_tensor_in_it() -> None:
 def test_what_has_been_sent_is_kept_only_as_long_as_its_pickle(size_bytes: int) -> None:
     array = numpy.zeros(size_bytes, dtype=numpy.uint8)
     kept = weakref.ref(array)
-    gc.disable()  # there is no cycle that needs it
+    gc.disable()  # no reference cycle needs the collector
     try:
         pickled = serialization.pickle_by_value({"array": array}, roots={"array": array})
         del array, pickled
@@ -258,13 +258,13 @@ def test_each_roots_size_is_known_and_what_is_shared_counts_once(memory_file: in
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_file: int) -> None:
-    # Pages that nobody has touched take no memory, so these are larger than the machine and fit into a test. What can
-    # be had is not what counts: it may be more a moment later, when another process has ended.
+    # Untouched pages take no memory, so a test can have more of them than the machine has memory. The free memory
+    # doesn't matter here: there may be more a moment later, when another process has ended.
     size_bytes = max(host_memory.total_bytes(), host_memory.available_bytes()) * 3 // 4
     vast = [torch.from_numpy(numpy.zeros(size_bytes, dtype=numpy.uint8)) for _ in range(2)]
     roots = {'global "vast"': vast, 'global "small"': torch.ones(1 << 20)}
     pickled = serialization.pickle_by_value(roots, roots=roots)
-    with pytest.raises(PayloadError, match="doesn't fit into memory") as caught:
+    with pytest.raises(PayloadError, match="don't fit into memory") as caught:
         serialization.dump(memory_file, pickled)
     assert os.fstat(memory_file).st_size == 0
     assert caught.value.path == 'global "vast"'
@@ -275,7 +275,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_copied(memory_fil
 def test_pickle_that_outgrows_the_memory_is_refused_with_what_it_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 50 << 20)  # a real end of memory would end the test
     roots = {"first": b"", "texts": [bytes(1 << 20) for _ in range(200)]}
-    with pytest.raises(PayloadError, match=r"at least 6[34] MiB, and 50 MiB can be had") as caught:
+    with pytest.raises(PayloadError, match=r"at least 6[34] MiB, and 50 MiB is free") as caught:
         serialization.pickle_by_value(roots, roots=roots)
     assert caught.value.path == "texts"
 
@@ -285,7 +285,7 @@ def test_file_that_may_not_grow_so_far_is_an_error_of_ours(memory_file: int) -> 
     pickled = serialization.pickle_by_value(torch.ones(1 << 20), roots={"ones": torch.ones(1 << 20)})
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(PayloadError, match="doesn't fit into memory"):
+        with pytest.raises(PayloadError, match="don't fit into memory"):
             serialization.dump(memory_file, pickled)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""Tensors and arrays by value: what is shared stays shared, and only what is looked at is sent."""
+"""Tensors and arrays by value: shared memory stays shared, and only the used parts are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def through(value: Any, name: str = "test") -> tuple[Any, int]:
-    """What arrives, and how many bytes the memory file of this name took."""
+    """Return the received object, and the number of bytes that the memory file of this name took."""
     descriptor = memory_files.memory_file(name)
     try:
         serialization.dump(descriptor, serialization.pickle_by_value(value, roots={"value": value}))
@@ -107,7 +107,7 @@ def test_of_a_tensor_with_a_graph_the_values_arrive() -> None:
 
 
 class Sub(torch.Tensor):
-    """A subclass that a library defines."""
+    """A subclass, as a library would define it."""
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")

@@ -10,7 +10,7 @@ import pathlib
 from typing import TypeAlias
 
 from notebook_accel import host_memory
-from notebook_accel.host_memory import Room
+from notebook_accel.host_memory import MemoryLimit
 from notebook_accel.protocol.events import MemoryShortage
 
 __all__ = ["MemoryWatch"]
@@ -19,7 +19,7 @@ _PERIOD_S = 1.0
 _REMEMBERED_SAMPLES = 10
 _NEARLY_GONE = 0.05  # of the limit left
 
-_Sample: TypeAlias = tuple[Room, dict[pathlib.Path, int]]
+_Sample: TypeAlias = tuple[MemoryLimit, dict[pathlib.Path, int]]
 
 
 class MemoryWatch:
@@ -53,4 +53,4 @@ class MemoryWatch:
 
 def _look() -> _Sample:
     """Return the tightest limit, and how many processes the system has killed because memory ran out."""
-    return min(host_memory.rooms()), host_memory.kills()
+    return min(host_memory.limits()), host_memory.kills()

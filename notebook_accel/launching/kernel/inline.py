@@ -98,7 +98,7 @@ class _Run:
         changed: dict[str, str | None] = {
             name: value for name, value in wanted.items() if os.environ.get(name) != value
         }
-        with environment.patched(changed), store.offered(place, self._listening.detach()):
+        with environment.patched(changed), store.serving(place, self._listening.detach()):
             reporter = reporting.connect(_Delivering(self._job))
             try:
                 yield

@@ -1,7 +1,8 @@
-"""tqdm's bars in a rank: they are counted in the rank's row instead of being drawn over its output."""
+"""Progress bars of tqdm and rich in a rank: the rank's row counts them, and nothing draws them over its output."""
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import sys
@@ -11,34 +12,35 @@ from typing import Any
 from notebook_accel import reporting
 from notebook_accel.launching.ranks.import_hooks import when_imported
 
-__all__ = ["BarCounter", "adopt"]
+__all__ = ["install"]
 
 _FILE_POSITION = 4  # of tqdm's parameter `file`
 _NOTEBOOK_METHODS = ("__init__", "__iter__", "clear", "close", "colour", "display", "reset", "status_printer", "update")
-_MOST = 2**62
-# Of what Transformers' Trainer logs: times and counts, which the row has already.
+_MAX_COUNT = 2**62  # an event has 64 bits
+# Times and counts in the logs of Transformers' Trainer, which the row has already.
 _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 
-def adopt() -> None:
-    """From now on tqdm's bars are counted here, imported already or not; those for notebooks are the plain ones."""
-    when_imported("tqdm.std", lambda module: _adopt_bars(module.tqdm))
-    when_imported("tqdm.notebook", _adopt_notebook)
-    when_imported("transformers.trainer_callback", _adopt_trainer)
+def install() -> None:
+    """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
+    when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm))
+    when_imported("tqdm.notebook", _patch_tqdm_notebook)
+    when_imported("transformers.trainer_callback", _patch_trainer)
+    when_imported("rich.progress", _patch_rich)
 
 
-class _Nowhere(io.StringIO):
-    """What bars draw to."""
+class _NullFile(io.StringIO):
+    """The file that bars draw to."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
-_NOWHERE = _Nowhere()
+_NULL_FILE = _NullFile()
 
 
-class BarCounter(reporting.Counter):
-    """Reads a bar's own count, so that the loop under it costs what it costs without us."""
+class _BarCounter(reporting.Counter):
+    """A counter that reads a bar's own count, so that the loop under the bar gets no slower."""
 
     __slots__ = ("bar", "inner_bars")
 
@@ -47,7 +49,7 @@ class BarCounter(reporting.Counter):
         self.inner_bars = 0
         super().__init__()
 
-    # Plain attributes elsewhere, so that training can increment them; here the bar knows better.
+    # Training increments these attributes of other counters. Here the bar has the values.
 
     @property
     def step(self) -> int:
@@ -72,43 +74,43 @@ class BarCounter(reporting.Counter):
 
     @property
     def counts_epochs(self) -> bool:
-        """True if its steps are the bars inside it: at least one for each.
+        """True if each step of this bar has at least one bar inside it.
 
-        A bar over all steps, in which one for an evaluation is opened every now and then, counts its own.
+        A bar over all steps counts steps, even if an evaluation opens another bar inside it now and then.
         """
         return 0 < self.inner_bars >= self.step - _count(self.bar.initial)
 
 
-class _Bars:
-    """The bars of this rank that are open, from the outermost to the innermost."""
+class _OpenBars:
+    """The open bars of this rank, from the outermost to the innermost."""
 
     def __init__(self) -> None:
-        self._open: list[BarCounter] = []
+        self._open: list[_BarCounter] = []
         self._shown: reporting.Counter | None = None
 
-    def opened(self, bar: Any) -> None:
-        """A bar begins to count, inside those that are open."""
+    def add(self, bar: Any) -> None:
+        """Count a bar that opens, inside those that are open."""
         if self._open:
             self._open[0].inner_bars += 1
-        counter = BarCounter(bar)
+        counter = _BarCounter(bar)
         self._open.append(counter)
         self._show(counter)
 
-    def closed(self, bar: Any) -> None:
-        """A bar has counted all. Its end stays in the row until another one counts, or the one around it goes on."""
+    def remove(self, bar: Any) -> None:
+        """Remove a bar that closes. The row keeps its last count until another bar counts."""
         closed = [counter for counter in self._open if counter.bar is bar]
         if closed:
             self._open = [counter for counter in self._open if counter.bar is not bar]
             if self._open or not closed[0].counts_epochs:  # that all epochs are done can stay in the row
                 self._show(self._shown)
-            self.look_again()
+            self.refresh()
 
-    def look_again(self) -> None:
-        """Shows the bar around the last one, if it counts without one. Called before each look at the counters."""
+    def refresh(self) -> None:
+        """Show the bar around the last one, if it counts by itself. Called before each look at the counters."""
         current = self._open[-1] if self._open else None
         is_another_shown = self._shown is not reporting.reporter().shown
         if current is None and is_another_shown:
-            reporting.reporter().show_outer(None)  # which had nothing to do with what is counted now
+            reporting.reporter().show_outer(None)  # it has nothing to do with the counter that is shown now
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
@@ -124,9 +126,9 @@ class _Bars:
             reporter.show(counter)
 
 
-def _adopt_bars(bar_class: Any) -> None:
-    bars = _Bars()
-    reporting.reporter().before_sample(bars.look_again)
+def _patch_tqdm(bar_class: Any) -> None:
+    bars = _OpenBars()
+    reporting.reporter().before_sample(bars.refresh)
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,10 +139,10 @@ def _adopt_bars(bar_class: Any) -> None:
         original_init(self, *args, **kwargs)
         counts_itself = isinstance(getattr(self.iterable, "counter", None), reporting.Counter)
         if not self.disable and not counts_itself:  # a prepared loader's own count is the better one
-            bars.opened(self)
+            bars.add(self)
 
     def close(self: Any) -> None:
-        bars.closed(self)
+        bars.remove(self)
         original_close(self)
 
     def show_postfix(self: Any, ordered_dict: Any = None, refresh: bool = True, **values: Any) -> None:
@@ -151,13 +153,13 @@ def _adopt_bars(bar_class: Any) -> None:
 
 
 def _redirected(file: Any) -> Any:
-    """Where a bar draws instead of to the rank's output. A file of the user's own stays."""
+    """Return the file for a bar in place of the rank's output. A file of the user's own stays."""
     standard = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return _NOWHERE if any(file is stream for stream in standard) else file
+    return _NULL_FILE if any(file is stream for stream in standard) else file
 
 
-def _adopt_notebook(module: types.ModuleType) -> None:
-    """Makes the bars for notebooks plain ones: their widgets would be a rank's, which no front end can reach."""
+def _patch_tqdm_notebook(module: types.ModuleType) -> None:
+    """Make notebook bars plain ones: their widgets would live in a rank, which no front end can reach."""
     bar_class = module.tqdm_notebook
     for name in _NOTEBOOK_METHODS:
         if name in vars(bar_class):
@@ -170,20 +172,74 @@ def _adopt_notebook(module: types.ModuleType) -> None:
     bar_class.__init__ = init
 
 
-def _adopt_trainer(module: types.ModuleType) -> None:
-    """What Transformers' Trainer logs beside its bar becomes the rank's metrics."""
+def _patch_trainer(module: types.ModuleType) -> None:
+    """Report what Transformers' Trainer logs beside its bar as the rank's metrics."""
     handler_class = module.CallbackHandler
     on_log = handler_class.on_log
 
     def log(self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
-        reporting.reporter().set_metrics(
-            {name: value for name, value in logs.items() if not name.endswith(_NO_METRICS)}
-        )
+        metrics = {name: value for name, value in logs.items() if not name.endswith(_NO_METRICS)}
+        reporting.reporter().set_metrics(metrics)
         return on_log(self, args, state, control, logs)
 
     handler_class.on_log = log
 
 
 def _count(number: Any) -> int:
-    """A bar may count anything; an event has 64 bits."""
-    return max(0, min(int(number), _MOST)) if math.isfinite(number) else 0
+    return max(0, min(int(number), _MAX_COUNT)) if math.isfinite(number) else 0
+
+
+class _RichTask:
+    """A task of rich with the attributes of a tqdm bar. Lightning's bars are such tasks."""
+
+    initial = 0
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    @property
+    def n(self) -> float:
+        return float(self.task.completed)
+
+    @property
+    def total(self) -> float | None:
+        return None if self.task.total is None else float(self.task.total)
+
+    @property
+    def desc(self) -> str:
+        return str(self.task.description)
+
+
+def _patch_rich(module: types.ModuleType) -> None:
+    progress_class = module.Progress
+    original_init = progress_class.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        if self.console.file in (sys.stdout, sys.stderr):
+            self.live.refresh = lambda: None  # draws nothing, and counts as before
+
+    def shown_after(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, task_id: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, task_id, *args, **kwargs)
+            _show_task(self._tasks.get(task_id))
+
+        return method
+
+    progress_class.__init__ = init
+    progress_class.update = shown_after(progress_class.update)
+    progress_class.advance = shown_after(progress_class.advance)
+
+
+def _show_task(task: Any) -> None:
+    """Show the task that has just counted in the row, unless a prepared loader counts there."""
+    reporter = reporting.reporter()
+    shown = reporter.shown
+    if task is None or not task.visible or not (shown is None or isinstance(shown, _BarCounter)):
+        return
+    if shown is not None and isinstance(shown.bar, _RichTask) and shown.bar.task is task:
+        return
+    reporter.show_outer(None)
+    reporter.show(_BarCounter(_RichTask(task)))

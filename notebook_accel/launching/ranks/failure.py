@@ -1,4 +1,4 @@
-"""From an exception in a rank to what the notebook is told about it."""
+"""Reports of a rank's exceptions to the notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from notebook_accel.protocol import events
 
 __all__ = ["describe", "end_fork", "look_up", "without_our_frames"]
 
-# What torch says in a rank whose peer has gone. The peer's own end is the better reason.
+# torch's messages in a rank whose peer has gone. The peer's own end explains more.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
     r"remote process exited|socket timeout|wait timeout after|nccl.*(abort|remote)|process group.*abort",
@@ -30,20 +30,20 @@ _LOST_PEER = re.compile(
 def describe(
     error: BaseException, spec: JobSpec, by_value: serialization.Origins, *, saved: bool = False
 ) -> events.Failed:
-    """The event that says that the user's code raised this.
+    """Return the event that reports an exception of the user's code.
 
     Args:
         error: The exception, with its traceback.
-        spec: The job, for the sources that are in no file.
+        spec: The job, for sources that are in no file.
         by_value: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
-    text = _readable(error)
+    text = _user_traceback(error)
     message = _message(error)
     return events.Failed(
         kind=type(error).__name__,
         message=message,
-        traceback="".join(_labelled(text, spec).format()),
+        traceback="".join(_with_cell_names(text, spec).format()),
         line=_innermost_line(text, spec),
         exception=_pickled(error, by_value),
         saved=saved,
@@ -52,13 +52,9 @@ def describe(
 
 
 def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
-    """Ends a process that the user's code has forked and not ended: it must not answer for its rank.
+    """End a process that the user's code has forked and not ended, since it must not answer for its rank.
 
-    As at the end of any Python process, what it raised is on standard error and in its exit status.
-
-    Args:
-        error: What it raised; ``None`` if nothing.
-        spec: The job, for the sources that are in no file.
+    As at the end of any Python process, its error goes to standard error and into the exit status.
     """
     status = 0
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
@@ -69,12 +65,12 @@ def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
             if isinstance(error, SystemExit):
                 sys.stderr.write(f"{error.code}\n")
             else:
-                sys.stderr.writelines(_labelled(_readable(error), spec).format())
+                sys.stderr.writelines(_with_cell_names(_user_traceback(error), spec).format())
     streams.flush()
     os._exit(status & 0xFF)
 
 
-def _readable(error: BaseException) -> traceback.TracebackException:
+def _user_traceback(error: BaseException) -> traceback.TracebackException:
     text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
     if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
         _end_at_the_users_line(text)
@@ -93,14 +89,14 @@ def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the exception is still theirs
-        return f"(its text can't be had: {type(broken).__name__})"
+        return f"(its text can't be read: {type(broken).__name__})"
 
 
 def look_up(namespace: dict[str, Any], name: str) -> Any:
-    """A name's value in a rank's ``__main__``.
+    """Return a name's value in a rank's ``__main__``.
 
     Raises:
-        NameError: There is no such name; says so in terms of ``--pull``.
+        NameError: There is no such name. The message speaks of ``--pull``.
     """
     try:
         return namespace[name]
@@ -111,29 +107,29 @@ def look_up(namespace: dict[str, Any], name: str) -> Any:
 
 
 def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """Leaves out the frames of this package through which the user's code was called."""
+    """Return a traceback without the frames of this package that called the user's code."""
     while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
 
 
 def _is_raised_by_us(text: traceback.TracebackException) -> bool:
-    """Return whether a statement of this package has raised it on purpose, and not what that has called."""
+    """Return whether a ``raise`` statement of this package raised the error, and not something that it called."""
     return bool(text.stack) and _is_ours(text.stack[-1].filename) and (text.stack[-1].line or "").startswith("raise ")
 
 
 def _end_at_the_users_line(text: traceback.TracebackException) -> None:
-    """For an error of ours: it says what happened and why, and where in here it was raised adds nothing to that."""
+    """Cut an error of ours at the user's line. Its text says what happened, and our frames would add nothing."""
     text.__cause__ = text.__context__ = None
     while text.stack and (_is_ours(text.stack[-1].filename) or text.stack[-1].filename == contextlib.__file__):
         text.stack.pop()
 
 
 def _fold_our_frames(text: traceback.TracebackException) -> None:
-    """Leaves out the calls through this package, between the user's line and the library's that has failed."""
+    """Leave out this package's frames between the user's line and the library's line that failed."""
     for part in _chain(text):
         last = len(part.stack) - 1
-        while last >= 0 and _is_ours(part.stack[last].filename):  # where it was raised says something
+        while last >= 0 and _is_ours(part.stack[last].filename):  # the place where it was raised stays
             last -= 1
         if last > 0:
             part.stack[:last] = [frame for frame in part.stack[:last] if not _is_ours(frame.filename)]
@@ -143,8 +139,8 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith(code_places.OURS)
 
 
-def _labelled(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:
-    """With the cells' names in place of the file names that the kernel gave their code."""
+def _with_cell_names(text: traceback.TracebackException, spec: JobSpec) -> traceback.TracebackException:
+    """Replace the file names that the kernel gave the cells' code by the cells' names."""
     for part in _chain(text):
         for frame in part.stack:
             frame.line  # noqa: B018 - reads the source line while the file name is still the one it is filed under
@@ -174,7 +170,7 @@ def _innermost_line(text: traceback.TracebackException, spec: JobSpec) -> str:
 
 
 def _pickled(error: BaseException, by_value: serialization.Origins) -> bytes:
-    """The exception for the notebook, or nothing: its text has gone there already."""
+    """Return the pickled exception, empty if it can't be pickled: the notebook gets its text anyway."""
     with contextlib.suppress(Exception):
         pickled = serialization.pickle_by_value(
             error, roots={"the exception": error}, origins=by_value, device_tensors_to_cpu=True

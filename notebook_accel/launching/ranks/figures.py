@@ -1,6 +1,6 @@
-"""The matplotlib backend of a rank: a figure that is shown, or left open at the end, appears in the notebook.
+"""The matplotlib backend of a rank. Figures that are shown, or left open at the end, appear in the notebook.
 
-matplotlib imports this when it draws, because ``MPLBACKEND`` names it in ranks whose kernel draws into the notebook.
+A rank whose kernel draws into the notebook names this module in ``MPLBACKEND``, and matplotlib imports it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ __all__ = ["FigureCanvas", "FigureManager"]
 
 
 class FigureManager(FigureManagerBase):
-    """What ``pyplot`` asks to show figures."""
+    """Shows figures for ``pyplot``."""
 
     def show(self) -> None:
-        """``figure.show()``: shows this one, which stays open."""
+        """Show this figure for ``figure.show()``, and leave it open."""
         displays.display(self.canvas.figure)
 
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:  # noqa: ARG003 - nobody can close a window here
-        """``plt.show()``: shows every open figure, and closes it."""
+        """Show and close every open figure, for ``plt.show()``."""
         for manager in Gcf.get_all_fig_managers():
             displays.display(manager.canvas.figure)
         Gcf.destroy_all()
 
 
 class FigureCanvas(FigureCanvasAgg):
-    """The name that matplotlib looks for in a backend."""
+    """The canvas, under the name that matplotlib looks for in a backend."""
 
     manager_class = FigureManager
 
 
-def _show_what_is_left_open() -> None:
+def _show_open_figures() -> None:
     for manager in Gcf.get_all_fig_managers():
         if manager.canvas.figure not in displays.shown_figures:
             displays.display(manager.canvas.figure)
     Gcf.destroy_all()
 
 
-displays.at_end(_show_what_is_left_open)
+displays.at_end(_show_open_figures)

@@ -1,4 +1,4 @@
-"""What is to be done as soon as a module is imported, without importing it."""
+"""Hooks that run as soon as a module is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from collections.abc import Callable
 
 __all__ = ["when_imported"]
 
-Act = Callable[[types.ModuleType], None]
+Hook = Callable[[types.ModuleType], None]
 
 
-def when_imported(name: str, act: Act) -> None:
-    """Calls ``act`` with a module: at once if it is imported already, else as soon as it has been.
+def when_imported(name: str, hook: Hook) -> None:
+    """Call ``hook`` with a module: at once if it is imported already, else as soon as it is.
 
-    That is before whoever imports it sees it, so that ``from name import x`` gets what ``act`` has put there.
+    The hook runs before the importer sees the module, so that ``from name import x`` gets what the hook has put there.
     """
     module = sys.modules.get(name)
     if module is not None:
-        act(module)
+        hook(module)
     else:
-        _finder().acts[name] = act
+        _finder().hooks[name] = hook
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: lends the loaders of the modules that are waited for."""
+    """Finds nothing by itself: it wraps the loaders of the modules that have hooks."""
 
     def __init__(self) -> None:
-        self.acts: dict[str, Act] = {}
+        self.hooks: dict[str, Hook] = {}
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        act = self.acts.pop(fullname, None)  # so that the search below passes this finder by
-        if act is None:
+        hook = self.hooks.pop(fullname, None)  # so that the search below passes this finder by
+        if hook is None:
             return None
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
-            self.acts[fullname] = act
+            self.hooks[fullname] = hook
         else:
-            spec.loader = _Loader(spec.loader, act)
+            spec.loader = _Loader(spec.loader, hook)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Does what the module's own loader does, and then the act."""
+    """Runs the module's own loader and then the hook."""
 
-    def __init__(self, loader: importlib.abc.Loader, act: Act) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hook: Hook) -> None:
         self._loader = loader
-        self._act = act
+        self._hook = hook
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader  # which has the source, for tracebacks
+        module.__loader__ = self._loader  # it has the source, for tracebacks
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._act(module)
+        self._hook(module)
 
 
 def _finder() -> _Finder:

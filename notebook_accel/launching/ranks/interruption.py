@@ -1,15 +1,15 @@
-"""SIGINT in a rank: raised as KeyboardInterrupt in the user's code, wherever that is, and nowhere else.
+"""SIGINT in a rank. It raises KeyboardInterrupt in the user's code, wherever that is, and nowhere else.
 
-Before the user's code it is held back and after it only noted, so that one which comes in between isn't lost.
+Before the user's code SIGINT is blocked, and after it deferred, so that none is lost.
 
-A rank that waits for others in C++ code doesn't return to Python for a signal. So a thread hears of every SIGINT too
-(``signal.set_wakeup_fd``), and when the main thread still sleeps in the same call a moment later, it shuts down this
-rank's connections to other ranks, which ends the call with an error; only then can KeyboardInterrupt be raised. Which
-connections: those whose other end is held by a process with the same parent. So connections of the user's, to a
-database for example, stay; and so do those to the store, unless the rank waits for that.
+A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread hears of every
+SIGINT too (``signal.set_wakeup_fd``). If the main thread still sleeps in the same call a moment later, the watcher
+shuts down this rank's connections to other ranks. That ends the call with an error, and KeyboardInterrupt can be
+raised. The watcher finds those connections by their other ends, which belong to processes with the same parent. The
+user's connections, to a database for example, stay, and so do those to the store, unless the rank waits for the store.
 
-A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may compute all the while. So NCCL's
-communicators are aborted, where that can be done, if the main thread is in the same call after a longer while.
+A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may compute all the while. So if the main
+thread is in the same call after a longer while, the watcher aborts NCCL's communicators where that is safe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from notebook_accel.launching.ranks import nccl
 
-__all__ = ["allow", "forget", "hold_back", "note_only", "only_noted", "settle", "watch"]
+__all__ = ["allow", "block", "defer", "deferred", "discard_deferred", "prefer_interrupt", "watch"]
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
@@ -38,47 +38,47 @@ _DEVICE_PATIENCE_S = 1.0
 _ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
 _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
-_noted_s: float | None = None  # when a SIGINT was noted last
-_wakeups = -1  # descriptor from which one hears of every SIGINT, without waiting
-_hearing = threading.Lock()  # held from then until it is known where the main thread is
+_deferred_s: float | None = None  # when a SIGINT was deferred last
+_wakeups = -1  # descriptor with a byte for each signal, read without waiting
+_hearing = threading.Lock()  # held from reading a signal until the main thread's place is known
 
 
-def hold_back() -> None:
-    """Blocks SIGINT in this thread and what it forks: it waits, although the template ignores it, for ``allow``."""
+def block() -> None:
+    """Block SIGINT in this thread and its forks until ``allow``. It stays pending although the template ignores it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def allow() -> None:
-    """From now on SIGINT raises KeyboardInterrupt in the main thread. One that has come before does so here.
+    """Let SIGINT raise KeyboardInterrupt in the main thread from now on, and here if one has come before.
 
     Raises:
-        KeyboardInterrupt: A SIGINT was held back or noted.
+        KeyboardInterrupt: A SIGINT was blocked or deferred.
     """
-    global _noted_s
-    with _hearing:  # what has come before is raised here, and the watcher would take it for the next code's
-        _heard()
+    global _deferred_s
+    with _hearing:  # an earlier signal is raised here; the watcher must not take it for one to the next code
+        _read_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if _noted_s is not None:
-        _noted_s = None
+    if _deferred_s is not None:
+        _deferred_s = None
         raise KeyboardInterrupt
 
 
-def note_only() -> None:
-    """From now on SIGINT raises nothing, until ``allow``."""
-    while signal.getsignal(signal.SIGINT) is not _note:
+def defer() -> None:
+    """Make SIGINT raise nothing until ``allow``."""
+    while signal.getsignal(signal.SIGINT) is not _on_sigint:
         with contextlib.suppress(KeyboardInterrupt):  # it may come until the last moment
-            signal.signal(signal.SIGINT, _note)
+            signal.signal(signal.SIGINT, _on_sigint)
 
 
 @contextlib.contextmanager
-def only_noted() -> Iterator[None]:
-    """SIGINT raises nothing in the body; one that comes there is raised after it, if it would have been before.
+def deferred() -> Iterator[None]:
+    """Defer SIGINT in the body, and raise it afterwards if SIGINT was allowed before.
 
     Raises:
         KeyboardInterrupt: A SIGINT has come, in the body or just before it.
     """
-    if signal.signal(signal.SIGINT, _note) is _note:
+    if signal.signal(signal.SIGINT, _on_sigint) is _on_sigint:
         yield
         return
     try:
@@ -87,38 +87,30 @@ def only_noted() -> Iterator[None]:
         allow()
 
 
-def forget(before_s: float) -> None:
-    """A SIGINT that was noted before this time raises nothing any more: what it was meant for has ended.
-
-    Args:
-        before_s: In seconds of ``time.monotonic()``.
-    """
-    global _noted_s
-    if _noted_s is not None and _noted_s < before_s:
-        _noted_s = None
+def discard_deferred(before_s: float) -> None:
+    """Discard a SIGINT that was deferred before this ``time.monotonic()``: it was meant for code that has ended."""
+    global _deferred_s
+    if _deferred_s is not None and _deferred_s < before_s:
+        _deferred_s = None
 
 
-def _note(*_: object) -> None:
-    global _noted_s
-    _noted_s = time.monotonic()
+def _on_sigint(*_: object) -> None:
+    global _deferred_s
+    _deferred_s = time.monotonic()
 
 
-def settle(error: BaseException) -> BaseException:
-    """What the user's code has really ended by: an interrupt, if one was pending when a call of C++ code failed."""
+def prefer_interrupt(error: BaseException) -> BaseException:
+    """Return what has ended the user's code: an interrupt that was pending when C++ code failed, or else the error."""
     try:
-        note_only()
+        defer()
     except KeyboardInterrupt as interrupt:
-        note_only()
+        defer()
         return interrupt.with_traceback(error.__traceback__)
     return error
 
 
 def watch(store_port: int) -> None:
-    """Has waits for other ranks end at an interrupt, from now on. Called once, in the main thread.
-
-    Args:
-        store_port: Of the store through which ranks find each other.
-    """
+    """Start the watcher, which ends waits for other ranks at an interrupt. Called once, in the main thread."""
     global _wakeups
     _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -128,23 +120,23 @@ def watch(store_port: int) -> None:
     _raise_promptly()
 
 
-def _heard() -> bytes:
-    """The signals that have come since the last call."""
-    with contextlib.suppress(OSError):  # there are none, or nobody watches
+def _read_signals() -> bytes:
+    """Return the numbers of the signals that have come since the last call."""
+    with contextlib.suppress(OSError):  # there are none, or there is no watcher
         return os.read(_wakeups, 4096)
     return b""
 
 
 def _end_waits(store_port: int) -> None:
-    """The thread: for each SIGINT, first the connections to other ranks, then those to the store."""
-    news = select.poll()
-    news.register(_wakeups, select.POLLIN)
+    """Run the watcher: for each SIGINT, end first the connections to other ranks, then those to the store."""
+    wakeups = select.poll()
+    wakeups.register(_wakeups, select.POLLIN)
     while True:
-        news.poll()
+        wakeups.poll()
         with _hearing:
-            heard = _heard()
-            _look_for_signals()
-            if signal.SIGINT not in heard:
+            signals = _read_signals()
+            _run_handlers()
+            if signal.SIGINT not in signals:
                 continue
             waiting = _Wait()
         if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
@@ -153,24 +145,24 @@ def _end_waits(store_port: int) -> None:
             if not waiting.goes_on():
                 break
             for descriptor in _connections(store_port, is_of_store=is_of_store):
-                # To look for them takes a while, in which the call may have ended, and they may be those of a group
-                # that was made since.
+                # The search takes a while. The call may have ended meanwhile, and the connections may belong to a new
+                # group.
                 if waiting.is_in_the_same_call():
                     _shut_down(descriptor)
         del waiting
 
 
-def _look_for_signals() -> None:
-    """Have the main thread call the handlers of the signals that have come.
+def _run_handlers() -> None:
+    """Make the main thread run the handlers of the signals that have come.
 
-    It does so by itself, except in a fork of a thread that wasn't the main one on Python 3.13 or later: there the
-    interpreter tells the thread that was the main one before the fork.
+    Usually the interpreter does. But on Python 3.13 or later, in a fork of a thread that wasn't the main one, it tells
+    the thread that was the main one before the fork.
     """
     ctypes.pythonapi.Py_AddPendingCall(ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p), None)
 
 
 class _Wait:
-    """The main thread's place when the signal came."""
+    """The call that the main thread was in when the signal came."""
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
@@ -178,7 +170,7 @@ class _Wait:
         self._instruction = self._frame.f_lasti if self._frame else -1
 
     def goes_on(self) -> bool:
-        """Whether the main thread sleeps, after a moment, in the call that it was in. Waits while it computes."""
+        """Return whether the main thread sleeps in that call after a moment. Waits while the thread computes."""
         time.sleep(_PATIENCE_S)
         while self.is_in_the_same_call():
             if _main_thread_sleeps():
@@ -187,7 +179,7 @@ class _Wait:
         return False
 
     def stays(self, patience_s: float) -> bool:
-        """Return whether the main thread is in the call that it was in for so long."""
+        """Return whether the main thread stays in that call for so long."""
         deadline_s = time.monotonic() + patience_s
         while self.is_in_the_same_call():
             if time.monotonic() > deadline_s:
@@ -196,9 +188,9 @@ class _Wait:
         return False
 
     def is_in_the_same_call(self) -> bool:
-        """Return whether the main thread is where it was."""
+        """Return whether the main thread is still in that call."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return False  # the user's own handler means something else by it, and is asked when the call has ended
+            return False  # the user's own handler decides, once the call has ended
         frame = self._current()
         return frame is self._frame and frame is not None and frame.f_lasti == self._instruction
 
@@ -207,12 +199,12 @@ class _Wait:
 
 
 def _main_thread_sleeps() -> bool:
-    with open("/proc/self/stat", "rb") as file:  # of a process, which is also that of its main thread
+    with open("/proc/self/stat", "rb") as file:  # a process's state is that of its main thread
         return file.read().rpartition(b") ")[2][:1] in (b"S", b"D")
 
 
 def _connections(store_port: int, *, is_of_store: bool) -> list[int]:
-    """Descriptors of this process: its connections as a client of the store, or those to other ranks."""
+    """Return the descriptors of this process's connections to the store, as its client, or to other ranks."""
     ends = _tcp_connections()
     inodes = {pair: inode for inode, pair in ends.items()}
     of_ranks = set() if is_of_store else {inode for pid in _other_ranks() for _, inode in _sockets(pid)}
@@ -231,7 +223,7 @@ def _connections(store_port: int, *, is_of_store: bool) -> list[int]:
 
 
 def _tcp_connections() -> dict[str, tuple[str, str]]:
-    """The local and the remote address of every established connection of this network, by the socket's inode."""
+    """Return the local and remote addresses of all established connections, by the socket's inode."""
     found = {}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/net/{name}") as file:
@@ -246,7 +238,7 @@ def _port(address: str) -> int:
 
 
 def _other_ranks() -> Iterator[int]:
-    """The processes with this one's parent."""
+    """Yield the processes that have the same parent as this one."""
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             parent = int(file.read().rpartition(b") ")[2].split()[1])
@@ -255,7 +247,7 @@ def _other_ranks() -> Iterator[int]:
 
 
 def _sockets(pid: int) -> Iterator[tuple[int, str]]:
-    """A process's descriptors of sockets, with their inodes."""
+    """Yield a process's descriptors of sockets, with their inodes."""
     with contextlib.suppress(OSError):  # it has just ended, or it is another user's
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -270,10 +262,10 @@ def _shut_down(descriptor: int) -> None:
 
 
 def _raise_promptly() -> None:
-    """Has KeyboardInterrupt raised where a wait ends, not somewhat later, in the middle of the user's ``finally``.
+    """Make torch's waits raise KeyboardInterrupt where they end, instead of later, in the user's ``finally``.
 
     Python raises it when the main thread next calls or loops in Python. Most of torch's functions do so when a
-    collective has failed; from these the error goes straight to the user's code.
+    collective has failed; from those that are wrapped here, the error would go straight to the user's code.
     """
     distributed = importlib.import_module("torch.distributed")
     for owner, names in (
@@ -291,11 +283,11 @@ def _prompt(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except RuntimeError:
-            _let_it_be_raised()
+            _check_signals()
             raise
 
     return call
 
 
-def _let_it_be_raised() -> None:
-    """Nothing: Python looks for signals when a function is called."""
+def _check_signals() -> None:
+    """Do nothing. Python checks for signals when a function is called."""

@@ -1,6 +1,6 @@
-"""What code from a notebook expects around it, in a rank: ``get_ipython()``, ``input()``, displays, bars.
+"""Stand-ins for what notebook code expects around it: ``get_ipython()``, ``input()``, displays, bars.
 
-Small stand-ins that need no kernel. Which line magics work is stated here once; the others are refused before a launch.
+They need no kernel. ``LINE_MAGICS`` has the line magics that work in a rank; a launch refuses all others.
 """
 
 from __future__ import annotations
@@ -13,35 +13,31 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel.launching.ranks import bars, displays, rich_bars
+from notebook_accel.launching.ranks import bars, displays
 
 __all__ = ["LINE_MAGICS", "RankShell", "install"]
 
 
 class RankShell:
-    """The ``get_ipython()`` of a rank: shell commands and a few line magics, nothing of a kernel.
-
-    Args:
-        namespace: The rank's ``__main__``.
-    """
+    """The ``get_ipython()`` of a rank, with shell commands and a few line magics."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.user_ns = namespace
 
     def system(self, command: str) -> None:
-        """``!command``: its output is the rank's output."""
+        """Run ``!command``. Its output is part of the rank's output."""
         sys.stdout.flush()
         self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
 
     def getoutput(self, command: str, split: bool = True) -> list[str] | str:
-        """``x = !command``: its output's lines."""
+        """Return the lines of a command's output, for ``x = !command``."""
         done = subprocess.run(
             ["/bin/sh", "-c", command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         return done.stdout.splitlines() if split else done.stdout
 
     def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
-        """``%name line``, for the names in ``LINE_MAGICS``."""
+        """Run ``%name line`` for a name in ``LINE_MAGICS``."""
         return LINE_MAGICS[name](self, line)
 
 
@@ -79,15 +75,14 @@ LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
 
 
 def install(namespace: dict[str, Any], rank: int) -> None:
-    """Puts the stand-ins where notebook code looks for them."""
+    """Put the stand-ins where notebook code looks for them."""
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
     builtins.input = _input
     sys.breakpointhook = _breakpoint
     builtins.display = displays.display  # type: ignore[attr-defined]
-    displays.adopt(rank)
-    bars.adopt()
-    rich_bars.adopt()
+    displays.install(rank)
+    bars.install()
 
 
 def _input(_prompt: object = "", /) -> str:

@@ -1,7 +1,7 @@
-"""NCCL's communicators of this process, given up so that what waits for other ranks in one of them ends.
+"""Aborting this process's NCCL communicators, so that waits for other ranks in them end.
 
-Only where torch's watchdog leaves failed collectives alone: otherwise it would end the process for them. torch's
-documentation of ``abort`` asks for that too.
+This works only where torch's watchdog ignores failed collectives: otherwise the watchdog would end the process. torch's
+documentation of ``abort`` requires that too.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from typing import Any
 __all__ = ["abort", "abort_soon", "can_abort", "let_ranks_survive"]
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# What torch 2.13 does when a collective has passed its deadline, and when a communicator hangs.
+# How torch 2.13 reacts when a collective has passed its deadline, and when a communicator hangs.
 _SURVIVAL = {
     _WATCHDOG: "0",  # the watchdog would end the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's own monitor, eight minutes later
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # which a timeout calls, and which stays in the store for the next group
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # started by a timeout; the request would stay in the store for the next group
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the watchdog sleeps four times this, and a group's end waits for it
 }
 
 
 def let_ranks_survive() -> None:
-    """Set the variables with which a collective that fails or passes its deadline doesn't end the process.
+    """Set variables so that a collective that fails or passes its deadline doesn't end the process.
 
-    Called before a process group is made. What the user has set stays.
+    Call it before a process group is made. Variables that the user has set stay.
     """
     for name, value in _SURVIVAL.items():
         os.environ.setdefault(name, value)
 
 
 def can_abort() -> bool:
-    """Return whether there are communicators, and it is of use to abort them."""
+    """Return whether there are communicators that can be aborted safely."""
     return os.environ.get(_WATCHDOG) == "0" and bool(_backends())
 
 
 def abort() -> None:
-    """Aborts them. Calls that wait for their collectives go on or raise; the groups can only be destroyed then."""
+    """Abort all communicators.
+
+    Calls that wait for their collectives return or raise. Afterwards the groups can only be destroyed.
+    """
     first, *_ = backends = _backends()
-    first._group_start()  # several at once wait for each other otherwise
+    first._group_start()  # otherwise several communicators wait for each other
     try:
         for backend in backends:
             with contextlib.suppress(RuntimeError):  # it has failed already
@@ -51,7 +54,7 @@ def abort() -> None:
 
 
 def abort_soon(patience_s: float) -> None:
-    """Abort them, if that is of use, in another thread, which is waited for this long: what a GPU waits for ends."""
+    """Abort all communicators in another thread, if that is safe, and wait at most so long for it."""
     if can_abort():
         thread = threading.Thread(target=abort, name="notebook-accel-abort", daemon=True)
         thread.start()
@@ -59,7 +62,7 @@ def abort_soon(patience_s: float) -> None:
 
 
 def _backends() -> list[Any]:
-    """Those of all process groups, the latest first."""
+    """Return the NCCL backends of all process groups, the latest first."""
     torch: Any = sys.modules.get("torch")
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     found: list[Any] = []

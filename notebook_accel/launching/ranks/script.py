@@ -1,6 +1,6 @@
-"""A script or a module as what a rank runs: the same as ``python script.py`` in it, arguments and all.
+"""A script or a module that ranks run as ``python script.py`` would, with its arguments.
 
-Python's own ``runpy`` would do it, but leaves frames of its own in every traceback.
+Python's own ``runpy`` would leave frames of its own in every traceback.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Script"]
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """What to run.
+    """A script or a module, with its arguments.
 
     Attributes:
         target: A file, or the name of a module.
-        arguments: What it finds in ``sys.argv`` after its own name.
+        arguments: The arguments in ``sys.argv`` after the script's own name.
         is_module: Whether the target is a module's name, as after ``python -m``.
     """
 
@@ -34,11 +34,11 @@ class Script:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The script's name in messages."""
         return self.target if self.is_module else os.path.basename(self.target)
 
     def check(self) -> None:
-        """Looks whether it is there, before anything is started for it.
+        """Check that the script exists, before any process is started.
 
         Raises:
             ConfigError: There is no such file or module.
@@ -47,7 +47,7 @@ class Script:
             sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and ranks get this process's path
             try:
                 is_there = importlib.util.find_spec(self.target) is not None
-            except ModuleNotFoundError:  # the package that it would be in
+            except ModuleNotFoundError:  # the package around the module is missing
                 is_there = False
             fix = "run it where `python -m` finds it, or give the path of a file, without -m"
         else:
@@ -59,7 +59,7 @@ class Script:
             )
 
     def run(self) -> None:
-        """Runs it in this process, as its ``__main__``."""
+        """Run the script in this process, as its ``__main__``."""
         main = types.ModuleType("__main__")
         if self.is_module:
             code, path = self._open_module(main)
@@ -71,13 +71,13 @@ class Script:
             sys.path.insert(0, os.path.dirname(path))
         main.__file__ = path
         sys.argv[:] = [path, *self.arguments]
-        # Workers of a DataLoader look for the script's classes in there, those started by spawn in its file.
+        # DataLoader workers look for the script's classes in __main__; spawned workers look in its file.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
         exec(code, main.__dict__)
 
     def _open_module(self, main: types.ModuleType) -> tuple[types.CodeType, str]:
         spec = importlib.util.find_spec(self.target)
-        if spec is not None and spec.submodule_search_locations is not None:  # a package, whose __main__ is meant
+        if spec is not None and spec.submodule_search_locations is not None:  # a package: run its __main__
             spec = importlib.util.find_spec(f"{self.target}.__main__")
         code = spec.loader.get_code(spec.name) if spec is not None and spec.loader is not None else None  # type: ignore[attr-defined]  # what finds source has it
         if spec is None or code is None:

@@ -1,7 +1,7 @@
-"""The store through which ranks find each other: on loopback only, and good for more than one process group.
+"""The store through which ranks find each other. It listens on loopback and serves several process groups in turn.
 
-Runs in a rank. torch's store has no authentication: whatever process of this machine connects to the port can read and
-change keys, though not make a rank run anything.
+It runs in a rank. torch's store has no authentication: any process of this machine that connects to the port can read
+and change keys, but can't make a rank run anything.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Any
 
 from notebook_accel.environment import RankPlace
 
-__all__ = ["VARIABLES", "join", "offered", "serve"]
+__all__ = ["VARIABLES", "join", "serve", "serving"]
 
-# torch's own protocol for a store that is there already, and the interface of the ranks of one machine.
+# torch's protocol for a store that is served already, and the interface between the ranks of one machine.
 VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
-
-_served: dict[int, Any] = {}  # a store serves for as long as it is referred to
+_stores: dict[int, Any] = {}  # a store serves for as long as it is referred to
 
 
 def serve(place: RankPlace, listening: int) -> Callable[[], None]:
-    """Serves the store on a socket that listens already, from the moment that somebody connects to it.
+    """Serve the store on a listening socket, once somebody connects to it.
 
-    Not before: to make it takes some milliseconds, in which the user's code can begin. Left to itself, torch's store
-    listens on every interface. The descriptor is the store's from now on.
+    Making the store takes some milliseconds, in which the user's code can begin. By itself torch's store would listen
+    on every interface. The store owns the descriptor from now on.
 
     Returns:
-        What ends it. Without that it serves as long as this process lives: other ranks may need it to their end.
+        A function that ends the store. Without a call it serves until this process ends, as long as other ranks may
+        need it.
     """
     waiting = select.poll()
     waiting.register(listening, select.POLLIN)
@@ -48,7 +48,7 @@ def serve(place: RankPlace, listening: int) -> Callable[[], None]:
     def serve_when_wanted() -> None:
         waiting.poll()
         if not has_ended.is_set():
-            _served[listening] = importlib.import_module("torch.distributed").TCPStore(
+            _stores[listening] = importlib.import_module("torch.distributed").TCPStore(
                 place.master_addr,
                 place.master_port,
                 is_master=True,
@@ -59,9 +59,9 @@ def serve(place: RankPlace, listening: int) -> Callable[[], None]:
     def end() -> None:
         has_ended.set()
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listening)) as sock:
-            sock.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
         thread.join()
-        if _served.pop(listening, None) is None:
+        if _stores.pop(listening, None) is None:
             os.close(listening)
 
     thread = threading.Thread(target=serve_when_wanted, name="notebook-accel-store", daemon=True)
@@ -70,18 +70,18 @@ def serve(place: RankPlace, listening: int) -> Callable[[], None]:
 
 
 def join() -> Callable[[], None]:
-    """Has ``init_process_group`` use the store that is served, under keys of their own for each group that is made.
+    """Make ``init_process_group`` use the served store, with a key prefix of its own for each group.
 
-    torch's protocol, which ``VARIABLES`` ask for, has every group use the same keys, so that a group made after one was
-    destroyed finds its predecessor's addresses and waits for ever; hence the prefix.
+    In torch's protocol for ``VARIABLES``, all groups share their keys. A group made after another was destroyed would
+    find the addresses of its predecessor and wait for ever.
 
     Returns:
-        What undoes it.
+        A function that undoes this.
     """
     distributed = importlib.import_module("torch.distributed")
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     from_environment = rendezvous._rendezvous_handlers["env"]
-    # Counted anew for each restart: ranks that are started again count from the beginning, and the others don't.
+    # Count anew for each restart: restarted ranks begin to count from 0, and those that went on must agree with them.
     groups: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
@@ -98,8 +98,8 @@ def join() -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def offered(place: RankPlace, listening: int) -> Iterator[None]:
-    """The store for the time of a ``with`` block, after which there is no default process group that it made."""
+def serving(place: RankPlace, listening: int) -> Iterator[None]:
+    """Serve the store within a ``with`` block. At its end, destroy the default process group that was made in it."""
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():  # as in some builds for macOS
         os.close(listening)

@@ -1,7 +1,7 @@
-"""A rank's standard output and error: one log that both are written to, as they are, line by line.
+"""A rank's standard output and error, which both go to one log, unchanged and line by line.
 
-Runs in a rank, and in the worker processes of one. The log is a file, so a write never waits for a reader; and it never
-fails: what a full disk can't take is lost, which is said, and the training goes on.
+This runs in a rank and in its worker processes. The log is a file, so a write never waits for a reader. A write to a
+full disk doesn't fail either: the output is lost, a message reports that, and the training goes on.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LogWriter", "adopt", "flush", "log_bytes", "take_over"]
+__all__ = ["LogWriter", "flush", "log_bytes", "redirect", "replace_streams"]
 
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
-def take_over(log: int) -> None:
-    """Makes ``log`` this process's standard output and error; Python's, C's and those of processes that it starts."""
+def redirect(log: int) -> None:
+    """Make ``log`` the standard output and error of this process and of those that it starts."""
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
-    adopt()
+    replace_streams()
 
 
-def adopt() -> None:
-    """Has Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
+def replace_streams() -> None:
+    """Make Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
     open_line = _OpenLine()
     sys.stdout, sys.stderr = _by_line(1, open_line), _by_line(2, open_line)
-    with contextlib.suppress(OSError, ValueError):  # a C library that calls it something else
+    with contextlib.suppress(OSError, ValueError):  # a C library with another name for it
         libc = ctypes.CDLL(None)
-        # By itself C keeps what isn't for a terminal until there is a page of it, and loses it if the rank is killed.
+        # By default C buffers a page of output that isn't for a terminal, and loses it if the rank is killed.
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
 
 
 def flush() -> None:
-    """Writes what is left in Python's and C's buffers."""
+    """Write what is left in Python's and C's buffers."""
     with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
@@ -54,7 +54,7 @@ def flush() -> None:
 
 
 def log_bytes() -> int:
-    """How much is in this process's log by now, with what Python still has."""
+    """Return the size of this process's log, after writing what Python still buffers."""
     with contextlib.suppress(ValueError, OSError):
         sys.stdout.flush()
         return os.fstat(1).st_size
@@ -70,19 +70,14 @@ def _by_line(descriptor: int, open_line: _OpenLine) -> TextIO:
 
 
 class _OpenLine:
-    """Which of two streams into one log has written a line without its end, if one has."""
+    """The stream, of two into one log, that has written a line without its end; ``None`` if neither has."""
 
     def __init__(self) -> None:
         self.writer: LogWriter | None = None
 
 
 class LogWriter(io.RawIOBase):
-    """Writes to a log that it shares with another stream, without cutting into that one's line, and never fails.
-
-    Args:
-        descriptor: Leads to the log; not closed here.
-        open_line: Shared by the streams of one log.
-    """
+    """A stream into a log that it shares with another one. It never cuts into the other's line, and never fails."""
 
     def __init__(self, descriptor: int, open_line: _OpenLine) -> None:
         self.name = f"<{'stdout' if descriptor == 1 else 'stderr'}>"

@@ -1,7 +1,4 @@
-"""One rank: from a fork of the template to the end of the user's code.
-
-Everything here runs in the forked process, before, around and after the user's code.
-"""
+"""One rank, from a fork of the template to the end of the user's code. All of this runs in the forked process."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ __all__ = ["Inherited", "Target", "call", "open_namespace", "openblas_counts", "
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
-# For libraries that compute with threads. The first is all of them's, if they have none of their own.
+# Variables of libraries that compute with threads. Those without a variable of their own read the first.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
@@ -48,10 +45,10 @@ NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
 @dataclasses.dataclass
 class Target:
-    """What the payload holds: the names that the code uses, and what is called with which arguments.
+    """The content of a payload: the notebook variables that the code uses, and the call.
 
     Attributes:
-        names: Names of the notebook and their values, for the rank's ``__main__``.
+        names: Notebook variables and their values, for the rank's ``__main__``.
         function: The function to call; ``None`` if the code is a cell.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -67,11 +64,9 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Inherited:
-    """What ranks run that are forks of the kernel: nothing was sent, since they have the kernel's objects themselves.
+    """The target of ranks that are forks of the kernel. They have the kernel's objects, so nothing is sent.
 
-    Attributes:
-        target: What they run.
-        by_value: The notebook's functions and classes, as which they come back.
+    Results refer to the notebook's functions and classes by their place in ``by_value``.
     """
 
     target: Target
@@ -79,21 +74,21 @@ class Inherited:
 
 
 def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
-    """Runs one rank and returns its exit status. ``descriptors`` are those of the order."""
+    """Run one rank and return its exit status. ``descriptors`` are those of the order."""
     payload, result, connection, log, dump, *listening = descriptors
-    streams.take_over(log)
+    streams.redirect(log)
     arm_stacks(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
-    os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold its line open
-    last, status = _run_to_the_end(spec, order, payload, result, listening, inherited)
+    os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
+    last, status = _run_user_code(spec, order, payload, result, listening, inherited)
     streams.flush()
     reporter.close()
     if status != 0:
-        reporter.say_memory()  # it may have failed for want of it
+        reporter.send_memory()  # a lack of memory may be the reason
     reporter.send(last)
     if status == 0:
         _wait_for_release(link)
@@ -101,23 +96,18 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     return status
 
 
-def _run_to_the_end(
-    spec: JobSpec,
-    order: messages.Fork,
-    payload: int,
-    result: int,
-    listening: list[int],
-    inherited: Inherited | None,
+def _run_user_code(
+    spec: JobSpec, order: messages.Fork, payload: int, result: int, listening: list[int], inherited: Inherited | None
 ) -> tuple[events.Event, int]:
-    """Everything that can raise; the rank's last word and its exit status."""
+    """Prepare and run the user's code. Return the rank's last event and its exit status."""
     place, by_value, rank_pid = order.place, list[Any](), os.getpid()
     try:
         interruption.watch(place.master_port)
-        _take_over_environment(spec, place, order.variables)
+        _set_environment(spec, place, order.variables)
         for descriptor in listening:  # rank 0 has one
             store.serve(place, descriptor)
         store.join()
-        interruption.allow()  # not before: threads that were started until now leave SIGINT to the main thread
+        interruption.allow()  # not before: threads started until now inherit the blocked SIGINT
         node = int(order.variables.get("GROUP_RANK", "0"))
         reporting.reporter().send(events.Started(pid=rank_pid, node=node))
         if inherited is None:
@@ -135,29 +125,29 @@ def _run_to_the_end(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        values, missing = _found(namespace, spec.pull if place.local_rank == 0 else ())
+        values, missing = _look_up(namespace, spec.pull if place.local_rank == 0 else ())
         result_bytes = _write_result(result, place.rank, {"": value, **values}, by_value, missing)
         finished = events.Finished(result_bytes=result_bytes)
-        interruption.note_only()
+        interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
-        error = interruption.settle(raised)
+        error = interruption.prefer_interrupt(raised)
         saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return finished, 0
 
 
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
-    """After a failure: what was to be pulled, as it is now, as a cell of the notebook itself would have left it."""
-    pulled, _ = _found(sys.modules["__main__"].__dict__, spec.pull)
+    """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
+    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
         return bool(pulled) and _write_result(result, rank, pulled, by_value) > 0
     return False
 
 
-def _found(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the names that are there, and for the others what to say."""
+def _look_up(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the names that exist, and an error text for each of the others."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name in names:
@@ -169,33 +159,33 @@ def _found(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, A
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
-    """Fills a ``__main__`` with what the notebook sent: the names, and the functions and classes that they use."""
+    """Fill a ``__main__`` with the notebook's variables, and the functions and classes that they use."""
     show_sources(spec.sources)
     opened = serialization.load(payload, namespace=namespace)
     namespace.update({name: obj for name, obj in opened.by_value if name is not None})
     namespace.update(opened.value.names)
     for name in opened.value.submodules:
-        with contextlib.suppress(ImportError):  # then the code says what it misses, where it misses it
+        with contextlib.suppress(ImportError):  # then the code fails where it needs the module
             importlib.import_module(name)
     return opened
 
 
 def show_sources(sources: Mapping[str, Source]) -> None:
-    """Makes tracebacks show the source of what is in no file."""
+    """Make tracebacks show the source of code that is in no file."""
     for filename, source in sources.items():
-        # Without a modification time the cache never looks for a file of that name.
+        # Without a modification time linecache never looks for a file of that name.
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
     code_places.name_files({filename: source.label for filename, source in sources.items()})
 
 
 def _reset_process() -> None:
-    """Undoes what is right for the template and wrong for a rank."""
+    """Undo the template's process settings that a rank must not have."""
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    faulthandler.enable(2, all_threads=False)  # a crash in native code says which line of Python has called it
+    faulthandler.enable(2, all_threads=False)  # shows the Python line of a crash in native code
     sys.argv = [""]
-    # Every fork of the template has its generators' state: without this, every launch would draw the same numbers.
+    # A fork has the state of the template's generators. Without new seeds every launch would draw the same numbers.
     random.seed()
     torch = sys.modules.get("torch")  # a kernel that forks need not have it
     if torch is not None:
@@ -205,13 +195,13 @@ def _reset_process() -> None:
         numpy.random.seed()
 
 
-def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
-    # Between nodes, whoever has named an interface knows better which one it is.
+def _set_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
+    # An interface that the user has named wins, for connections between nodes.
     named = {name: spec.environment[name] for name in _INTERFACES if name in variables and name in spec.environment}
     own = {**place.variables(), **store.VARIABLES, **variables, **named}
     everything = {"NCCL_SOCKET_IFNAME": "lo", **spec.environment, **own}
     environment.become(everything | environment.tasks_of_schedulers(everything))
-    if spec.working_directory:  # else the rank is on another machine than the kernel, where this one's folders are
+    if spec.working_directory:  # empty on another machine than the kernel's, which has other folders
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
     if _THREADS[0] not in os.environ:
@@ -219,11 +209,11 @@ def _take_over_environment(spec: JobSpec, place: RankPlace, variables: Mapping[s
 
 
 def _share_processors(ranks: int) -> None:
-    """Gives each of this machine's ranks its share of the threads that libraries compute with.
+    """Give each of this machine's ranks its share of the threads that libraries compute with.
 
-    torch and numpy read their variables when the template imported them, so they are told in other ways. The variables
-    are for what the rank imports itself, such as scipy, and for the programs that it starts. A rank that has the whole
-    machine has what a process without a launch has.
+    torch and numpy read their variables when the template imports them, so they are set in other ways. The variables
+    are for libraries that the rank imports itself, such as scipy, and for programs that it starts. A rank that has the
+    whole machine keeps the settings of a process without a launch.
     """
     each = max(1, host_memory.cores() // ranks)
     importlib.import_module("torch").set_num_threads(each)
@@ -238,41 +228,41 @@ def _share_processors(ranks: int) -> None:
 
 @functools.cache
 def openblas_counts() -> Sequence[ctypes.c_int]:
-    """Returns how many threads numpy's OpenBLAS computes with, as places to write to; called once in the template.
+    """Return the thread counts of numpy's OpenBLAS, as variables to write to. First called in the template.
 
-    OpenBLAS starts its threads in a fork when it first needs them. Its function for setting their number would start
-    all of them at once, and then use as many as it was told.
+    In a fork OpenBLAS starts its threads when it first needs them. Its function for setting their number would start
+    all of them at once.
     """
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
     counts = []
     for path in paths:
-        with contextlib.suppress(OSError, ValueError):  # another build of it, which has no such numbers
+        with contextlib.suppress(OSError, ValueError):  # a build without these variables
             library = ctypes.CDLL(path)
             counts += [ctypes.c_int.in_dll(library, name) for name in ("blas_num_threads", "blas_cpu_number")]
     return counts
 
 
 def _become_main(payload: int, rank: int) -> dict[str, Any]:
-    """The names of a new ``__main__``, as a notebook's code expects it.
+    """Make a new ``__main__`` as a notebook's code expects it, and return its names.
 
-    Its spec names a module that worker processes started by spawn or forkserver can run to have the same names: that is
-    how multiprocessing looks for them.
+    Its spec names a module that fills the ``__main__`` of worker processes that multiprocessing starts by spawn or
+    forkserver.
     """
     module = types.ModuleType("__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.ranks.worker_main", None)
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is what workers call theirs
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is the name in workers
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
     ipython_shims.install(module.__dict__, rank)
     return module.__dict__
 
 
 def _stay_main(rank: int) -> dict[str, Any]:
-    """The names of the ``__main__`` that the kernel had, in a fork of it."""
+    """Return the names of the kernel's ``__main__``, in a fork of the kernel."""
     namespace = sys.modules["__main__"].__dict__
     ipython_shims.install(namespace, rank)
-    namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # where IPython has put the kernel's
-    # Workers started in another way would look for the notebook's names in a payload, and there is none.
+    namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # instead of the kernel's
+    # Workers started in another way would look for the notebook's names in a payload, and a fork has none.
     multiprocessing = importlib.import_module("multiprocessing")
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("fork")
@@ -280,7 +270,7 @@ def _stay_main(rank: int) -> dict[str, Any]:
 
 
 def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
-    """Runs the user's code; what it returns, ``None`` if it ends with ``sys.exit()``."""
+    """Run the user's code and return its value; ``None`` if it ends with ``sys.exit()``."""
     try:
         if spec.cell is None:
             return target.function(*target.args, **target.kwargs)
@@ -293,7 +283,7 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
 
 
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
-    """Runs the cell at module level; the value of its last statement, if that is an expression."""
+    """Run the cell at module level. Return the value of its last statement if that is an expression, else ``None``."""
     tree = ast.parse(source, filename)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -318,9 +308,9 @@ def _write_result(
 
 
 def _wait_for_release(link: Connection) -> None:
-    """Until all ranks have finished: rank 0 serves the store, and whoever leaves early breaks the others' groups.
+    """Wait until all ranks have finished: rank 0 serves the store, and a rank that leaves breaks the others' groups.
 
-    It needs no deadline: the agent ends every run, and the template's end kills this rank.
+    No deadline is needed: the agent ends every run, and the template's end kills this rank.
     """
     with contextlib.suppress(ClosedError):
         while True:
@@ -328,11 +318,11 @@ def _wait_for_release(link: Connection) -> None:
 
 
 def _leave(*, is_waited_for: bool) -> None:
-    """What an interpreter's end does for the user's code, without taking torch apart, which takes long."""
-    with contextlib.suppress(KeyboardInterrupt):  # one that came before is no reason to leave this out
+    """Do what an interpreter's end does for the user's code, without the slow end of torch."""
+    with contextlib.suppress(KeyboardInterrupt):  # an earlier one must not skip this
         interruption.allow()
     if is_waited_for:
-        late = threading.Timer(_SILENT_EXIT_S, _say_what_keeps_this_rank)
+        late = threading.Timer(_SILENT_EXIT_S, _report_late_exit)
         late.daemon = True
         late.start()
     with contextlib.suppress(Exception, KeyboardInterrupt):
@@ -341,10 +331,10 @@ def _leave(*, is_waited_for: bool) -> None:
     streams.flush()
 
 
-def _say_what_keeps_this_rank() -> None:
+def _report_late_exit() -> None:
     main = threading.main_thread()
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    kept_by = f"its threads {', '.join(threads)}" if threads else "what was registered with atexit"
+    kept_by = f"its threads {', '.join(threads)}" if threads else "functions registered with atexit"
     text = f"[the function has returned; this rank waits at most a minute for {kept_by}. Interrupt to end it now.]\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # sys.stderr may be the user's by now

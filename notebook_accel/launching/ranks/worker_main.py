@@ -1,7 +1,7 @@
 """The ``__main__`` of a process that a rank's multiprocessing has started by spawn or forkserver.
 
-Run by multiprocessing under the name ``__mp_main__``: what stands in its namespace afterwards is what objects from the
-rank's ``__main__`` are looked up in. Imports, definitions and constants of the cell are run again; nothing else is.
+multiprocessing runs this under the name ``__mp_main__``, and looks up objects of the rank's ``__main__`` in the
+resulting namespace. Of a cell, only imports, definitions and constants run again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _fill(namespace: dict[str, object]) -> None:
         os.close(descriptor)
     if spec.cell is not None:
         for code in definitions(spec.cell, spec.cell_filename):
-            # One that needs a statement that is left out is missed only by code that uses it.
+            # A definition that needs a statement left out here fails; only code that uses it will miss it.
             with contextlib.suppress(Exception):
                 exec(code, namespace)
 
 
 if __name__ == "__mp_main__":
-    streams.adopt()
+    streams.replace_streams()
     _fill(globals())

@@ -177,7 +177,7 @@ def _leave_nothing_to_undo() -> None:
 def come_under(parent_pid: int) -> None:
     """Make this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interruption.hold_back()  # a rank inherits this, so that an interrupt isn't lost before it is set up
+    interruption.block()  # a rank inherits this, so that an interrupt isn't lost before it is set up
     end_with_parent(parent_pid)  # through the `finally` that kills the ranks
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from notebook_accel import reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, mime_bundles, nccl, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -42,7 +42,7 @@ def serve(folder: str, secret: bytes) -> None:
         folder: Folder of the session's socket.
         secret: Proof that this rank belongs to the session.
     """
-    interruption.note_only()
+    interruption.defer()
     nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
@@ -108,15 +108,15 @@ class _SessionRank:
         """Carry out a request. Interrupts that arrived since it was sent are raised in the user's code."""
         modes = _TorchModes()
         try:
-            interruption.forget(sent_s)
+            interruption.discard_deferred(sent_s)
             if is_interruptible:
                 interruption.allow()
             fields = act()
-            interruption.note_only()
+            interruption.defer()
         except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
             if os.getpid() != self._pid:
                 failure.end_fork(raised, self._spec)
-            error = interruption.settle(raised)
+            error = interruption.prefer_interrupt(raised)
             if isinstance(error, KeyboardInterrupt):
                 modes.restore()
             fields = self._failed(error)
@@ -168,7 +168,7 @@ class _SessionRank:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
-        with interruption.only_noted():  # all of it arrives, or nothing
+        with interruption.deferred():  # all of it arrives, or nothing
             self._show_sources(request.delivery.sources)
             call = self._tracker.take(request.delivery, message.descriptors[0])
             self._lacks_delivery = False
@@ -208,12 +208,12 @@ class _SessionRank:
         def show(event: events.Display) -> None:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
-        displays.lead_to(show)
+        displays.redirect(show)
         try:
             yield
             displays.end()
         finally:
-            displays.lead_to(None)
+            displays.redirect(None)
 
     def _pull(self, request: messages.Pull, _: Message) -> dict[str, Any]:
         for name in request.names:
@@ -306,6 +306,6 @@ class _TorchModes:
 
 def _bundle(value: Any) -> dict[str, str]:
     """Return a value's mime bundle, with long text cut off."""
-    data = mime_bundles.sendable(mime_bundles.bundle_of(value)[0])
+    data = displays.sendable(displays.bundle_of(value)[0])
     data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS)
     return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}

@@ -1,4 +1,4 @@
-"""What ranks display, and bars that are counted instead of drawn: from a kernel that nobody looks at."""
+"""Displays of ranks, and progress bars that are counted instead of drawn, in a kernel without a front end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[[str], kernels.Outcome]
 
 @pytest.fixture(scope="module")
 def notebook(notebook: kernels.Kernel) -> kernels.Kernel:
-    """With what the cells here use imported in the notebook already, where it is another thing than in a rank."""
+    """A notebook that has imported the names the cells here use. In a rank they are replaced."""
     imported = notebook.run(
         """
 import matplotlib.pyplot as plt
@@ -38,7 +38,7 @@ def bundles(outcome: kernels.Outcome) -> list[dict[str, Any]]:
 
 
 def width_px(bundle: dict[str, Any]) -> int:
-    """Of a PNG, which says it in its header."""
+    """Return a PNG's width from its header."""
     data = base64.b64decode(bundle["image/png"])
     assert data.startswith(b"\x89PNG")
     return int(struct.unpack(">I", data[16:20])[0])

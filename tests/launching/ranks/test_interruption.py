@@ -1,4 +1,4 @@
-"""KeyboardInterrupt in ranks: where it is raised, that it always is, and that it can leave them alive."""
+"""KeyboardInterrupt in ranks: it is always raised, in the right place, and ranks can survive it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_rank_that_waits_for_another_is_brought_out_of_it(
     processes.wait_until(lambda: both(tmp_path, "waits"), "both wait")
     job.interrupt()
     assert job.wait(60)
-    assert both(tmp_path, "finally") and both(tmp_path, "except")  # and its own connection was whole
+    assert both(tmp_path, "finally") and both(tmp_path, "except")  # and the rank's own connection stayed open
     assert [rank.failed and rank.failed.kind for rank in job.ranks] == 2 * ["KeyboardInterrupt"]
     ended = {rank: event.exit_code for rank, event in job.events() if isinstance(event, events.Ended)}
-    assert ended == {0: 1, 1: 1}  # by themselves, not by a stronger signal
+    assert ended == {0: 1, 1: 1}  # the ranks ended by themselves, without a stronger signal
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -73,7 +73,7 @@ def test_interrupt_that_comes_while_ranks_are_being_made_is_not_lost(launch: Lau
         assert job.wait(30)
         said = job.events()
         failed = {rank: event.kind for rank, event in said if isinstance(event, events.Failed)}
-        # It may come before the function has begun, and then the run has failed, or inside of it.
+        # The interrupt may come before the function begins, which fails the run, or inside the function.
         ends.append(job.results() if job.status == "succeeded" else list(failed.values()))
         assert set(ends[-1]) == {"KeyboardInterrupt"}
         assert [event for _, event in said if isinstance(event, events.Output)] == []  # no traceback of ours
@@ -83,7 +83,7 @@ def test_interrupt_that_comes_while_ranks_are_being_made_is_not_lost(launch: Lau
 def test_run_that_does_not_end_in_time_leaves_others_alone(
     launch: Launch, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose rank is in a call that the system can't end; here it is only not waited for."""
+    """The run stands for one whose rank is in a call that the system can't end: here nothing waits for it."""
     monkeypatch.setattr(foreground, "_INTERRUPT_DEADLINE_S", 0.0)
     other = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")

@@ -1,4 +1,4 @@
-"""A rank's standard streams: in order, whole lines, and no disk that is full ends a training."""
+"""A rank's standard streams keep order and whole lines, and a full disk doesn't end the training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 _SETUP = """
 import ctypes, os, sys
 from notebook_accel.launching.ranks import streams
-streams.take_over(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+streams.redirect(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
 libc = ctypes.CDLL(None)
 """
 
 
 def run(log: pathlib.Path | str, code: str, before: str = "") -> str:
-    """Runs code in a process whose streams are a log; what it says after all is on its old standard output."""
+    """Run code in a process whose streams go to a log, and return what it writes to its old standard output."""
     done = subprocess.run(
         [sys.executable, "-c", f"import os; said = os.fdopen(os.dup(1), 'w')\n{before}\n{_SETUP}\n{code}", str(log)],
         capture_output=True, text=True, timeout=60, check=False,
