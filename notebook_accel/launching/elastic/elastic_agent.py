@@ -20,8 +20,8 @@ import torch
 from torch.distributed.elastic.agent.server import api
 
 import notebook_accel
+from notebook_accel import environment
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import interfaces
 from notebook_accel.launching.elastic import nodes, rendezvous
 from notebook_accel.launching.elastic.exchange import Exchange, ForeignError
 from notebook_accel.launching.elastic.nodes import GoneError, Guarded, Nodes, Patience, Standing
@@ -173,7 +173,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         restarts = int(nodes.wait_for(store, nodes.GO, soon_s))
         self._remaining_restarts = max(spec.max_restarts - restarts, 0)
         if rank == 0:
-            here = interfaces.address_towards(meeting.host, meeting.port)
+            here = environment.address_towards(meeting.host, meeting.port)
             self._listening = _listening(meeting.host if meeting.backend == "static" else here, 0)
             self._master = self._listening.getsockname()[:2]
             store.set("master", f"{self._master[1]} {self._master[0]}".encode())
@@ -249,8 +249,8 @@ class ElasticAgent(api.SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         }
         if self._meeting is not None:
-            address = interfaces.address_towards(self._meeting.host, self._meeting.port)
-            if interface := interfaces.interface_of(address):
+            address = environment.address_towards(self._meeting.host, self._meeting.port)
+            if interface := environment.interface_of(address):
                 variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         return place, variables
 

@@ -17,7 +17,7 @@ import traceback
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
-from notebook_accel.launching import interfaces
+from notebook_accel import environment
 from notebook_accel.launching.elastic import rendezvous
 from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, LeaveError, Line
 from notebook_accel.launching.elastic.nodes import Patience
@@ -76,7 +76,7 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
         handler = rendezvous.Static(options, meeting, Patience(), line.say_that_it_waits)
     else:
         line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
-        handler = rendezvous.dynamic(options, meeting, interfaces.address_towards(meeting.host, meeting.port))
+        handler = rendezvous.dynamic(options, meeting, environment.address_towards(meeting.host, meeting.port))
     return api.WorkerSpec(
         role=_ROLE,
         local_world_size=order.world_size,

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunStoppedError,
 )
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.views.lines_view import LinesView
+from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching.elastic import restarted
 from tests.launching.elastic.test_restarts import below_template, runs

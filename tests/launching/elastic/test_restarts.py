@@ -29,7 +29,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.views.lines_view import LinesView
+from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching import functions
 from tests.launching.elastic import restarted, training
