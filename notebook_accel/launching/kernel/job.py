@@ -136,7 +136,7 @@ class Job:
         # As it is where nodes are numbered; where they aren't, the elastic process will tell.
         nodes = int(config.num_nodes.partition(":")[0])
         self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
-        self._failures = failures.Failures(config.start_method, spec.unsent, by_value)
+        self._failures = failures.RunErrors(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._restarts_by_node: int | None = None

@@ -161,7 +161,7 @@ def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
     processes.wait_until(lambda: all(info.pid for info in job.ranks), "the ranks have said who they are")
     os.kill(elastic_process(job).pid, number)
     if number == signal.SIGKILL:
-        with pytest.raises(SupervisorLostError, match="decides about this run's restarts has died"):
+        with pytest.raises(SupervisorLostError, match="manages this run's restarts has died"):
             job.results(timeout_s=60)
     else:
         pid = job.ranks[0].pid

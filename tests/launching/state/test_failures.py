@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.state import failures
-from notebook_accel.launching.state.failures import Failures, in_a_line
+from notebook_accel.launching.state.failures import RunErrors, in_a_line
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol.events import Ended, Failed, Finished, Memory, MemoryShortage, Output, Restarting
 
@@ -23,7 +23,7 @@ Extension modules: torch._C (total: 1)"""
 
 
 def failure(state: RunState) -> RankFailedError:
-    error = Failures("spawn").first(state)
+    error = RunErrors("spawn").first(state)
     assert error is not None
     return error
 
@@ -84,7 +84,7 @@ def test_crash_alone_has_no_last_output() -> None:
 @pytest.mark.parametrize(
     ("end", "start_method", "expected"),
     [
-        (Ended(signal=signal.SIGKILL), "spawn", "Nothing of notebook-accel sent it."),
+        (Ended(signal=signal.SIGKILL), "spawn", "notebook-accel didn't send the signal."),
         (
             Ended(signal=signal.SIGKILL, shortage=_SHORTAGE, peak_bytes=2**33),
             "spawn",
@@ -100,7 +100,7 @@ def test_crash_alone_has_no_last_output() -> None:
         (
             Ended(signal=signal.SIGSEGV, peak_bytes=2**33),
             "fork",
-            "a model for itself: this rank had used up to 8.0 GiB, and there are 8 of them. if the function",
+            "a model for itself: this rank had used up to 8.0 GiB, and there are 8 ranks. if the function",
         ),
         (
             Ended(signal=signal.SIGSEGV, shortage=_SHORTAGE, peak_bytes=2**33),
