@@ -160,13 +160,9 @@ def prepared_run(
         memory_files.make_unwritable(payload)
         nodes = int(request.config.num_nodes) if request.config.all_nodes else 1
         files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(nodes * spec.world_size)]
-        job = Job.from_request(
-            request,
-            spec,
-            by_value=pickled.by_value,
-            result_files=files,
-            log_folder=logs.make_folder(request.config.log_dir, spec.name),
-        )
+        folder = logs.make_folder(request.config.log_dir, spec.name)
+        request = dataclasses.replace(request, spec=spec)
+        job = Job(request, by_value=pickled.by_value, result_files=files, log_folder=folder)
         try:
             yield PreparedRun(job, payload, files)
         except BaseException:

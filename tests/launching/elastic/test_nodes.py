@@ -297,7 +297,7 @@ def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib
     results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
     assert sorted(results) == [(rank, 4, 0) for rank in range(4)]
     assert first.restarts == second.restarts == ()
-    assert "[all ranks are started again: the nodes are others now, with 4 ranks in all]" in shown(first)
+    assert "[all ranks are started again: the nodes have changed, with 4 ranks in all]" in shown(first)
     assert {first.first_rank, second.first_rank} == {0, 2}
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel import foreground
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.views import view
 from notebook_accel.protocol import events
@@ -25,10 +27,8 @@ from tests import processes
 
 def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
-    config = LaunchConfig().replace(**options)
-    return Job(
-        "1", spec, config, devices="2 CPUs", is_background=False, by_value=(), result_files=(), log_folder=log_folder
-    )
+    request = LaunchRequest(Target({}), {}, spec, LaunchConfig().replace(**options), "2 CPUs")
+    return Job(request, log_folder=log_folder)
 
 
 @pytest.fixture
