@@ -13,7 +13,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from typing import overload
 
 from notebook_accel import code_places
 from notebook_accel.launching.spec import Source
@@ -99,7 +98,7 @@ class RankStack:
         if self.condition != "said":
             return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
         where = f" is in {self.waits_in}" if self.waits_in else ""
-        mine = [_user_text(frame) for frame in self.frames if frame.is_user]
+        mine = [f"  {frame}" + (f":  {frame.source}" if frame.source else "") for frame in self.frames if frame.is_user]
         if not mine and self.frames and self.frames[0].file.startswith(code_places.OURS):
             return f"{who} runs none of your code just now"
         below = self.frames[: next((n for n, frame in enumerate(self.frames) if frame.is_user), len(self.frames))]
@@ -116,24 +115,13 @@ class RankStack:
         return "\n".join(lines)
 
 
-class Stacks(Sequence[RankStack]):
+class Stacks(tuple[RankStack, ...]):
     """The stacks of all ranks, shown as text; ``stacks[0]`` is rank 0's."""
 
-    def __init__(self, stacks: Sequence[RankStack]) -> None:
-        self._stacks = tuple(stacks)
-
-    @overload
-    def __getitem__(self, rank: int) -> RankStack: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[RankStack, ...]: ...
-    def __getitem__(self, rank: int | slice) -> RankStack | tuple[RankStack, ...]:
-        return self._stacks[rank]
-
-    def __len__(self) -> int:
-        return len(self._stacks)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self._stacks))
+        return "\n".join(map(str, self))
 
 
 class StackRequest:
@@ -222,10 +210,6 @@ def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
 def _is_ours(thread: Sequence[Frame]) -> bool:
     has_ours = any(frame.file.startswith(code_places.OURS) for frame in thread)
     return has_ours and not any(frame.is_user for frame in thread)
-
-
-def _user_text(frame: Frame) -> str:
-    return f"  {frame}" + (f":  {frame.source}" if frame.source else "")
 
 
 def _short(frame: Frame) -> str:

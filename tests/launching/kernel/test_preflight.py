@@ -109,7 +109,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         host_memory, "available_bytes", lambda: 100 << 20
     )  # the machine's own can't be used up in a test
     [finding] = preflight.check(LaunchConfig(num_processes=2, use_cpu=True))
-    assert finding.what == "There is too little memory for 2 processes: 100 MiB can still be had."
+    assert finding.what == "There is too little memory for 2 processes: 100 MiB are available."
     assert preflight.check(LaunchConfig(num_processes=1, use_cpu=True)) == ()
 
 
