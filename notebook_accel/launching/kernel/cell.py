@@ -22,16 +22,7 @@ __all__ = ["OF_IPYTHON", "Cell", "parse", "reads"]
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
-_OF_THE_MODULE = {
-    "__name__",
-    "__doc__",
-    "__file__",
-    "__spec__",
-    "__loader__",
-    "__package__",
-    "__builtins__",
-    "__main__",
-}
+_OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +105,7 @@ def parse(source: str, label: str) -> Cell:
     return Cell(
         source=source,
         label=label,
-        uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_THE_MODULE),
+        uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
         assigns=_assigned_names(tree, label),
     )

@@ -1,8 +1,8 @@
 """Drafts of a configuration file, for the form, the terminal's questions and ``write_basic_config``.
 
-A draft starts from an existing file (ours or Accelerate's) or from the machine. It takes values one by one, checks them,
-shows the resulting file, and writes it. An existing file is replaced only on request. Nothing here initialises CUDA or
-imports torch.
+A draft starts from an existing file (ours or Accelerate's) or from the machine. It takes values one by one, checks
+them, shows the resulting file, and writes it. An existing file is replaced only on request. Nothing here initialises
+CUDA or imports torch.
 """
 
 from __future__ import annotations
@@ -169,11 +169,8 @@ class Draft:
         names = {option.name for option in config.fields()}
         kept = {key: value for key, value in self._before.items() if key not in names}
         content = {key: value for key, value in kept.items() if config_file.is_harmless(key, value)}
-        content |= {
-            "compute_environment": "LOCAL_MACHINE",
-            "debug": False,
-            "distributed_type": self._distributed_type(launch),
-        }
+        content |= {"compute_environment": "LOCAL_MACHINE", "debug": False}
+        content["distributed_type"] = self._distributed_type(launch)
         for option in config.fields():
             value = getattr(launch, option.name)
             if value != option.default or (option.name in BASIC and value is not None):
