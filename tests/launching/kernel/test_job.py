@@ -75,7 +75,7 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     write_result(job, 0, Unmakable())
     write_result(job, 1, 1)
     job.end("")
-    with pytest.raises(PayloadError, match="can't be made again here: ValueError: invalid literal") as raised:
+    with pytest.raises(PayloadError, match="can't be unpickled here: ValueError: invalid literal") as raised:
         job.results()
     assert isinstance(raised.value.__cause__, ValueError)
     job._files.close()  # which goes with the job otherwise
