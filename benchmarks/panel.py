@@ -52,7 +52,9 @@ import time
 from kernel_ext.panel import PanelView
 from notebook_accel.protocol import events
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 
 def resident_mib():
@@ -60,7 +62,7 @@ def resident_mib():
         return int(file.read().split()[1]) * 4096 / 2**20
 
 spec = JobSpec(name="day", world_size={ranks}, environment={{}}, working_directory="", sys_path=[])
-job = Job("1", spec, LaunchConfig(), devices="", is_background=True, by_value=(), result_files=())
+job = Job(LaunchRequest(Target({{}}), {{}}, spec, LaunchConfig(), ""))
 view = PanelView(job)
 sizes = []
 for second in range(0, 86_400, {every_s}):

@@ -1,4 +1,4 @@
-"""Environment variables of ranks, and a rank's place in the run as they state it.
+"""Environment variables of ranks, a rank's place in the run as they state it, and this machine's network addresses.
 
 The names are torchrun's (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that code
 that reads them works inside a rank.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -22,12 +25,16 @@ __all__ = [
     "OVERSUBSCRIBE",
     "USE_CPU",
     "RankPlace",
+    "address_towards",
     "become",
+    "follows_accelerate",
     "import_path",
     "import_time_variables",
+    "interface_of",
     "is_debugging",
     "is_false",
     "is_true",
+    "own_addresses",
     "patched",
     "sendable",
     "tasks_of_schedulers",
@@ -232,3 +239,39 @@ def _apply(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the way to another one; loopback if there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(address)
+            return str(sock.getsockname()[0])
+    return "127.0.0.1"
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address, such as ``eth0``; empty if none is known."""
+    if address.startswith("127.") or address == "::1":
+        return "lo"
+    return next((name for name, its in _addresses() if its == address), "")
+
+
+def own_addresses() -> list[str]:
+    """Return this machine's addresses, loopback last."""
+    return [address for _, address in sorted(_addresses(), key=lambda pair: pair[0] == "lo")] or ["127.0.0.1"]
+
+
+def _addresses() -> list[tuple[str, str]]:
+    fcntl = importlib.import_module("fcntl")  # not above: this module can be imported outside of Linux too
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -86,3 +87,23 @@ def test_become_leaves_exactly_these_variables() -> None:
     finally:
         environment.become(before)
     assert dict(os.environ) == before
+
+
+def test_loopback_leads_to_this_machine() -> None:
+    for host in ("127.0.0.1", "127.0.0.2", "localhost"):
+        address = environment.address_towards(host, 29500)
+        assert environment.interface_of(address) == "lo"
+
+
+def test_each_address_has_its_interface_and_loopback_comes_last() -> None:
+    *others, last = environment.own_addresses()
+    assert last == "127.0.0.1"
+    names = {name for _, name in socket.if_nameindex()}
+    for address in others:
+        assert environment.interface_of(address) in names - {"lo"}
+        assert environment.address_towards(address, 29500) == address
+
+
+def test_where_no_way_leads_there_is_no_interface() -> None:
+    assert environment.interface_of("203.0.113.7") == ""
+    assert environment.address_towards("no-such-host.invalid", 29500) == "127.0.0.1"

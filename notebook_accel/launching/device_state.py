@@ -1,7 +1,6 @@
-"""What this process has done to its devices before a launch. Nothing is imported to find out.
+"""The state of CUDA and XLA in this process before a launch. Nothing is imported to find out.
 
-Where CUDA or XLA was initialised can't be found out afterwards. Whoever watches the cells, as the extension does, notes
-it.
+Nothing tells afterwards where CUDA or XLA was initialised, so the extension, which watches the cells, notes it here.
 """
 
 from __future__ import annotations
@@ -37,38 +36,38 @@ _xla_origin = ""
 
 
 def note_cuda_origin(where: str) -> None:
-    """Notes where CUDA was initialised, such as ``In[3], line 2``. The first note stays, if it says the line."""
+    """Note where CUDA was initialised, such as ``In[3], line 2``. The first note with a line stays."""
     global _cuda_origin
     if "line" not in _cuda_origin:
         _cuda_origin = where
 
 
 def is_cuda_initialized() -> bool:
-    """Return whether torch has, in this process."""
+    """Return whether torch has initialised CUDA in this process."""
     torch: Any = sys.modules.get("torch")
     return bool(torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized())
 
 
 def forks_lose_cuda() -> bool:
-    """Return whether there are GPUs that a fork of this process can't use, as a fork says that is made to find out.
+    """Return whether there are GPUs that a fork of this process can't use. A fork is made to find out.
 
-    ``torch.cuda.is_available()`` is enough for that: it wakes the driver, while ``torch.cuda.is_initialized()`` stays
+    Even ``torch.cuda.is_available()`` has that effect: it wakes the driver, while ``torch.cuda.is_initialized()`` stays
     false. Where torch isn't imported, or has no CUDA, nothing is forked.
     """
     torch: Any = sys.modules.get("torch")
     is_in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
-    # A CUDA build of torch says so on a machine without a GPU, too, where forks have nothing to lose. The count does no
-    # harm: the driver is awake already.
+    # A CUDA build of torch answers yes on a machine without a GPU too, where forks have nothing to lose. Counting GPUs
+    # does no harm, since the driver is awake already.
     return is_in_bad_fork is not None and _is_true_in_a_fork(is_in_bad_fork) and torch.cuda.device_count() > 0
 
 
 def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
-    """Return a fork's answer; ``False`` if there is none in time, for a reason that the launch will say better."""
+    """Return a fork's answer, ``False`` if there is none in time. The launch will report the reason better."""
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as answer:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: this fork takes no lock
+                warnings.simplefilter("ignore", DeprecationWarning)  # about threads: this fork takes no lock
                 pid = os.fork()
         except OSError:  # no more processes
             os.close(write_end)
@@ -83,19 +82,19 @@ def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
             ready, _, _ = select.select([answer], [], [], _PROBE_DEADLINE_S)
             return bool(ready) and answer.read(1) == b"1"
         finally:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # somebody waits for whatever ends
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by another part
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
 def note_xla_origin(where: str) -> None:
-    """Notes where XLA was initialised, such as ``In[3]``."""
+    """Note where XLA was initialised, such as ``In[3]``."""
     global _xla_origin
     _xla_origin = where
 
 
 def is_xla_initialized() -> bool:
-    """Return whether this process has made XLA's runtime: torch_xla's, which says so itself, or jax's."""
+    """Return whether this process has initialised the XLA runtime of torch_xla or jax."""
     torch_xla = sys.modules.get("_XLAC") or sys.modules.get("torch_xla._XLAC")
     if torch_xla is not None and getattr(torch_xla, "_xla_runtime_is_initialized", lambda: False)():
         return True
@@ -103,19 +102,19 @@ def is_xla_initialized() -> bool:
 
 
 def xla_in_use() -> Finding | None:
-    """XLA is initialised, and where that was done."""
+    """Return a finding if XLA is initialised, with the place where that happened."""
     if not is_xla_initialized():
         return None
     since = f" since {_xla_origin}" if _xla_origin else ""
     return Finding(
         f"XLA is initialised in this kernel{since}: something has used an XLA device or asked for one.",
-        "The kernel holds the TPU then. A fork would share its connection, which ends both; no other process gets one.",
+        "The kernel holds the TPU then. A fork would share and break the connection; other processes get none.",
         "restart the kernel, and call torch_xla's functions only inside the cell or function",
     )
 
 
 def cuda_in_use(*, is_allowed: bool) -> Finding | None:
-    """CUDA is initialised: where that was done, and what it holds."""
+    """Return a finding if CUDA is initialised, with the place where that happened and the memory that it holds."""
     if not is_cuda_initialized():
         return None
     torch: Any = sys.modules["torch"]
@@ -123,8 +122,8 @@ def cuda_in_use(*, is_allowed: bool) -> Finding | None:
     shown = [f"{mib:,.0f} MiB on GPU {index}" for index, mib in held.items() if mib] or ["no tensors"]
     since = f" since {_cuda_origin}" if _cuda_origin else ""
     return Finding(
-        f"CUDA is in use in this kernel{since}. It holds {', '.join(shown)}, and what the driver needs.",
-        "What the kernel holds, the ranks can't have.",
+        f"CUDA is in use in this kernel{since}. It holds {', '.join(shown)}, and the driver's own memory.",
+        "The ranks can't use memory that the kernel holds.",
         "restart the kernel, and make tensors on the GPU only inside the cell or function; "
         "or --allow_initialized_cuda (allow_initialized_cuda=True) to go on: ranks start clean",
         refuses=not is_allowed,
@@ -132,7 +131,7 @@ def cuda_in_use(*, is_allowed: bool) -> Finding | None:
 
 
 def captured_on_gpu(captured: Mapping[str, Any]) -> Finding | None:
-    """Something that the ranks are to have is on a GPU."""
+    """Return a finding if objects that the ranks need are on a GPU."""
     if not is_cuda_initialized():
         return None
     names = [label for label, value in captured.items() if _is_on_gpu(value)]
@@ -140,7 +139,7 @@ def captured_on_gpu(captured: Mapping[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"On the GPU, in this kernel's memory: {', '.join(names)}.",
-        "The ranks are to have it, and one process's GPU memory can't be sent to another.",
+        "The ranks need it, and GPU memory can't be sent from one process to another.",
         "move it first, with .cpu(), or make it inside the cell or function",
     )
 

@@ -1,7 +1,7 @@
-"""Where the ranks' log files are, and reading them.
+"""The ranks' log files: their places, and reading them.
 
-A run has a folder of its own with one file a rank. By default it is in the system's folder for temporary files, which
-is local and fast wherever the user's home is.
+Each run has a folder with one file for each rank. By default it is in the system's folder for temporary files, which
+is local and fast even where the user's home isn't.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _BLOCK_BYTES = 1 << 16
 
 
 def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
-    """Makes a run's folder, which only this user can look into.
+    """Make a run's folder, which only this user can open.
 
     Args:
         log_dir: The option of that name; empty for the temporary folder.
         name: The run's name.
 
     Returns:
-        The folder; ``None`` if there is no room for temporary files, without which a run can do.
+        The folder; ``None`` if there is no room for temporary files, since a run works without logs.
 
     Raises:
-        ConfigError: It can't be made in ``log_dir``.
+        ConfigError: The folder can't be made in ``log_dir``.
     """
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # whose run it is: see ``log_keeping``
+    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # ``log_keeping`` reads the process id
     if not log_dir:
         with contextlib.suppress(OSError):
             return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
@@ -53,7 +53,11 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
 
 
 def root() -> pathlib.Path:
-    """The folder of this user's runs among everybody's temporary files. A name that somebody else has taken is left."""
+    """Return the folder of this user's runs in the temporary folder.
+
+    Raises:
+        OSError: Another user owns the folder of that name, or can open it.
+    """
     folder = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -64,19 +68,19 @@ def root() -> pathlib.Path:
 
 
 def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
-    """A rank's log in its run's folder."""
+    """Return the path of a rank's log in its run's folder."""
     return pathlib.Path(folder, f"rank_{rank}.log")
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:
-    """A log's text, as the rank wrote it.
+    """Return a log's text, as the rank wrote it.
 
     Args:
         path: The log.
-        tail: How many of its last lines; ``None`` for all.
+        tail: Number of last lines; ``None`` for all.
 
     Raises:
-        NotebookAccelError: It is no longer there.
+        NotebookAccelError: The log can't be read.
     """
     try:
         with path.open("rb") as file:
@@ -84,7 +88,7 @@ def read(path: pathlib.Path, tail: int | None = None) -> str:
     except OSError as error:
         raise NotebookAccelError(
             f"The log {path} can't be read: {error.strerror}.",
-            why=f"Temporary logs are kept for {KEPT_RUNS} runs of a notebook, or until something empties the folder.",
+            why=f"Temporary logs are kept for {KEPT_RUNS} runs of a notebook, or until the folder is emptied.",
             fix="give log_dir a folder of your own in the next run: logs there stay",
         ) from None
     return data.decode(errors="replace")
@@ -96,7 +100,7 @@ def _last_lines(descriptor: int, count: int) -> bytes:
     while True:
         start = max(size - step, 0)
         lines = os.pread(descriptor, size - start, start).split(b"\n")
-        is_ended = lines[-1] == b""  # the last line has its end, so that this is no line
-        if start == 0 or len(lines) - is_ended > count:  # the first one may not be whole
+        is_ended = lines[-1] == b""  # the text ends with a newline, and the rest after it is no line
+        if start == 0 or len(lines) - is_ended > count:  # the first one may be cut off
             return b"\n".join(lines[-count - is_ended :]) if count > 0 else b""
         step *= 4

@@ -1,9 +1,8 @@
 """The ranks' results: the memory files in which ranks write them, and the notebook's side, which reads them.
 
-Each object is sealed and opened by itself, so that one that fails loses none of the others: what it has to itself is a
-pickle of its own. What several objects have in common, such as a model and its optimizer the parameters, is pickled
-once for exactly those, and they refer to it. So what belongs together in the rank still does in the notebook, and an
-object fails only by a part that it has itself.
+Each object has a pickle of its own, so that one that fails loses none of the others. A part that several objects share,
+such as the parameters of a model and its optimizer, is pickled once, and their pickles refer to it. So objects that
+share parts in the rank share them in the notebook too, and an object fails only if one of its own parts does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["ResultFile", "ResultFiles", "Results", "result_error", "write_result
 
 
 class Results(Sequence[Any]):
-    """The values that the ranks returned, one for each: ``results[0]`` is rank 0's."""
+    """The values that the ranks returned; ``results[0]`` is rank 0's."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list(values)
@@ -50,7 +49,7 @@ class Results(Sequence[Any]):
             return self._values == other._values
         return self._values == other if isinstance(other, list) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # it holds whatever ranks return, like a list
+    __hash__ = None  # type: ignore[assignment]  # like a list, it may hold unhashable values
 
     def __repr__(self) -> str:
         return repr(self._values)
@@ -59,14 +58,14 @@ class Results(Sequence[Any]):
 _Keys = tuple[str, ...]
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _PickleEntry(msgspec.Struct, frozen=True):
     """One pickle of a file.
 
     Attributes:
-        keys: Names of the objects that need it. Of one, it is that object; of several, the list of what exactly those
-            have in common.
+        keys: Names of the objects that need it. With one name it holds that object; with several, the list of the parts
+            that exactly those objects share.
         pickle_bytes: Its length. The pickles follow each other.
-        buffers: Numbers of the file's buffers that it uses, in order.
+        buffers: Indices of the file's buffers that it uses, in order.
     """
 
     keys: _Keys
@@ -86,7 +85,7 @@ class _Refused(msgspec.Struct, frozen=True):
 class _Index(msgspec.Struct, frozen=True):
     """The head of a file."""
 
-    parts: list[_Part]
+    entries: list[_PickleEntry]
     refused: dict[str, _Refused]
 
 
@@ -109,32 +108,32 @@ def write_result_file(
     origins: serialization.Origins = (),
     missing: Mapping[str, str] | None = None,
 ) -> int:
-    """Write objects into a memory file. The file says why an object that can't be pickled is missing.
+    """Write objects into a memory file; for one that can't be pickled, the reason.
 
     Args:
-        descriptor: The file. What it held is overwritten.
+        descriptor: The file. Its content is overwritten.
         values: The objects by name; the empty name is for what the rank's code has returned.
         rank: The rank's number, for messages.
-        advice: An error's advice instead of sending an object.
-        origins: As for ``serialization.pickle_by_value``.
-        missing: Further names, each with the reason why there is nothing under it.
+        advice: Advice in errors about what to send instead.
+        origins: The same as for ``serialization.pickle_by_value``.
+        missing: Further names, each with the reason why it has no object.
 
     Returns:
         The file's length in bytes.
 
     Raises:
-        PayloadError: There isn't even the memory to write down that nothing is in the file.
+        PayloadError: There isn't even the memory for a file without objects.
     """
     refused = {key: _Refused(why, _label(key, rank)) for key, why in (missing or {}).items()}
     roots = {key: (_label(key, rank), obj) for key, obj in values.items()}
     while True:
         pickling = _Pickling(roots, origins, advice)
-        parts, pickled = pickling.all_parts()
+        entries, pickled = pickling.all_entries()
         refused |= pickling.refused
         os.ftruncate(descriptor, 0)
         try:
-            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(parts, refused)))
-        except PayloadError as error:  # too large: without the largest there may be room for the others
+            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(entries, refused)))
+        except PayloadError as error:  # too large: without the largest object the others may fit
             sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in refused}
             if not sizes_bytes:
                 raise
@@ -148,7 +147,7 @@ def _refused(error: PayloadError, label: str) -> _Refused:
 
 
 class _Pickling:
-    """Pickles objects, each with its label, and what they have in common.
+    """Pickles objects, each with its label, and the parts that they share.
 
     Attributes:
         refused: The objects that can't be pickled.
@@ -161,7 +160,7 @@ class _Pickling:
         has_several = sum(obj is not None for _, obj in roots.values()) > 1
         self._shared = SharedPickling(device_tensors_to_cpu=True, keeps_memo=has_several)
         self.refused: dict[str, _Refused] = {}
-        self._alone: dict[str, Pickled] = {}  # kept: what they have met must keep its id
+        self._alone: dict[str, Pickled] = {}  # kept, so that the ids of the pickled parts stay valid
         for key, (label, obj) in roots.items():
             try:
                 self._alone[key] = self._pickled(label, obj)
@@ -178,9 +177,9 @@ class _Pickling:
             advice=self._advice,
         )
 
-    def all_parts(self) -> tuple[list[_Part], Pickled]:
-        """Return the file's index and all pickles as one. Pickles that others refer to come first."""
-        common = _in_common(self._alone)
+    def all_entries(self) -> tuple[list[_PickleEntry], Pickled]:
+        """Return the index's entries, and all pickles as one. Pickles that others refer to come first."""
+        common = _shared_parts(self._alone)
         links = {id(obj): (keys, place) for keys, objs in common.items() for place, obj in enumerate(objs)}
         pickles: dict[_Keys, Pickled] = {}
         self._shared.keeps_memo = False
@@ -192,41 +191,41 @@ class _Pickling:
             label, obj = self._roots[keys[0]]
             try:
                 pickles[keys] = self._pickled(label, common[keys] if len(keys) > 1 else obj)
-            except PayloadError as error:  # although it could be pickled just before
+            except PayloadError as error:  # it may fail now although it was pickled before
                 self.refused |= {key: _refused(error, self._roots[key][0]) for key in keys}
         buffers = list({id(buffer): buffer for pickled in pickles.values() for buffer in pickled.buffers}.values())
         numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
-        parts = [
-            _Part(keys, len(pickled.data), tuple(numbers[id(buffer)] for buffer in pickled.buffers))
+        entries = [
+            _PickleEntry(keys, len(pickled.data), tuple(numbers[id(buffer)] for buffer in pickled.buffers))
             for keys, pickled in pickles.items()
         ]
         datas = [pickled.data for pickled in pickles.values()]
         data = datas[0] if len(datas) == 1 else memoryview(b"".join(datas))
         sizes = {label: size for pickled in self._alone.values() for label, size in pickled.sizes_bytes.items()}
-        return parts, Pickled(data, tuple(buffers), (), sizes)
+        return entries, Pickled(data, tuple(buffers), (), sizes)
 
 
-def _in_common(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
-    """Return the objects that several pickles have met, by exactly those pickles.
+def _shared_parts(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
+    """Return the parts that several pickles have, by the keys of exactly those pickles.
 
-    Whatever such an object refers to has been met by at least the same ones. So these lists refer to each other in one
+    A pickle that has a part also has everything that the part refers to. So these lists refer to each other in one
     direction only: from fewer pickles to more.
     """
-    met: dict[int, tuple[Any, list[str]]] = {}
+    found: dict[int, tuple[Any, list[str]]] = {}
     for key, pickled in alone.items():
         by_value = {id(obj) for obj in pickled.by_value}
         for obj in pickled.memoized:
             if _has_identity(obj, by_value):
-                met.setdefault(id(obj), (obj, []))[1].append(key)
+                found.setdefault(id(obj), (obj, []))[1].append(key)
     common: dict[_Keys, list[Any]] = {}
-    for obj, keys in met.values():
+    for obj, keys in found.values():
         if len(keys) > 1:
             common.setdefault(tuple(keys), []).append(obj)
     return common
 
 
 def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
-    """Return whether it matters if one object becomes two: it is no constant, and doesn't travel as a name."""
+    """Return whether it matters if the object becomes two: it is no constant, and isn't sent as a name."""
     if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
         return id(obj) in by_value
     if isinstance(obj, pickle.PickleBuffer) or Blocks.is_storage(obj):
@@ -241,10 +240,10 @@ class ResultFile:
     """The objects of one file.
 
     Args:
-        descriptor: The file, which stays the caller's.
+        descriptor: The file, which the caller closes.
         rank: The number of the rank that has written it, for messages.
-        has_variables: Whether the pulled variables in it are wanted, as the first rank's are. Each machine's first rank
-            writes them.
+        has_variables: Whether to read the pulled variables too. Each machine's first rank writes them, and only those
+            of the run's first rank are used.
 
     Attributes:
         values: The objects read so far, by name.
@@ -260,7 +259,7 @@ class ResultFile:
         self._open: dict[_Keys, Any] = {}
 
     def unpickle(self, origins: serialization.Origins) -> None:
-        """Unpickle what is left. A later call may get further, such as once a module can be imported."""
+        """Unpickle the remaining objects. A later call may read more, such as once a module can be imported."""
         try:
             index = _decoder.decode(memory_files.read_head(self._descriptor))
             contents = memory_files.read(self._descriptor)
@@ -273,26 +272,26 @@ class ResultFile:
             if self._has_variables or not key
         }
         start, failed = 0, list[_Keys]()
-        for part in index.parts:
-            data, start = contents.pickle[start : start + part.pickle_bytes], start + part.pickle_bytes
-            is_wanted = self._has_variables or "" in part.keys
-            if not is_wanted or part.keys in self._open or any({*part.keys} < {*keys} for keys in failed):
+        for entry in index.entries:
+            data, start = contents.pickle[start : start + entry.pickle_bytes], start + entry.pickle_bytes
+            is_wanted = self._has_variables or "" in entry.keys
+            if not is_wanted or entry.keys in self._open or any({*entry.keys} < {*keys} for keys in failed):
                 continue
             try:
-                buffers = [contents.buffers[number] for number in part.buffers]
+                buffers = [contents.buffers[number] for number in entry.buffers]
                 opened = serialization.loads_linked(data, buffers, self._resolve, origins=origins)
-            except Exception as error:  # noqa: BLE001 - it runs whatever classes of the user's do to be made again
-                failed.append(part.keys)
-                wanted = [key for key in part.keys if self._has_variables or not key]
+            except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's classes
+                failed.append(entry.keys)
+                wanted = [key for key in entry.keys if self._has_variables or not key]
                 self.problems = {key: self._problem(key, error) for key in wanted} | self.problems
                 continue
-            self._open[part.keys] = opened
-            if len(part.keys) == 1:
-                self.values[part.keys[0]] = opened
+            self._open[entry.keys] = opened
+            if len(entry.keys) == 1:
+                self.values[entry.keys[0]] = opened
 
     @property
     def outcome(self) -> Any:
-        """The value that the rank's code returned, ``None`` if unreadable; for a file of variables, these by name."""
+        """The value that the rank's code returned, ``None`` if unreadable; of a file of variables, these by name."""
         return self.values.get("") if "" in self.values or "" in self.problems else self.values
 
     @property
@@ -307,9 +306,9 @@ class ResultFile:
     def _problem(self, key: str, error: Exception) -> PayloadError:
         label = _label(key, self._rank)
         problem = PayloadError(
-            f"{label} can't be made again here: {type(error).__name__}: {error}",
+            f"{label} can't be unpickled here: {type(error).__name__}: {error}",
             path=label,
-            why="It was pickled in its rank, and its class, or a module that it needs, doesn't undo that here.",
+            why="It was pickled in its rank, and its class, or a module that it needs, fails to unpickle it here.",
             fix="send something else, such as numbers, tensors or a state_dict()",
         )
         problem.__cause__ = error
@@ -317,12 +316,12 @@ class ResultFile:
 
 
 def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
-    """Return the error that names all unreadable objects; ``None`` if there are none.
+    """Return the error that names all unreadable objects, ``None`` if there are none.
 
     Args:
         files: The files, by rank.
         pulled: The names that are bound.
-        again: Advice on reading once more.
+        again: Advice for a second attempt.
     """
     problems = [problem for file in files.values() for problem in file.problems.values()]
     if not problems:
@@ -331,7 +330,7 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
     what, why = first.what, first.why
     if len(problems) > 1:
         what = "\n".join(
-            [f"{len(problems)} of the ranks' values can't be had:", *(f"  {each.what}" for each in problems)]
+            [f"{len(problems)} of the ranks' values can't be read:", *(f"  {each.what}" for each in problems)]
         )
         why = "\n".join(dict.fromkeys(each.why for each in problems if each.why))
     fixes = dict.fromkeys(each.fix for each in problems if each.fix)
@@ -350,10 +349,10 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 
 
 class ResultFiles:
-    """One memory file for each rank here, closed when all objects were read or nobody can read them any more.
+    """One memory file for each rank here, closed once all objects were read or the last reference is gone.
 
     Args:
-        descriptors: The files, which this owns, in the order of the ranks.
+        descriptors: The files, which this object closes, in the order of the ranks.
         by_value: Functions and classes that the payload holds by value, which come back by reference.
         set_variables: Takes the pulled names and their values.
     """
@@ -370,7 +369,7 @@ class ResultFiles:
 
     @property
     def are_open(self) -> bool:
-        """True if they can still be read."""
+        """True until the files are closed."""
         return self._close.alive
 
     def read(self, first_rank: int) -> Results:
@@ -380,12 +379,12 @@ class ResultFiles:
             first_rank: The number of the first rank here among all.
 
         Raises:
-            ResultError: Something can't be opened. All that can be is bound, or in the error.
+            ResultError: An object can't be read. The other variables are set, and the error has the other results.
         """
         for rank, descriptor in enumerate(self._descriptors, first_rank):
             self._unpickle(rank, descriptor, has_variables=rank == first_rank)
         self._set_variables_of(first_rank)
-        again = "make that possible, and ask again: job.results(), or sys.last_value.job.results()"
+        again = "make that possible, and read again: job.results(), or sys.last_value.job.results()"
         error = result_error(self._opened, pulled=tuple(self._bound), again=again)
         if error is not None:
             raise error
@@ -395,11 +394,8 @@ class ResultFiles:
     def set_saved_variables(self, first_rank: int) -> tuple[tuple[str, ...], dict[str, str]]:
         """Set the pulled variables to their values in the first rank when it failed or was interrupted.
 
-        Args:
-            first_rank: The number of the first rank here among all.
-
         Returns:
-            The names that are bound, and for those that can't be opened the reasons.
+            The names that are bound, and the reasons for those that can't be unpickled.
         """
         if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
             self.close()
@@ -417,7 +413,7 @@ class ResultFiles:
         return file
 
     def _set_variables_of(self, rank: int) -> None:
-        """Set a rank's variables, each once: the notebook may have reassigned it since."""
+        """Set a rank's variables, each once, since the notebook may have reassigned it."""
         values = self._opened[rank].values
         new = {key: obj for key, obj in values.items() if key and key not in self._bound}
         self._set_variables(new)

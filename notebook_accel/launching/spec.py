@@ -1,4 +1,4 @@
-"""The head of a payload: what a rank must know about its run before it opens the rest."""
+"""The head of a payload, which describes the run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Source text that is in no file: a cell's. ``label`` is its name in tracebacks, such as ``In[7]``."""
+    """The source of a cell, which is in no file. ``label`` is its name in tracebacks, such as ``In[7]``."""
 
     label: str
     text: str
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The head of a payload, which a rank reads before it opens the rest.
+    """A run's description, which a rank reads before it opens the rest of the payload.
 
     Attributes:
         name: The run's name.
         world_size: Number of ranks.
         environment: The kernel's environment variables at the launch, with the run's own.
-        working_directory: The kernel's at the launch; empty for ranks on other machines, which have their own.
-        sys_path: The kernel's at the launch.
+        working_directory: The kernel's directory at the launch; empty for ranks on other machines.
+        sys_path: The kernel's import path at the launch.
         sources: Sources of the notebook's functions, by the file name in their code.
-        cell: The cell's source, for a target that is a cell; ``None`` for a function.
-        cell_filename: The file name that the cell's code gets; a key of ``sources``.
-        calls: Name of the function that the cell ends by defining and that is called, empty if there is none.
-        pull: Names whose values rank 0 sends back beside its result.
-        unsent: Names that the cell may read and that couldn't be sent, with the reason.
+        cell: The cell's source; ``None`` if the target is a function.
+        cell_filename: The file name of the cell's code; a key of ``sources``.
+        calls: Name of the function to call, which the cell ends by defining; empty if there is none.
+        pull: Names of the variables that rank 0 sends back beside its result.
+        unsent: Variables that the cell may read and that couldn't be sent, with the reasons.
     """
 
     name: str
@@ -49,16 +49,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     unsent: dict[str, str] = {}
 
     def encode(self) -> bytes:
-        """As bytes, for the head of the payload."""
+        """Return the bytes for the head of the payload."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> JobSpec:
-        """From the bytes of ``encode``."""
+        """Return the spec from the bytes of ``encode``."""
         return _decoder.decode(data)
 
 
-_decoder = msgspec.msgpack.Decoder(JobSpec)  # made once, in the template, instead of in each rank
+_decoder = msgspec.msgpack.Decoder(JobSpec)  # the template makes it once for all ranks
 
 
 def definitions(source: str, label: str) -> list[types.CodeType]:

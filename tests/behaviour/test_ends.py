@@ -210,7 +210,7 @@ time.sleep(60)"""
         (interrupted, "weights: pulled as it was then in rank 0"),
     ):
         assert pulled in said.traceback
-        assert 'name "held" of rank 0 can\'t be made again here: ModuleNotFoundError' in said.traceback
+        assert 'name "held" of rank 0 can\'t be unpickled here: ModuleNotFoundError' in said.traceback
         assert 'name "lock" of rank 0 can\'t be sent to another process: it is a lock' in said.traceback
     assert notebook.run("float(weights.mean()), held, lock").result == "(2.0, None, None)"
 

@@ -80,7 +80,7 @@ def test_rank_that_somebody_kills_is_no_matter_of_memory(launch: Launch) -> None
     assert isinstance(job.error, RankFailedError)
     assert (job.error.what, job.error.why) == (
         "rank 1 of 2 was killed by SIGKILL.",
-        "Nothing of notebook-accel sent it.",
+        "notebook-accel didn't send the signal.",
     )
     assert [str(end) for end in job.error.others] == ["rank 0: stopped"]
 

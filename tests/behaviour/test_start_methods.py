@@ -91,9 +91,9 @@ held if int(os.environ["RANK"]) else 7""")
     assert outcome.error_name == "ResultError"
     text = plain(outcome.traceback)
     for expected in (
-        "4 of the ranks' values can't be had:",
-        "the result of rank 1 can't be made again here: ModuleNotFoundError: No module named",
-        'name "held" of rank 0 can\'t be made again here: ModuleNotFoundError',
+        "4 of the ranks' values can't be read:",
+        "the result of rank 1 can't be unpickled here: ModuleNotFoundError: No module named",
+        'name "held" of rank 0 can\'t be unpickled here: ModuleNotFoundError',
         "--pull late: rank 0 has no name 'late'",
         'name "lock" of rank 0 can\'t be sent to another process: it is a lock.',
         "Pulled all the same: weights",

@@ -98,7 +98,9 @@ import time
 from kernel_ext.panel import open_view
 from notebook_accel.protocol import events
 from notebook_accel.config import LaunchConfig
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 
 class Control:
@@ -116,10 +118,9 @@ class Control:
 
 def make_job(is_background=False, world_size=2, **options):
     spec = JobSpec(name="digits", world_size=world_size, environment={}, working_directory="", sys_path=[])
-    job = Job(
-        "1", spec, LaunchConfig(**options), devices=f"{world_size} CPUs", is_background=is_background, by_value=(),
-        result_files=(),
-    )
+    lock = None if is_background else threading.Lock()
+    config = LaunchConfig(**options)
+    job = Job(LaunchRequest(Target({}), {}, spec, config, f"{world_size} CPUs", foreground_lock=lock))
     job.attach(Control())
     Control.calls.clear()
     Control.called.clear()

@@ -156,7 +156,7 @@ def test_a_file_that_changed_in_the_meantime_is_not_lost(kernel: kernels.Kernel)
         "send(parts._overwrite, value=True); click()",
         "show(parts._status)", "show(parts._file)", "path.read_text()",
     )  # fmt: skip
-    assert "was changed by somebody else in the meantime" in str(status)
+    assert "was changed by another program in the meantime" in str(status)
     assert "- num_processes: 3" in str(shown)
     assert content == "num_processes: 3\n"
 

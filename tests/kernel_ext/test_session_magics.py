@@ -150,12 +150,12 @@ import of_the_ranks
 held, endless, net = of_the_ranks.Held(), (x for x in [rank]), torch.nn.Linear(60, 60)
 sgd = torch.optim.SGD(net.parameters())""")
     said = error(notebook, "%pull held endless net sgd --rank 1")
-    assert 'name "held" of rank 1 can\'t be made again here: ModuleNotFoundError' in said
+    assert 'name "held" of rank 1 can\'t be unpickled here: ModuleNotFoundError' in said
     assert 'name "endless" of rank 1 can\'t be sent to another process: it is a generator' in said
     assert "Pulled all the same: net, sgd" in said
     assert shown(notebook, "sgd.param_groups[0]['params'][0] is net.weight, 'held' in globals()") == "(True, False)"
     said = error(notebook, "%%distributed --out values --pull net\nnet.weight.data.zero_()\nheld if rank else 5")
-    assert "the result of rank 1 can't be made again here" in said
+    assert "the result of rank 1 can't be unpickled here" in said
     assert shown(notebook, "import sys\nsys.last_value.values, int(net.weight.count_nonzero())") == "({0: 5}, 0)"
 
 

@@ -92,7 +92,7 @@ def test_model_and_optimizer_belong_together_beside_what_cannot_be_opened(
     assert opening.values["schedule"].optimizer is opening.values["optimizer"]
     assert torch.equal(opening.values["model"].weight, model.weight)
     [problem] = opening.problems.values()
-    assert str(problem).startswith('name "trainer" of rank 0 can\'t be made again here: TypeError: no such thing')
+    assert str(problem).startswith('name "trainer" of rank 0 can\'t be unpickled here: TypeError: no such thing')
 
 
 def test_objects_of_every_kind_that_two_names_have_are_one_again(file: int) -> None:
@@ -191,7 +191,7 @@ def test_file_that_was_cut_off_is_a_problem_and_no_crash(file: int) -> None:
         os.pwrite(file, content, 0)
         opening = ResultFile(file, 3)
         opening.unpickle(())
-        assert opening.values == {} and "the result of rank 3 can't be made again here" in str(opening.problems[""])
+        assert opening.values == {} and "the result of rank 3 can't be unpickled here" in str(opening.problems[""])
 
 
 # Reading, and asking again --------------------------------------------------------------------------------------------
@@ -256,4 +256,4 @@ def test_error_of_one_value_is_that_values_own(file: int) -> None:
     opening = sent(file, {"": Bad(), "x": 3})
     error = result_error({0: opening}, pulled=("x",))
     assert isinstance(error, PayloadError) and isinstance(error.__cause__, TypeError)
-    assert "the result of rank 0 can't be made again here: TypeError" in str(error) and "all the same: x" in str(error)
+    assert "the result of rank 0 can't be unpickled here: TypeError" in str(error) and "all the same: x" in str(error)

@@ -151,10 +151,10 @@ def test_without_an_xla_device_ranks_are_on_the_cpu(notebook: kernels.Kernel) ->
 
 
 def test_number_that_pjrt_cannot_give_is_refused_with_those_that_it_can(notebook: kernels.Kernel) -> None:
-    pretend = "find, devices.find_platform = devices.find_platform, lambda: devices.Platform('TPU', 8)"
-    ok(notebook.run(f"from notebook_accel.launching.kernel import devices\n{pretend}"))
+    pretend = "find, pjrt.find_platform = pjrt.find_platform, lambda: pjrt.Platform('TPU', 8)"
+    ok(notebook.run(f"from notebook_accel.launching.kernel import pjrt\n{pretend}"))
     outcome = notebook.run("%%distributed -n 3\n1", _CELL_S)
-    ok(notebook.run("devices.find_platform = find"))
+    ok(notebook.run("pjrt.find_platform = find"))
     assert outcome.error_name == "PreflightError"
     assert "3 processes were asked for, and PJRT has 8 TPU devices." in outcome.error_value
     assert "--num_processes 1 or --num_processes 8; or --use_cpu" in outcome.error_value

@@ -27,8 +27,8 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
 
 import notebook_accel
+from notebook_accel import environment
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching import interfaces
 from notebook_accel.launching.elastic import nodes, rendezvous
 from notebook_accel.launching.elastic.nodes import GoneError, Guarded, Nodes, Patience, Standing
 from notebook_accel.launching.elastic.rendezvous import RefusedError
@@ -174,7 +174,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         restarts = int(nodes.wait_for(store, nodes.GO, soon_s))
         self._remaining_restarts = max(spec.max_restarts - restarts, 0)
         if rank == 0:
-            here = interfaces.address_towards(meeting.host, meeting.port)
+            here = environment.address_towards(meeting.host, meeting.port)
             self._listening = _listening(meeting.host if meeting.backend == "static" else here, 0)
             self._master = self._listening.getsockname()[:2]
             store.set("master", f"{self._master[1]} {self._master[0]}".encode())
@@ -249,8 +249,8 @@ class ElasticAgent(api.SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         }
-        address = interfaces.address_towards(self._meeting.host, self._meeting.port)
-        if interface := interfaces.interface_of(address):
+        address = environment.address_towards(self._meeting.host, self._meeting.port)
+        if interface := environment.interface_of(address):
             variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         return place, variables
 
@@ -426,7 +426,7 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
         handler = rendezvous.Static(options, meeting, Patience(), line.say_that_it_waits)
     else:
         line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
-        handler = rendezvous.dynamic(options, meeting, interfaces.address_towards(meeting.host, meeting.port))
+        handler = rendezvous.dynamic(options, meeting, environment.address_towards(meeting.host, meeting.port))
     return api.WorkerSpec(
         role=_ROLE,
         local_world_size=order.world_size,

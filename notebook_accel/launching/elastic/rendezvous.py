@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from notebook_accel.launching import interfaces
+from notebook_accel import environment
 from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
 from notebook_accel.protocol.agent_messages import Broken, Elastic, Meeting
 
@@ -152,7 +152,7 @@ def _served(host: str, port: int) -> Any:
         if error.errno == errno.EADDRNOTAVAIL:
             raise RefusedError(
                 f"{host} is no address of this machine, and node 0 is where the others come to.",
-                fix=f"master_addr={interfaces.own_addresses()[0]!r} on all nodes, or another node_rank here",
+                fix=f"master_addr={environment.own_addresses()[0]!r} on all nodes, or another node_rank here",
             ) from None
         raise RefusedError(
             f"The port {port} where the nodes meet can't be used: {os.strerror(error.errno or 0)}.",

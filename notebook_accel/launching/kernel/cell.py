@@ -1,6 +1,6 @@
-"""A cell's source, analysed: the names it uses, the function it ends by defining, the things it may not do.
+"""Analysis of a cell's source: the names that it uses and assigns, and the function that it ends by defining.
 
-The source is plain Python: IPython's own syntax has been translated before it comes here.
+The source is plain Python, into which IPython's own syntax has been translated before.
 """
 
 from __future__ import annotations
@@ -20,18 +20,9 @@ from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
 
 __all__ = ["OF_IPYTHON", "Cell", "parse", "reads"]
 
-# IPython's own names in a notebook's namespace. A rank has its own of these, or does without.
+# IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
-_OF_THE_MODULE = {
-    "__name__",
-    "__doc__",
-    "__file__",
-    "__spec__",
-    "__loader__",
-    "__package__",
-    "__builtins__",
-    "__main__",
-}
+_OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +32,9 @@ class Cell:
     Attributes:
         source: Its Python source, with the line numbers that the notebook shows.
         label: The cell's name in tracebacks, such as ``In[7]``; the file name of its code.
-        uses: Names that it reads before it has assigned them, so that they must come from the notebook.
-        calls: The name of the function that it ends by defining, empty if it doesn't.
-        assigns: Names that it may assign; ``None`` if that can't be known, as after ``from x import *``.
+        uses: Names that it reads before it assigns them, so that they must come from the notebook.
+        calls: The name of the function that it ends by defining, empty if it doesn't end so.
+        assigns: Names that it may assign; ``None`` if they aren't known, as after ``from x import *``.
     """
 
     source: str
@@ -53,14 +44,10 @@ class Cell:
     assigns: frozenset[str] | None
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the names and values that the ranks get.
-
-        Args:
-            namespace: The notebook's.
-            push: Further names, which the cell reaches in ways that can't be seen in its source.
+        """Return the notebook's variables that the ranks get: those that the cell uses, and those of ``push``.
 
         Raises:
-            CellError: A name of ``push`` isn't there.
+            CellError: The notebook has no variable of a name in ``push``.
         """
         missing = [name for name in push if name not in namespace]
         if missing:
@@ -69,15 +56,15 @@ class Cell:
                 fix="run the cell that makes it first, or take it out of --push",
             )
         values = {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
-        # A rank has builtins of its own; a notebook's `input` or `id` that is something else is the notebook's.
+        # A rank has its own builtins. A variable that replaces one, such as `input` or `id`, is sent.
         return {name: value for name, value in values.items() if not _is_builtin(name, value)}
 
     def optional_names(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the captured names that the cell may assign before it reads them, so that it may do without."""
+        """Return the captured names that the cell may assign before it reads them, so that it may not need them."""
         return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return modules that the cell reaches as attributes of captured ones: ``import a.b`` binds only ``a``."""
+        """Return modules that the cell uses as attributes of captured ones: ``import a.b`` binds only ``a``."""
         tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
         packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
         return tuple(
@@ -88,29 +75,25 @@ class Cell:
         )
 
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
-        """Find a misspelt name before the training and not after it.
-
-        Raises:
-            CellError: A name that is to be pulled is one that the cell neither assigns nor uses.
-        """
+        """Raise for a name in ``pull`` that the cell neither assigns nor uses: before the training, not after it."""
         if self.assigns is None:
             return
         known = {*self.assigns, *self.uses, *push}
         unknown = [name for name in pull if name not in known]
         if unknown:
+            similar = difflib.get_close_matches(unknown[0], known) or ["a name that the cell assigns"]
             raise CellError(
                 f"--pull {','.join(unknown)}: the cell neither assigns nor uses {', '.join(map(repr, unknown))}.",
-                fix="pull "
-                + " or ".join(difflib.get_close_matches(unknown[0], known) or ["a name that the cell assigns"]),
+                fix=f"pull {' or '.join(similar)}",
             )
 
 
 def parse(source: str, label: str) -> Cell:
-    """Read a cell.
+    """Return the cell with this source.
 
     Raises:
-        SyntaxError: It is not Python; the file name in it is the label.
-        CellError: It is empty, or uses a magic that a rank doesn't have.
+        SyntaxError: The source is not Python. The error's file name is the label.
+        CellError: The cell is empty, or uses a magic that a rank doesn't have.
     """
     tree = ast.parse(source, label)
     _check_compiles(source, label)
@@ -122,18 +105,18 @@ def parse(source: str, label: str) -> Cell:
     return Cell(
         source=source,
         label=label,
-        uses=tuple(name for name in dict.fromkeys(uses) if _may_come_from_notebook(name)),
+        uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
         assigns=_assigned_names(tree, label),
     )
 
 
 def _check_compiles(source: str, label: str) -> None:
-    """Find what parsing doesn't, such as ``return`` outside a function."""
+    """Raise for errors that parsing doesn't find, such as ``return`` outside a function."""
     try:
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
-        if error.text is None and error.lineno is not None:  # Python would look for it in a file of the label's name
+        if error.text is None and error.lineno is not None:  # Python looks for a file of the label's name
             error.text = source.splitlines()[error.lineno - 1]
         if error.msg.startswith("'await' outside"):
             error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
@@ -147,20 +130,19 @@ def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
     waiting = [compile(tree, label, "exec", dont_inherit=True)]
     while waiting:
         code = waiting.pop()
-        # A function may assign a name of the module too, if it declares it global; else its names are its own.
-        found |= {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_NAME", "STORE_GLOBAL")}
+        found |= _arguments_of(code, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
         waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return frozenset(found)
 
 
-def _may_come_from_notebook(name: str) -> bool:
-    return name not in OF_IPYTHON and name not in _OF_THE_MODULE
+def _arguments_of(code: types.CodeType, *instructions: str) -> set[str]:
+    return {item.argval for item in dis.get_instructions(code) if item.opname in instructions}
 
 
 def _is_builtin(name: str, value: Any) -> bool:
     if not hasattr(builtins, name):
         return False
-    # IPython puts an `open` of its own into the namespace, which refuses the standard streams' descriptors.
+    # IPython replaces `open` by its own one, which refuses the descriptors of the standard streams.
     return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
@@ -174,23 +156,22 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
         name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"
         if node.func.attr == "run_cell_magic":
             raise CellError(
-                f"{label}, line {node.lineno}: %%{name} can't stand inside of the cell.",
-                fix=f"put it above %%distributed, if it is to be about the whole run; else leave out %%{name}",
+                f"{label}, line {node.lineno}: %%{name} can't be used inside the cell.",
+                fix=f"put it above %%distributed to apply it to the whole run, or leave out %%{name}",
             )
         if name not in LINE_MAGICS:
             raise CellError(
                 f"{label}, line {node.lineno}: the magic %{name} needs the kernel, and a rank has none.",
-                why=f"In ranks there are: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",
+                why=f"Ranks have: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",
                 fix=f"run %{name} in a cell of its own, before this one",
             )
 
 
 # --- Names that are read before they are assigned ---------------------------------------------------------------------
 #
-# Statement by statement, with the set of names that are surely assigned by then. What is assigned only on some ways
-# through the code counts as not assigned: sending a name too many costs time, one too few breaks the cell. One
-# exception: a for loop counts as having run, so `loss` after a training loop is the loop's, not the notebook's of
-# yesterday.
+# The scan goes from statement to statement, with the set of names that are surely assigned by then. A name that is
+# assigned only on some paths counts as not assigned: one name too many costs time, one too few breaks the cell. One
+# exception: a for loop counts as having run, so that `loss` after a training loop isn't taken from the notebook.
 
 _Scan = tuple[list[str], frozenset[str]]
 
@@ -213,8 +194,8 @@ def _scan(statements: Sequence[ast.stmt], assigned: frozenset[str]) -> _Scan:
 def _scan_simple(statement: ast.stmt, assigned: frozenset[str]) -> _Scan:
     code = compile(ast.Module([statement], []), "<cell>", "exec", dont_inherit=True)
     needed = [name for name in _global_reads(code) if name not in assigned]
-    stores = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_NAME", "STORE_GLOBAL")}
-    deletes = {item.argval for item in dis.get_instructions(code) if item.opname in ("DELETE_NAME", "DELETE_GLOBAL")}
+    stores = _arguments_of(code, "STORE_NAME", "STORE_GLOBAL")
+    deletes = _arguments_of(code, "DELETE_NAME", "DELETE_GLOBAL")
     return [*needed, *(name for name in deletes if name not in assigned)], (assigned | stores) - deletes
 
 
@@ -234,10 +215,6 @@ def _targets(target: ast.expr) -> frozenset[str]:
     return frozenset(
         node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     )
-
-
-def _scan_nothing(_: ast.stmt, assigned: frozenset[str]) -> _Scan:
-    return [], assigned
 
 
 def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
@@ -301,8 +278,8 @@ def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
 
 
 _SCANS: dict[type, Any] = {
-    ast.Break: _scan_nothing,  # these two can't be compiled outside of their loop
-    ast.Continue: _scan_nothing,
+    ast.Break: lambda _, assigned: ([], assigned),  # it can't be compiled outside of its loop
+    ast.Continue: lambda _, assigned: ([], assigned),
     ast.If: _scan_if,
     ast.For: _scan_for,
     ast.While: _scan_while,

@@ -1,8 +1,8 @@
-"""A configuration file in the making, shared by the form, the terminal's questions and ``write_basic_config``.
+"""Drafts of a configuration file, for the form, the terminal's questions and ``write_basic_config``.
 
-A draft starts from what is there (a file of ours, one of Accelerate's, or nothing but the machine), takes one value
-after the other, says what is wrong with them, shows the file that they would make, and writes it. It never writes over
-a file without being told to. Nothing here initialises CUDA or imports torch.
+A draft starts from an existing file (ours or Accelerate's) or from the machine. It takes values one by one, checks
+them, shows the resulting file, and writes it. An existing file is replaced only on request. Nothing here initialises
+CUDA or imports torch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from notebook_accel.launching.ray import options as ray_options
 
 __all__ = ["BASIC", "DiffLine", "Draft", "DraftSource", "write_basic_config"]
 
-# What every file says, so that Accelerate can launch with it too. A form shows these first.
+# Options that every file has, so that Accelerate can launch with it too. A form shows them first.
 BASIC = ("num_processes", "mixed_precision", "use_cpu")
 _WITHOUT_GPUS = Finding(
     "With use_cpu, ranks leave the cluster's GPUs alone.",
-    "It is about where ranks run, not about this machine.",
+    "The option is about the machines of the ranks, not about this one.",
     "set use_cpu to false, unless the cluster has no GPU",
     refuses=False,
 )
@@ -40,7 +40,7 @@ class DraftSource:
     Attributes:
         label: A description.
         options: The options that it sets.
-        problems: Other settings, which can't be taken over, one line each.
+        problems: A line about each setting that can't be used.
         path: Its file, ``None`` for the machine.
     """
 
@@ -52,7 +52,7 @@ class DraftSource:
 
 @dataclasses.dataclass(frozen=True)
 class DiffLine:
-    """One line of the file in a diff: ``+`` is added, ``-`` is removed, a blank stays."""
+    """One line of a diff of the file, marked ``+`` if it is added, ``-`` if it is removed, else with a blank."""
 
     mark: Literal["+", "-", " "]
     text: str
@@ -71,8 +71,8 @@ class Draft:
     Attributes:
         path: The file to write.
         machine: The machine.
-        source: The starting point that has filled the draft.
-        values: The value of each option, which may be one that isn't allowed.
+        source: The starting point of the values.
+        values: The value of each option, allowed or not.
     """
 
     def __init__(self, path: pathlib.Path | None = None, machine: Machine | None = None) -> None:
@@ -84,18 +84,18 @@ class Draft:
         self.fill(self.sources()[0])
 
     def _look(self) -> None:
-        """Note the file as it is. Changes are shown, and written, against this."""
+        """Read the file as it is now. Later changes by others are found by comparing with it."""
         self._seen = _bytes_of(self.path)
         try:
             self._before = config_file.read(self.path).values if self.file_exists else {}
-        except ConfigError:  # what can't be read can only be replaced as a whole; the source's problems say so
+        except ConfigError:  # it can only be replaced as a whole, as the source's problems tell
             self._before = {}
 
     def sources(self) -> tuple[DraftSource, ...]:
-        """Return all starting points, read now. The first is an existing file, or else the machine."""
+        """Return all starting points, read anew. The first is an existing file, or else the machine."""
         found = [self._basic()]
         if self.file_exists:
-            found.insert(0, _file_source("the file that is there", self.path))
+            found.insert(0, _file_source("the existing file", self.path))
         theirs = config_file.accelerate_path()
         if os.path.exists(theirs) and theirs != self.path:
             found.append(_file_source("Accelerate's file", theirs))
@@ -107,13 +107,13 @@ class Draft:
         return DraftSource("this machine", basic)
 
     def fill(self, source: DraftSource) -> None:
-        """Set every option to what the source says, or to its default."""
+        """Set every option to its value in the source, or to its default."""
         self.source = source
         self.values = {option.name: source.options.get(option.name, option.default) for option in config.fields()}
 
     @property
     def file_exists(self) -> bool:
-        """True if there is something at the path already."""
+        """True if the path exists already, even as a broken link."""
         return os.path.lexists(self.path)
 
     def error(self, name: str) -> ConfigError | None:
@@ -125,41 +125,33 @@ class Draft:
         return None
 
     def config(self) -> LaunchConfig:
-        """Return the options.
-
-        Raises:
-            ConfigError: One of them isn't allowed.
-        """
+        """Return the options. Raise ConfigError if one of them isn't allowed."""
         return _allowed(self.values)
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return the findings of a launch with these options; none as long as an option isn't allowed."""
+        """Return the findings against a launch with these options; none as long as an option isn't allowed."""
         try:
             launch = self.config()
         except ConfigError:
             return ()
-        if launch.engine != "local":  # the cluster is not asked as long as nobody launches
+        if launch.engine != "local":  # only a launch asks the cluster
             return (_WITHOUT_GPUS,) if launch.use_cpu else ()
         return preflight.check(launch, Devices("CPU", 1) if launch.use_cpu else self.machine.devices)
 
     def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """Return the environment variables that are set and win over the file."""
+        """Return the environment variables that are set and override the file."""
         names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
         return tuple(name for name in names if environ.get(name))
 
     def unfit(self, name: str) -> dict[str, str]:
-        """Return the choices of an option that don't fit the devices, with the reasons. They are still allowed."""
+        """Return the choices of an option that don't suit the devices, with the reasons. They are still allowed."""
         if name != "mixed_precision":
             return {}
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
     def lines(self) -> tuple[DiffLine, ...]:
-        """Return a diff of the file as it would be against the file as it is.
-
-        Raises:
-            ConfigError: An option isn't allowed.
-        """
+        """Return a diff from the file as it is to the draft. Raise ConfigError if an option isn't allowed."""
         before, after = self._before, self._after()
         lines: list[DiffLine] = []
         for key in sorted({*before, *after}, key=str):
@@ -172,48 +164,43 @@ class Draft:
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:
-        """Return the new content: basic options, options unlike their defaults, harmless foreign keys."""
+        """Return the new content: basic options, options unlike their defaults, harmless keys of others."""
         launch = self.config()
         names = {option.name for option in config.fields()}
         kept = {key: value for key, value in self._before.items() if key not in names}
         content = {key: value for key, value in kept.items() if config_file.is_harmless(key, value)}
-        content |= {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": self._way(launch)}
+        content |= {"compute_environment": "LOCAL_MACHINE", "debug": False}
+        content["distributed_type"] = self._distributed_type(launch)
         for option in config.fields():
             value = getattr(launch, option.name)
             if value != option.default or (option.name in BASIC and value is not None):
                 content[option.name] = list(value) if isinstance(value, tuple) else value
         return content
 
-    def _way(self, launch: LaunchConfig) -> str:
+    def _distributed_type(self, launch: LaunchConfig) -> str:
         """Return Accelerate's ``distributed_type``, without which Accelerate doesn't read a file."""
         is_cpu = launch.use_cpu or self.machine.devices.kind == "CPU"
         count = launch.num_processes or (1 if is_cpu else self.machine.devices.available)
         return "NO" if count == 1 else "MULTI_CPU" if is_cpu else "MULTI_GPU"
 
     def write(self, *, overwrite: bool = False) -> pathlib.Path:
-        """Write the file.
-
-        Args:
-            overwrite: Whether a file that is there may be replaced.
-
-        Returns:
-            Where it is.
+        """Write the file, and return its path.
 
         Raises:
-            ConfigError: An option isn't allowed; or there is a file and it may not be replaced, or isn't any more what
-                the draft was made against; or it can't be written.
+            ConfigError: An option isn't allowed; or there is a file, without ``overwrite``; or the file was changed
+                meanwhile; or it can't be written.
         """
         content = self._after()
         if _bytes_of(self.path) != self._seen:
             self._look()
             raise ConfigError(
-                f"The configuration file {self.path} was changed by somebody else in the meantime.",
-                fix="look at what would change now, and write again",
+                f"The configuration file {self.path} was changed by another program in the meantime.",
+                fix="check the new differences, and write again",
             )
         if self.file_exists and not overwrite:
             raise ConfigError(
                 f"There is a configuration file already: {self.path}",
-                fix="say that it may be replaced (the box in the form; --overwrite), or delete it",
+                fix="allow to replace it (the box in the form; --overwrite), or delete it",
             )
         config_file.write(self.path, content)
         self._look()
@@ -249,17 +236,17 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> pathlib.Path | Literal[False]:
-    """Write a configuration for this machine, as Accelerate's function of this name does, without waking a device.
+    """Write a configuration for this machine, as Accelerate's function of this name does. No device is initialised.
 
     Args:
         mixed_precision: ``no``, ``bf16`` or ``fp16``.
         save_location: The file. Default: the file that ``%%distributed`` and the command line read.
 
     Returns:
-        The file's path; ``False`` if there is a file already, which stays as it is.
+        The file's path; ``False`` if there is a file already, which stays unchanged.
 
     Raises:
-        ConfigError: There is no such precision, or the file can't be written.
+        ConfigError: The precision doesn't exist, or the file can't be written.
     """
     path = config.default_path() if save_location is None else pathlib.Path(save_location)
     if os.path.lexists(path):

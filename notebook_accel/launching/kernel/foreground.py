@@ -1,4 +1,4 @@
-"""Waiting for a run in the cell: draw its view until it has ended, and end it when the kernel is interrupted."""
+"""Waiting for a run in the cell: drawing its view until it has ended, and ending it on an interrupt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["draw_in_background", "run_in_foreground", "show_panel"]
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
-_DRAWING_SHARE = 0.02  # of one core: a picture of many ranks is drawn less often
+_DRAWING_SHARE = 0.02  # of one core: a view that is slow to draw is drawn less often
 _LONGEST_PERIOD_S = 1.0
-# While ranks start, the processors are theirs: to draw a panel takes a whole one. A run that ends by then, which looks
-# instant to people, has no panel made for it that would be replaced at once.
+# To draw a panel takes a whole processor, which starting ranks need; and a run that ends by then, which looks instant
+# to people, needs no panel.
 _DRAWING_DELAY_S = 0.1
 _INTERRUPT_DEADLINE_S = 3.0
-_ANSWER_DEADLINE_S = 5.0  # the ranks have three to say where they stand
+_ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
 
 
 def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
@@ -35,8 +35,8 @@ def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
     An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
 
     Args:
-        launch: Starts it. The lock is held until it is no longer waited for, for whatever reason, and a run that goes
-            on then is ended: also if an interrupt comes before or while the one before it is heeded here.
+        launch: A function that starts the run. Its lock is held as long as this function waits for the run. A run that
+            goes on after that is ended, even if interrupts come before or while this function handles them.
 
     Raises:
         RunError: The run has failed or was stopped.
@@ -59,13 +59,13 @@ def _follow(job: Job) -> Results:
             _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
-        view = view or _open(job)  # what the ranks have said is shown all the same
+        view = view or _open(job)  # the ranks' output is shown all the same
         _guarded(job, view.close, None)
         saved, lost = job.pull_saved()
-        # What IPython shows in place of a traceback, which would be of our frames.
+        # IPython shows this in place of a traceback, which would have only frames of this package.
         interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
         raise
-    except BaseException:  # such as what a signal handler of the user's raises: nobody would be left to end the run
+    except BaseException:  # such as an exception of the user's signal handler: the run must not go on unattended
         job.kill()
         raise
     return job.results()
@@ -77,9 +77,9 @@ def draw_in_background(job: Job) -> None:
 
 
 def show_panel(job: Job) -> None:
-    """Draw a job's panel in a thread, without plain lines: the run's output is shown elsewhere."""
-    none: View = NoView(job)
-    _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or none, none))
+    """Draw a job's panel in a thread. Without a panel nothing is drawn: the run's output is shown elsewhere."""
+    no_view: View = NoView(job)
+    _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or no_view, no_view))
 
 
 def _draw_in_thread(job: Job, view: View) -> None:
@@ -89,13 +89,13 @@ def _draw_in_thread(job: Job, view: View) -> None:
 
 
 def _open(job: Job) -> View:
-    def announced() -> View:
+    def announce_and_open() -> View:
         precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
         print(f"Launching training on {job.devices}{precision}.")
         return open_view(job)
 
-    none: View = NoView(job)
-    return _guarded(job, announced, none)
+    no_view: View = NoView(job)
+    return _guarded(job, announce_and_open, no_view)
 
 
 def _draw_until_done(job: Job, view: View) -> None:
@@ -120,7 +120,7 @@ def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
     try:
         run()
     except BaseException as error:
-        if not job.done:  # a second interrupt, while it was tidying up
+        if not job.done:  # a second interrupt, during the clean-up
             job.end_here(None, error)
         raise
     finally:
@@ -142,7 +142,7 @@ def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _was_raised_by_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler of the user raised it, which Python may call between any two steps."""
+    """Return whether a signal handler of the user raised it. Python may call handlers at any moment."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -156,11 +156,11 @@ def _end_interrupted(job: Job) -> None:
         job.kill()
         job.wait(_INTERRUPT_DEADLINE_S)
     if not job.done and not _does_agent_answer(job):
-        local.engine().close()  # nothing that it has started outlives it
+        local.engine().close()  # no process of the agent outlives it
 
 
 def _does_agent_answer(job: Job) -> bool:
-    """Return whether the agent answers: then a rank is in an unkillable system call, and other runs go on."""
+    """Return whether the agent answers. If so, a rank is in an unkillable system call, and other runs go on."""
     try:
         job.stacks(_ANSWER_DEADLINE_S)
     except RunError:
@@ -170,7 +170,7 @@ def _does_agent_answer(job: Job) -> bool:
 
 def _describe_interrupt(job: Job, saved: Sequence[str], lost: Mapping[str, str]) -> str:
     left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.ended is None]
-    ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet, of {', '.join(left)}"
+    ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet: {', '.join(left)}"
     stood = [f"  {line}" for line in job.where_ranks_stood()]
     kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
     kept += [f"  not pulled: {why}" for why in lost.values()]

@@ -1,12 +1,13 @@
 """The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and post-mortem debugging.
 
-Nothing is pickled, and nothing runs beside it. What a cell assigns stays in the notebook, as if the magic were not
-there. The rank's environment variables, its store and its default process group are there only as long as it runs.
+Nothing is pickled, and no other process is started. Variables that a cell assigns stay in the notebook, as if the magic
+were not there. The rank's environment variables, store and default process group exist only while it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -47,59 +48,57 @@ class InlineEngine:
             listening = socket.create_server(("127.0.0.1", port))
         except OSError as error:
             raise ProcessStartError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
-        job = Job.from_request(request, spec)
-        job.run_here = _Run(job, spec, request.target, namespace, listening).run
+        job = Job(dataclasses.replace(request, spec=spec))
+        job.run_here = _InlineRun(job, spec, request.target, namespace, listening).run
         return job
 
 
-class _Run:
-    def __init__(
-        self, job: Job, spec: JobSpec, target: worker.Target, namespace: dict[str, Any], listening: socket.socket
-    ) -> None:
-        self._job = job
-        self._spec = spec
-        self._target = target
-        self._namespace = namespace
-        self._listening = listening
+@dataclasses.dataclass(frozen=True)
+class _InlineRun:
+    """One rank in this process. ``listening`` is the socket of its store."""
+
+    job: Job
+    spec: JobSpec
+    target: worker.Target
+    namespace: dict[str, Any]
+    listening: socket.socket
 
     def run(self) -> None:
-        """Run the user's code to its end and ends the job.
+        """Run the user's code to its end, and end the job.
 
         Raises:
             KeyboardInterrupt: The kernel was interrupted.
         """
         outcome, raised = None, None
-        worker.show_sources(self._spec.sources)
+        worker.show_sources(self.spec.sources)
         with self._as_rank():
-            self._job.deliver(0, events.Started(pid=os.getpid()))
+            self.job.deliver(0, events.Started(pid=os.getpid()))
             try:
-                outcome = Results([worker.call(self._spec, self._target, self._namespace)])
-                for name in self._spec.pull:  # it is in the notebook already, or nowhere
-                    failure.look_up(self._namespace, name)
-            except BaseException as error:  # noqa: BLE001 - SystemExit too: the kernel is not to end with the run
+                outcome = Results([worker.call(self.spec, self.target, self.namespace)])
+                for name in self.spec.pull:  # the notebook has the variables already; raise if one is missing
+                    failure.look_up(self.namespace, name)
+            except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
                 raised = error
         if raised is None:
-            self._job.deliver(0, events.Finished(result_bytes=0))
+            self.job.deliver(0, events.Finished(result_bytes=0))
         else:
             outcome = None
-            said = failure.describe(raised, self._spec, [])
-            self._job.deliver(0, msgspec.structs.replace(said, exception=b""))  # it is here itself
-        self._job.deliver(0, events.Ended(exit_code=0 if raised is None else 1))
-        self._job.end_here(outcome, raised)
+            failed = failure.describe(raised, self.spec, [])
+            self.job.deliver(0, msgspec.structs.replace(failed, exception=b""))  # the job has the exception itself
+        self.job.deliver(0, events.Ended(exit_code=0 if raised is None else 1))
+        self.job.end_here(outcome, raised)
         if isinstance(raised, KeyboardInterrupt):
             raise raised
 
     @contextlib.contextmanager
     def _as_rank(self) -> Iterator[None]:
-        """Make this process the rank, as far as the user's code can tell, and takes it back."""
-        place = RankPlace(0, 1, 0, 1, "127.0.0.1", self._listening.getsockname()[1])
-        wanted = {**self._spec.environment, **place.variables(), **store.VARIABLES}
+        """Give this process a rank's environment, store and reporter, and take them away on leaving."""
+        place = RankPlace(0, 1, 0, 1, "127.0.0.1", self.listening.getsockname()[1])
+        wanted = {**self.spec.environment, **place.variables(), **store.VARIABLES}
         wanted |= environment.tasks_of_schedulers(wanted)
-        changed: dict[str, str | None] = {
-            name: value for name, value in wanted.items() if os.environ.get(name) != value
-        }
-        with environment.patched(changed), store.serving(place, self._listening.detach()):
-            reporter = reporting.connect(_Delivering(self._job))
+        changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+        with environment.patched(changed), store.serving(place, self.listening.detach()):
+            reporter = reporting.connect(_DirectConnection(self.job))
             try:
                 yield
             finally:
@@ -107,11 +106,11 @@ class _Run:
                 reporting.disconnect()
 
 
-class _Delivering:
+@dataclasses.dataclass(frozen=True)
+class _DirectConnection:
     """A connection that delivers events to the job directly, in place of the one to the agent."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    job: Job
 
     def send(self, body: bytes) -> None:
-        self._job.deliver(0, events.decode(body))
+        self.job.deliver(0, events.decode(body))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     LaunchError,
     NotebookAccelError,
@@ -28,13 +27,12 @@ from notebook_accel.errors import (
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
-from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.state import failures
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
 from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
@@ -118,8 +116,8 @@ class Ending:
     """The end of a run. It may outlive the job.
 
     Attributes:
-        status: In a word; empty as long as the run goes on.
-        why: In a line, what went wrong; empty if nothing did.
+        status: The status in a word; empty while the run goes on.
+        why: The reason of a failure in a line; empty if there was none.
         took_s: Duration of the run in seconds.
     """
 
@@ -128,7 +126,7 @@ class Ending:
     took_s: float = 0.0
 
     def fill_in(self, status: str, why: str, took_s: float) -> None:
-        """Note the end. The status comes last: another thread that sees one sees all that belongs to it."""
+        """Note the end. The status comes last, so that a thread that sees it sees the rest too."""
         self.why, self.took_s = why, took_s
         self.status = status
 
@@ -137,51 +135,47 @@ class Job(Handle):
     """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
 
     Attributes:
-        id: Unique among the kernel's runs.
+        id: An identifier, unique among the kernel's runs.
         name: The run's name.
         config: Its options.
         world_size: Number of ranks here.
         devices: The ranks' devices in words, such as ``2 CPUs``.
-        is_background: Whether nobody waits for it in the cell that started it.
-        on_death: Whether all ranks are stopped when one dies, or the others kept. A run that keeps them goes on, also
-            without any rank, until it is stopped or all have finished.
+        is_background: Whether the cell that started the run doesn't wait for it.
+        on_death: The other ranks' fate when one dies: ``stop`` or ``keep``. A run that keeps them goes on, even without
+            any rank, until it is stopped or all have finished.
         started_s: Time of the start, in seconds of ``time.monotonic()``.
         ended_s: Time of the end, ``None`` while the run goes on.
-        ending: The end of the run, filled in then. It may outlive the job.
+        ending: The end of the run, filled in when it comes.
         state: The ranks' states, reduced from their events. Other threads change it: read it while holding
             ``state_lock``.
-        log_files: The ranks' logs: what each has written to its standard output and error. Empty if there was no room.
-        doing: Gives in words what the ranks do just now, where whoever launched the run knows it; else nothing.
-        run_here: Runs its one rank in this process, for whoever follows it; ``None`` where ranks are processes.
+        log_files: The ranks' logs of their standard output and error. Empty if there was no room.
+        log_folder: The folder of the logs, ``None`` if there are none.
+        doing: A function that returns the ranks' current work in words, set by the launching code; else empty text.
+        run_here: A function that runs the one rank in this process; ``None`` where ranks are processes.
 
     Args:
+        request: The launch.
         by_value: Functions and classes that the payload holds by value, which come back by reference.
-        result_files: One memory file a rank, which this owns.
+        result_files: One memory file a rank, which the job owns.
         log_folder: Folder of the ranks' logs, ``None`` if there was no room for any.
-        set_variables: Takes the pulled names and their values, once, when the results are read.
     """
 
     def __init__(
         self,
-        job_id: str,
-        spec: JobSpec,
-        config: LaunchConfig,
+        request: LaunchRequest,
         *,
-        devices: str,
-        is_background: bool,
-        by_value: Sequence[Any],
-        result_files: Sequence[int],
+        by_value: Sequence[Any] = (),
+        result_files: Sequence[int] = (),
         log_folder: pathlib.Path | None = None,
-        set_variables: Callable[[dict[str, Any]], object] | None = None,
-        on_death: OnDeath = "stop",
     ) -> None:
+        spec, config = request.spec, request.config
         super().__init__(spec.name)
-        self.id = job_id
+        self.id = f"{os.getpid()}-{next(_numbers)}"
         self.config = config
         self.world_size = spec.world_size
-        self.devices = devices
-        self.is_background = is_background
-        self.on_death = on_death
+        self.devices = request.devices
+        self.is_background = request.foreground_lock is None
+        self.on_death = request.on_death
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
@@ -191,7 +185,7 @@ class Job(Handle):
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._files = ResultFiles(result_files, by_value, set_variables or (lambda _: None))
+        self._files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
         self._can_be_asked_again = False
         self._control: RunControl | None = None
@@ -199,10 +193,10 @@ class Job(Handle):
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
         self.state_lock = threading.RLock()
-        # As it is where nodes are numbered; where they aren't, the elastic process will tell.
+        # Right where nodes are numbered; otherwise the elastic process will send the numbers.
         nodes = int(config.num_nodes.partition(":")[0])
         self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
-        self._failures = failures.Failures(config.start_method, spec.unsent, by_value)
+        self._failures = failures.RunErrors(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._restarts_by_node: int | None = None
@@ -212,31 +206,7 @@ class Job(Handle):
         self._outcome: Results | None = None
         self._error: NotebookAccelError | None = None
 
-    @classmethod
-    def from_request(
-        cls,
-        request: LaunchRequest,
-        spec: JobSpec,
-        *,
-        by_value: Sequence[Any] = (),
-        result_files: Sequence[int] = (),
-        log_folder: pathlib.Path | None = None,
-    ) -> Job:
-        """Return the handle of a run that an engine is about to start."""
-        return cls(
-            f"{os.getpid()}-{next(_numbers)}",
-            spec,
-            request.config,
-            devices=request.devices,
-            is_background=request.foreground_lock is None,
-            by_value=by_value,
-            result_files=result_files,
-            log_folder=log_folder,
-            set_variables=request.set_variables,
-            on_death=request.on_death,
-        )
-
-    # What users call ---------------------------------------------------------------------------------------------
+    # For users ------------------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> Status:
@@ -281,8 +251,7 @@ class Job(Handle):
         """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
 
         Args:
-            escalate: End ranks that go on after it: SIGTERM after the grace, SIGKILL after it once more. Otherwise what
-                they do then is up to them, and the run goes on.
+            escalate: Whether to end ranks that continue: by SIGTERM after the grace, by SIGKILL after a second one.
         """
         self._tell(lambda control: control.interrupt(escalate=escalate))
 
@@ -295,10 +264,10 @@ class Job(Handle):
         self._tell(lambda control: control.kill())
 
     def respawn(self, rank: int) -> None:
-        """Start a dead rank once more, as a fresh process that runs the function from its beginning.
+        """Start a dead rank again, as a fresh process that runs the function from its beginning.
 
         Raises:
-            LaunchError: The run stops when a rank dies, or has ended, or the rank is there.
+            LaunchError: The run stops when a rank dies, or has ended, or the rank is running.
         """
         why = ""
         if self.on_death != "keep":
@@ -313,7 +282,7 @@ class Job(Handle):
         self._tell(lambda control: control.respawn(rank))
 
     def death(self, rank: int) -> RankFailedError | None:
-        """Return the error of a dead rank in a run that keeps the others; ``None`` for a living rank."""
+        """Return the error of a dead rank, ``None`` for a living one. For runs that keep the others."""
         with self.state_lock:
             state = self.state.ranks[rank]
             return self._failures.of_rank(self.state, state) if state.is_dead else None
@@ -336,20 +305,20 @@ class Job(Handle):
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """The reason of each restart of all ranks: which rank failed first, and of what."""
+        """The reason of each restart of all ranks: the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
-        """Return what a rank has written to its standard output and error, empty before it has written.
+        """Return the standard output and error of a rank of this node.
 
         Args:
-            rank: The rank, of those of this node.
+            rank: The rank.
             tail: Number of last lines to return; ``None`` for all.
 
         Raises:
             IndexError: There is no such rank.
-            NotebookAccelError: The log is no longer there, or never was.
+            NotebookAccelError: There is no log, or no longer.
         """
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
@@ -359,7 +328,7 @@ class Job(Handle):
         return logs.read(self.log_files[rank], tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Return every rank's stack, asked from outside, so that a rank that hangs in a collective answers too.
+        """Return every rank's stack. A rank that hangs in a collective answers too.
 
         Raises:
             RunError: The agent, which asks the ranks, has not answered in time.
@@ -370,8 +339,8 @@ class Job(Handle):
         if stacks is not None:
             return stacks
         raise RunError(
-            f"The ranks of {self.name!r} could not be asked where they stand within {timeout_s:g} s.",
-            why="The agent, the process that looks after them, doesn't answer: it may be stopped.",
+            f"The stacks of the ranks of {self.name!r} have not come within {timeout_s:g} s.",
+            why="The agent, the process that supervises the ranks, doesn't answer: it may be stopped.",
         )
 
     def __repr__(self) -> str:
@@ -382,8 +351,8 @@ class Job(Handle):
         """Set the pulled variables to their values in rank 0 when it failed or was interrupted.
 
         Returns:
-            The names that are bound, none if rank 0 was killed or had none of them yet; and for those that it had and
-            that can't be opened the reasons.
+            The names that are bound, none if rank 0 was killed or had none of them yet; and the reasons for those that
+            it had and that can't be unpickled.
         """
         with self._lock:
             if not self.done or not self._files.are_open or self._has_all_results():
@@ -391,17 +360,17 @@ class Job(Handle):
             return self._files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
-        """End the run at once, if it still runs, and close its results: nobody uses it any more.
+        """End the run at once, if it still runs, and close its results. For a job that is no longer used.
 
-        Results that could be had in part are kept: whoever has the error can ask again.
+        Results of which some couldn't be read stay, since the error's holder can ask again.
         """
         self._is_discarded = True
         self.kill()
         has_ended = self.wait(_DISCARD_DEADLINE_S)
-        if has_ended and not self._can_be_asked_again:  # its end lets go of what an engine may be filling until then
+        if has_ended and not self._can_be_asked_again:  # until the end an engine may write to the files
             self._files.close()
 
-    # What views and engines call ------------------------------------------------------------------------------------
+    # For views and engines ------------------------------------------------------------------------------------------
 
     def events(self) -> list[tuple[int, Event]]:
         """Return the ranks' events since the last call, each with its rank, in order of arrival."""
@@ -417,9 +386,9 @@ class Job(Handle):
             return failures.where_ranks_stood({rank.number: rank.failed for rank in self.state.ranks})
 
     def notice_silence(self, now_s: float) -> None:
-        """Ask for the ranks' stacks if one keeps the others waiting. Waits for nothing; whoever draws the run calls it.
+        """Ask for the ranks' stacks if one keeps the others waiting. Doesn't wait; the findings come as ``events``.
 
-        What it comes to is among the ``events``.
+        The thread that draws the run calls this.
         """
         with self.state_lock:
             is_due = self._silence.is_due(self.state, now_s)
@@ -427,7 +396,7 @@ class Job(Handle):
             self._tell(lambda control: control.inspect())
 
     def expect_steps(self, ranks: Sequence[int]) -> None:
-        """Name the ranks that have something to do from now on, all by default. The silence of others means nothing."""
+        """Set the ranks that have work from now on; before the first call, all do. Silence of others is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
     def attach(self, control: RunControl) -> None:
@@ -450,7 +419,7 @@ class Job(Handle):
             return  # their first start here: a node may join a run that others have started again before
         of, rank = self.config.max_restarts, 0 if first is None else first.rank
         if before == starting.restarts:
-            why = f"the nodes are others now, with {starting.world_size} ranks in all"
+            why = f"the nodes have changed, with {starting.world_size} ranks in all"
             self.deliver(0, Restarting(number=0, of=of, why=why))
         elif starting.cause is not None:
             self.deliver(0, Restarting(number=starting.restarts, of=of, why=starting.cause.in_a_line))
@@ -472,9 +441,11 @@ class Job(Handle):
         self.ended_s = time.monotonic()
         status, why = self._end_status(), ""
         if status == "failed":
-            said = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
-            said = said if elsewhere is None else elsewhere.in_a_line
-            why = said if error is None else error.what
+            why = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
+            if error is not None:
+                why = error.what
+            elif elsewhere is not None:
+                why = elsewhere.in_a_line
         self.ending.fill_in(status, why, self.ended_s - self.started_s)
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()
@@ -489,11 +460,9 @@ class Job(Handle):
         self._raised_here = raised
         self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
 
-    # ----------------------------------------------------------------------------------------------------------------
-
-    def _tell(self, what: Callable[[RunControl], None]) -> None:
+    def _tell(self, request: Callable[[RunControl], None]) -> None:
         if self._control is not None and not self.done:
-            what(self._control)
+            request(self._control)
 
     def _has_all_results(self) -> bool:
         return self._engine_error is None and self._reason == "" and self.state.have_all_results
@@ -511,8 +480,8 @@ class Job(Handle):
             return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
         if self._reason == "terminated":
             return RunStoppedError(
-                f"The run {self.name!r} was stopped, since somebody told its agent process to end (SIGTERM).",
-                why="A batch system such as Slurm does that before it takes the machine back.",
+                f"The run {self.name!r} was stopped, since its agent process got SIGTERM.",
+                why="A batch system such as Slurm sends it before it takes the machine back.",
             )
         if self._reason in ("template lost", "elastic lost"):
             return failures.lost_process_error(self._reason, self.state.memory_shortage)
@@ -525,4 +494,4 @@ class Job(Handle):
         if failure is not None:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""
-        return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank says why.")
+        return failure or ProcessStartError(f"The run {self.name!r} has ended, but no rank has reported why.")

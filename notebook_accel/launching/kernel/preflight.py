@@ -1,7 +1,7 @@
 """Checks before a launch, without importing torch or initialising a device.
 
-Every check returns what it finds; a launch refuses with all findings at once, and ``doctor`` prints the same list. All
-of it runs at every launch, so it has to be quick: nothing is counted, opened or looked up that need not be.
+A launch refuses with all findings at once, and ``doctor`` prints the same list. Every launch runs all checks, so they
+have to be quick and open as little as possible.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from notebook_accel.launching.kernel.devices import Devices
 
 __all__ = ["check", "check_fork", "warn"]
 
-_RANK_BYTES = 64 << 20  # less than any rank takes that does something
+_RANK_BYTES = 64 << 20  # any rank that computes something takes more
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES = 64 << 20  # what Docker gives a container
-# What sun_path in linux/un.h holds, less the names that multiprocessing gives to a folder and a socket.
+# The length of sun_path in linux/un.h, less the names that multiprocessing gives to a folder and a socket.
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
-
-# What those of these options are without which nothing is started later than at once, by one kernel.
+# Options that need a template unless they have these values.
 _NEEDS_TEMPLATE = {"max_restarts": 0, "num_nodes": "1"}
 
 _warned: set[str] = set()
@@ -45,15 +44,15 @@ def check(
     Args:
         config: The options.
         devices: The ranks' devices. Default: those of this machine.
-        captured: The ranks' objects, by the words that a message uses for them.
+        captured: The objects that are sent to the ranks, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
-    findings += [_restarts_of_what_is_no_template(config, devices), _options_of_no_engine(config)]
+    findings += [_restarts_without_template(config, devices), _options_without_engine(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
-        findings += [_platform(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
+        findings += [_system(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
         findings.append(_long_temporary_folder())
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
@@ -75,12 +74,12 @@ def warn(findings: tuple[Finding, ...]) -> None:
             print(f"Warning: {finding}", file=sys.stderr)
 
 
-def _options_of_no_engine(config: LaunchConfig) -> Finding | None:
+def _options_without_engine(config: LaunchConfig) -> Finding | None:
     if not config.engine_options or config.engine != "local":
         return None
     return Finding(
         f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
-        "They are for a cluster, and engine='local' runs ranks on this machine.",
+        "These options are for a cluster, and engine='local' runs ranks on this machine.",
         "--engine ray (engine='ray'), or leave them out",
     )
 
@@ -91,8 +90,8 @@ def _inside_a_rank(environ: Mapping[str, str] = os.environ) -> Finding | None:
         return None
     return Finding(
         f"This process is rank {rank} of {world_size} already.",
-        "Each of them that launches has ranks of its own, which share the devices with all others.",
-        "call the function itself; or, where nothing has launched this process, unset RANK and WORLD_SIZE",
+        "If each rank launches ranks of its own, all of them share the devices.",
+        "call the function itself; or, if this process is no rank, unset RANK and WORLD_SIZE",
         refuses=False,
     )
 
@@ -112,14 +111,15 @@ def _limit_inline(config: LaunchConfig) -> Finding | None:
         return None
     return Finding(
         f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
-        "Nobody could end it there without ending the kernel.",
+        "It couldn't be ended there without ending the kernel.",
         "leave out timeout_s, and interrupt the kernel when it takes too long",
     )
 
 
-def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> Finding | None:
+def _restarts_without_template(config: LaunchConfig, devices: Devices) -> Finding | None:
     method = devices.start_method(config)
-    asked = [f"{name}={getattr(config, name)}" for name, one in _NEEDS_TEMPLATE.items() if getattr(config, name) != one]
+    values = {name: getattr(config, name) for name in _NEEDS_TEMPLATE}
+    asked = [f"{name}={value}" for name, value in values.items() if value != _NEEDS_TEMPLATE[name]]
     if not asked or method not in ("inline", "fork"):
         return None
     return Finding(
@@ -129,14 +129,14 @@ def _restarts_of_what_is_no_template(config: LaunchConfig, devices: Devices) -> 
     )
 
 
-def _platform() -> Finding | None:
+def _system() -> Finding | None:
     if processes.are_supported():
         return None
     inline = "--start_method inline runs one rank in this process, anywhere"
     if sys.platform != "linux":
         return Finding(
             f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
-            "Ranks are started and cleaned up with process descriptors and anonymous memory files, as Linux has them.",
+            "Ranks are started and ended with process descriptors and anonymous memory files, which only Linux has.",
             f"use Linux, or WSL 2 on Windows; {inline}",
         )
     return Finding(
@@ -176,7 +176,7 @@ def _where(devices: Devices) -> str:
 
 def _port(config: LaunchConfig) -> Finding | None:
     port = config.main_process_port
-    if not port or config.num_nodes != "1":  # at which several nodes meet, the elastic process looks
+    if not port or config.num_nodes != "1":  # with several nodes the elastic process checks the port
         return None
     try:
         socket.create_server(("127.0.0.1", port)).close()
@@ -184,19 +184,19 @@ def _port(config: LaunchConfig) -> Finding | None:
         return Finding(
             f"The port {port} for the ranks' store can't be used: {os.strerror(error.errno or 0)}.",
             _holder_of(port) or "One process listens on a port, and the ranks meet at this one.",
-            "leave out main_process_port (use_port): then a free one is taken",
+            "leave out main_process_port (use_port) to use a free one",
         )
     return None
 
 
 def _holder_of(port: int) -> str:
-    """Return which process listens on a port, as far as this user may see it."""
+    """Return a sentence about the process that listens on a port; empty if this user may not see it."""
     if sys.platform != "linux":
         return ""
     fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
     sockets = {f"socket:[{line[9]}]" for line in fields if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
     for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # another user's, or closed meanwhile
+        with contextlib.suppress(OSError):  # of another user, or closed meanwhile
             if os.readlink(link) in sockets:
                 process = link.parts[2]
                 name = pathlib.Path("/proc", process, "comm").read_text().strip()
@@ -213,9 +213,9 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
         return None
     return Finding(
         f"There is too little memory for {ranks} {'process' if ranks == 1 else 'processes'}: "
-        f"{format_size(available_bytes)} can still be had.",
-        "The system would end a process, and nobody knows which: perhaps the kernel.",
-        "del what is no longer needed, end other processes, or ask for fewer ranks",
+        f"{format_size(available_bytes)} are available.",
+        "The system would kill some process, perhaps the kernel.",
+        "delete variables that you no longer need, end other processes, or ask for fewer ranks",
     )
 
 
@@ -234,16 +234,16 @@ def _no_shared_memory() -> Finding | None:
     how = f"has {format_size(free_bytes)} left" if is_writable else "can't be written to"
     return Finding(
         f"{_SHARED_MEMORY} {how}.",
-        "DataLoader workers pass batches through it, and NCCL its messages; without room they die of bus errors.",
+        "DataLoader workers pass batches through it, and NCCL its messages; without space they die of bus errors.",
         "start the container with --shm-size=8g or --ipc=host; or DataLoader(num_workers=0)",
         refuses=False,
     )
 
 
 def _long_temporary_folder() -> Finding | None:
-    """Check the temporary folder's path, in which multiprocessing puts the sockets that pass tensors on."""
+    """Check the path of the temporary folder, where multiprocessing puts the sockets that pass tensors."""
     folder = ""
-    with contextlib.suppress(OSError):  # there is none, and ranks can do without
+    with contextlib.suppress(OSError):  # there is no such folder, and ranks don't need one
         folder = tempfile.gettempdir()
     if sys.platform != "linux" or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
         return None
@@ -251,16 +251,16 @@ def _long_temporary_folder() -> Finding | None:
         f"The folder for temporary files has a path of {len(os.fsencode(folder))} bytes: {folder}",
         "DataLoader workers pass batches through a socket there, and hang if its path is longer than Linux allows. "
         f"With {_LONGEST_TEMPORARY} bytes it fits.",
-        "os.environ['TMPDIR'] = '/tmp' before anything uses it; or DataLoader(num_workers=0)",
+        "os.environ['TMPDIR'] = '/tmp' before anything uses the folder; or DataLoader(num_workers=0)",
         refuses=False,
     )
 
 
-# Whose threads a fork does no harm: they hold no lock that a rank takes.
+# Packages whose threads make no trouble in forks, since they hold no lock that a rank takes.
 _HARMLESS = {"IPython", "ipykernel", "ipywidgets", "kernel_ext", "notebook_accel", "tornado", "tqdm", "zmq"}
 # Libraries that begin to use a device, or threads of their own, when they are imported or first used.
 _BREAK_FORKING = {
-    "bitsandbytes": "it uses CUDA from when it is imported",
+    "bitsandbytes": "it uses CUDA as soon as it is imported",
     "cupy": "it uses CUDA without torch's knowledge",
     "jax": "its threads hold locks",
     "tensorflow": "its threads hold locks",
@@ -268,11 +268,7 @@ _BREAK_FORKING = {
 
 
 def check_fork(*, on_gpus: bool = False) -> list[Finding]:
-    """Return all findings against forking this process.
-
-    Args:
-        on_gpus: Whether the forks are to compute on GPUs.
-    """
+    """Return all findings against forking this process, ``on_gpus`` for forks that compute on GPUs."""
     devices = [_cuda() or (_cuda_driver() if on_gpus else None), device_state.xla_in_use()]
     findings = [*devices, _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
     return [finding for finding in findings if finding is not None]
@@ -305,15 +301,15 @@ def _threads() -> Finding | None:
         return None
     return Finding(
         f"Threads run in this kernel: {', '.join(names)}.",
-        "Ranks that are forked from it have none of them. A lock that one holds at that moment stays locked in the "
-        "ranks, and a rank that takes it waits for ever.",
+        "Forks of it don't have them. A lock that a thread holds at that moment stays locked in the ranks, and a rank "
+        "that takes it waits for ever.",
         "end them before the launch, or --start_method spawn",
         refuses=False,
     )
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    # A thread that was given a function has it as long as it runs, and else is of a class of its own.
+    # A running thread either has the function that it was given, or belongs to a class of its own.
     runs = getattr(thread, "_target", None) or type(thread)
     package = (getattr(runs, "__module__", None) or "").partition(".")[0]
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
@@ -325,7 +321,7 @@ def _group_of_the_kernel() -> Finding | None:
         return None
     return Finding(
         "The kernel itself is in a process group of torch.distributed.",
-        "Ranks that are forked from it would take it for theirs.",
+        "Ranks that are forked from it would use it as theirs.",
         "torch.distributed.destroy_process_group(), or --start_method spawn",
     )
 
@@ -336,7 +332,7 @@ def _accelerator_of_the_kernel() -> Finding | None:
         return None
     return Finding(
         "There is an Accelerator of the accelerate library in this kernel.",
-        "Ranks that are forked from it would share its state, in which they are one process alone.",
+        "Ranks that are forked from it would inherit its state, in which there is only one process.",
         "AcceleratorState._reset_state(True) (from accelerate.state), or --start_method spawn",
     )
 

@@ -1,4 +1,4 @@
-"""The runs of this process by name and number, for callers without a ``Job``."""
+"""The runs of this process by name and number, for callers that have no ``Job``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_ENTRIES = 50
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One run. It holds no results, so that remembering a run costs nothing.
+    """One run. An entry holds no results, so that many can be kept.
 
     Attributes:
         number: Its number among this process's runs, from 1.
@@ -39,12 +39,12 @@ class Entry:
 
     @property
     def job(self) -> Job | None:
-        """The run's job, if it runs or somebody still refers to it."""
+        """The run's job, ``None`` if it has ended and nothing refers to it any more."""
         return self._job()
 
     @property
     def is_running(self) -> bool:
-        """True if it has not ended."""
+        """True while the run goes on."""
         job = self.job
         return job is not None and not job.done
 
@@ -61,7 +61,7 @@ def add(job: Job) -> None:
 def latest(count: int = 1) -> list[Entry]:
     """Return the running runs and the last ``count`` ended ones, in the order of their start."""
     entries = list(_entries)
-    running = [entry.is_running for entry in entries]  # asked once: a run that ended between would be missing
+    running = [entry.is_running for entry in entries]  # read once, since a run may end meanwhile
     ended = [index for index, is_running in enumerate(running) if not is_running][-count:]
     return [entry for index, entry in enumerate(entries) if running[index] or index in ended]
 
@@ -69,12 +69,8 @@ def latest(count: int = 1) -> list[Entry]:
 def find(which: str = "", *, running: bool = False) -> Entry:
     """Return a run by its name or number; without one, the only running one, or the last one.
 
-    Args:
-        which: Its name or number.
-        running: Whether only a run that goes on will do.
-
     Raises:
-        NotebookAccelError: There is none, or several could be meant.
+        NotebookAccelError: There is none, none that goes on although ``running`` asks for one, or more than one.
     """
     going_on = [entry for entry in _entries if entry.is_running]
     known = going_on if running else list(_entries)

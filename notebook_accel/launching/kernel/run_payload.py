@@ -1,4 +1,4 @@
-"""A launch's payload: the target pickled, the sources of its functions, and the memory files of the run."""
+"""A launch's payload: the pickled target, the sources of its functions, and the memory files of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LISTED_BYTES = 100_000_000
 def pickle_target(
     target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
 ) -> tuple[serialization.Pickled, dict[str, str]]:
-    """Pickle the target. Print which objects are large and which lose their gradients' graph.
+    """Pickle the target. Print the objects that are large, and those that lose their gradients' graph.
 
     Args:
         target: The function or cell to run.
@@ -46,10 +46,10 @@ def pickle_target(
         optional_names: Names of the target that are left out if they can't be pickled.
 
     Returns:
-        The pickle, and which names stay behind, each with the reason.
+        The pickle, and the names that were left out, each with the reason.
 
     Raises:
-        PayloadError: Something can't be sent.
+        PayloadError: Another object can't be sent.
     """
     unsent: dict[str, str] = {}
     try:
@@ -84,18 +84,16 @@ def variable_label(name: str) -> str:
 
 
 def report_large(sizes_bytes: Mapping[str, int]) -> None:
-    """Print the large objects of a pickle: the user may not want to send them."""
+    """Print the large objects of a pickle, since the user may not want to send them."""
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}
     if large:
-        ordered = sorted(large, key=lambda label: -large[label])
-        print(
-            "Sending to the ranks: "
-            + ", ".join(f"{_variable_name(label)} {format_size(large[label])}" for label in ordered)
-        )
+        ordered = sorted(large.items(), key=lambda item: -item[1])
+        listed = ", ".join(f"{_variable_name(label)} {format_size(size)}" for label, size in ordered)
+        print(f"Sending to the ranks: {listed}")
 
 
 def report_lost_graphs(roots: Mapping[str, Any]) -> None:
-    """Print the tensors that are sent without the graph of their gradients."""
+    """Print the tensors that lose the graph of their gradients."""
     labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
@@ -106,7 +104,7 @@ def _variable_name(label: str) -> str:
 
 
 def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
-    """Return the sources that are in no file, by the file name in their functions' code."""
+    """Return the cells' sources of functions, by the file name in the functions' code."""
     filenames = {obj.__code__.co_filename for obj in by_value if isinstance(obj, types.FunctionType)}
     found: dict[str, Source] = {}
     for filename in filenames:
@@ -130,7 +128,7 @@ class PreparedRun(NamedTuple):
     Attributes:
         job: Its handle, which owns the result files.
         payload: Descriptor of the payload, whose head is the ``JobSpec``.
-        result_files: One empty memory file a rank; then, if they are wanted too, one for each rank of other nodes.
+        result_files: One empty memory file a rank; with ``all_nodes``, also one for each rank of other nodes.
     """
 
     job: Job
@@ -142,12 +140,9 @@ class PreparedRun(NamedTuple):
 def prepared_run(
     request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str] = {}
 ) -> Iterator[PreparedRun]:
-    """Write the payload and open the run's files. At the end close the payload; kill the job if the start fails.
+    """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
-    Args:
-        request: The launch.
-        pickled: Its target.
-        unsent: Names that stay behind, each with the reason.
+    ``unsent`` are names that were left out, each with the reason.
     """
     spec = msgspec.structs.replace(
         request.spec,
@@ -159,13 +154,9 @@ def prepared_run(
         serialization.dump(payload, pickled, spec.encode())
         memory_files.make_unwritable(payload)
         files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
-        job = Job.from_request(
-            request,
-            spec,
-            by_value=pickled.by_value,
-            result_files=files,
-            log_folder=logs.make_folder(request.config.log_dir, spec.name),
-        )
+        folder = logs.make_folder(request.config.log_dir, spec.name)
+        request = dataclasses.replace(request, spec=spec)
+        job = Job(request, by_value=pickled.by_value, result_files=files, log_folder=folder)
         try:
             yield PreparedRun(job, payload, files)
         except BaseException:

@@ -23,7 +23,7 @@ import msgspec
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching import interfaces, logs
+from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.agent_process import NodePart
 from notebook_accel.launching.kernel.engine import RunControl
@@ -83,7 +83,7 @@ class NodeHost:
         """
         part = msgspec.msgpack.decode(encoded, type=ray_messages.Part)
         run = self._runs[part.job_id] = _NodeRun(part, msgspec.json.decode(part.options, type=LaunchConfig))
-        interface = interfaces.interface_of(self._address)
+        interface = environment.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         variables = {**environment.sendable(), **of_interface, **part.environment}
         copied = memory_files.memory_file("notebook-accel-payload")

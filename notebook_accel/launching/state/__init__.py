@@ -1,1 +1,1 @@
-"""The one model of a run, reduced from its events: panel, plain lines, errors and ``job.ranks`` read it."""
+"""The model of a run, reduced from its events. Panel, plain lines, errors and ``job.ranks`` read it."""

@@ -1,4 +1,4 @@
-"""The reported metrics over steps: a curve for each rank and one for their mean, all bounded."""
+"""Curves of the reported metrics: one for each rank and one for their mean, all of bounded length."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ __all__ = ["Curves", "Series"]
 _SERIES_POINTS = 256
 _POINTS_OF_ALL_RANKS = 4096
 _FEWEST_POINTS = 32
-_LARGEST_VALUE = 1e90  # of a curve: sums and differences of such values are numbers still
+_LARGEST_VALUE = 1e90  # sums and differences of such values are still finite
 
 
 class Series:
-    """A curve of at most a few hundred points, spread over its whole length, the last point always included.
-
-    Args:
-        most_points: Largest number of points.
-    """
+    """A curve of at most ``most_points`` points, spread over its whole length, always with the last point."""
 
     def __init__(self, most_points: int = _SERIES_POINTS) -> None:
         self._most_points = most_points
@@ -28,12 +24,12 @@ class Series:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """The points ``(step, value)`` by rising step."""
+        """The points ``(step, value)`` in the order of steps."""
         return [] if self._last is None else [*self._kept, self._last]
 
     def add(self, step: int, value: float) -> None:
         """Add a point, or replace the last one if it has the same step. Ignore values that can't be drawn."""
-        # Not a number and infinity fail the comparison too.
+        # NaN and infinity fail the comparison too.
         if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
             return
         if self._last is not None and self._last[0] < step:
@@ -54,12 +50,12 @@ class Curves:
 
     Args:
         world_size: Number of ranks.
-        unit: Unit of its steps: ``steps``, or ``reports`` where nothing counts steps.
-        latest: The value of each rank that has reported it before.
+        unit: Unit of the horizontal axis: ``steps``, or ``reports`` where nothing counts steps.
+        latest: The latest value of each rank that has reported the metric before.
 
     Attributes:
         mean: The mean of the ranks' latest values.
-        ranks: Each rank's own values, of those that have reported it.
+        ranks: The own curve of each rank that has reported the metric.
     """
 
     def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
@@ -73,20 +69,15 @@ class Curves:
         self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Take in what a rank has reported.
+        """Add the value that a rank has reported at its step.
 
-        The mean gets a point as soon as each rank that has the metric has reported it again: one by one, it would jump.
-
-        Args:
-            rank: The rank.
-            step: Its step.
-            value: The reported value.
+        The mean gets a point once each rank that has the metric has reported it again: one by one, it would jump.
         """
         self._latest[rank] = value
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1
         series = self.ranks.setdefault(rank, Series(self._rank_points))
         series.add(step if self.unit == "steps" else reports, value)
-        is_again = rank in self._reported  # before another one has: that one may have stopped reporting
+        is_again = rank in self._reported  # then another rank may have stopped reporting
         self._reported.add(rank)
         if is_again or len(self._reported) == len(self._latest):
             self._means += 1

@@ -1,4 +1,4 @@
-"""The failure of a run, read from its state: the rank that failed first, the reason, the advice, the others."""
+"""Errors from the state of a run: the rank that failed first, the reason, advice, and the other ranks' ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from notebook_accel.protocol.agent_messages import Failure, Reason
 from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
 __all__ = [
-    "Failures",
+    "RunErrors",
     "crash_frames",
     "describe_shortage",
     "explain_death",
@@ -37,7 +37,7 @@ _FIRST_TRACEBACK_LINES = 50
 
 
 def in_a_line(state: RunState) -> str:
-    """Return which rank failed first, and of what; empty if none has."""
+    """Return a line about the rank that failed first and its failure; empty if none has failed."""
     rank = state.first_failed
     if rank is None:
         return ""
@@ -49,13 +49,13 @@ def in_a_line(state: RunState) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failures:
-    """Makes errors from the state of a run.
+class RunErrors:
+    """Builds errors from the state of a run.
 
     Attributes:
         start_method: The ranks' start method.
         unsent: Names that couldn't be sent, with the reason.
-        by_value: Functions and classes that were sent by value, for exceptions that refer to them.
+        by_value: Functions and classes that were sent by value, to which exceptions may refer.
     """
 
     start_method: str
@@ -72,13 +72,13 @@ class Failures:
         return error
 
     def of_rank(self, state: RunState, rank: RankState) -> RankFailedError:
-        """Return the error of a rank that has raised something or has died."""
+        """Return the error of a rank that has raised an exception or has died."""
         error = self._died(state, rank) if rank.failed is None else self._raised(state, rank, rank.failed)
         error.last_output = tuple(rank.last_lines)
         return error
 
     def elsewhere(self, state: RunState, failure: Failure) -> RunError:
-        """Return the error of a run that has ended because of what happened on another node."""
+        """Return the error of a run that has ended because of a failure on another node."""
         if failure.rank is None:
             line = failure.in_a_line
             return NodeLostError(
@@ -126,7 +126,7 @@ def _others(state: RunState, reported: RankState | None) -> tuple[RankEnd, ...]:
 
 def _end_of(rank: RankState, end: Ended) -> RankEnd:
     raised = "" if rank.failed is None else f"{rank.failed.kind}: {first_line(rank.failed.message)}"
-    # One that failed by itself may have been told to end all the same, in the moment before it did.
+    # A rank may fail by itself in the moment after it was told to end. Then its exception counts.
     return RankEnd(rank.number, end.exit_code, end.signal, end.stopped and not raised, raised)
 
 
@@ -137,7 +137,7 @@ def _how_it_died(end: Ended) -> str:
 
 
 def _shown(traceback: str) -> str:
-    """Return a rank's traceback as a notebook can hold it: what was raised, and where, is at its end."""
+    """Return a rank's traceback, shortened so that a notebook can hold it. Most of what is kept is its end."""
     lines = list(plain_lines(traceback.rstrip("\n")))
     unsent = len(lines) - _MOST_TRACEBACK_LINES
     if unsent <= 0:
@@ -147,7 +147,7 @@ def _shown(traceback: str) -> str:
 
 
 def raised_in_words(failed: Failed) -> str:
-    """Return in a line what a rank has raised: ``ValueError: no images in data/``."""
+    """Return a rank's exception in a line, such as ``ValueError: no images in data/``."""
     return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
 
 
@@ -192,7 +192,7 @@ def where_ranks_stood(failed: Mapping[int, Failed | None]) -> list[str]:
 
 
 def _cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
-    """Return the rank's exception; one of its name and text where it can't be pickled or made again."""
+    """Return the rank's exception, or a stand-in of its name and text if it can't be pickled or unpickled."""
     if failed.exception:
         with contextlib.suppress(Exception):
             cause = serialization.loads(failed.exception, origins=by_value)
@@ -202,10 +202,10 @@ def _cause_of(failed: Failed, by_value: serialization.Origins) -> BaseException:
     return stand_in(failed.message)
 
 
-_KILLED = "Nothing of notebook-accel sent it."
-_CRASHED = "Native code has crashed, below the first of the lines of Python that are shown here, the innermost first."
+_KILLED = "notebook-accel didn't send the signal."
+_CRASHED = "Native code has crashed. The lines of Python that had called it are shown here, the innermost first."
 _OURS = f'  File "{code_places.OURS}'
-_LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all that it loads"
+_LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all the data that it loads"
 _LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
 _NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
 _MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
@@ -214,20 +214,14 @@ _EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function build
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
-_NO_DEBUGGER = "A rank has no keyboard, so a debugger that asks in it ends at once."
+_NO_DEBUGGER = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
 _DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
-# What torch's DataLoader says of a worker that was killed.
+# The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
 
 def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
-    """Return an addition to the description of a rank's death, its likely reason, and advice.
-
-    Args:
-        end: The end of its process.
-        start_method: The ranks' start method.
-        ranks: Number of ranks.
-    """
+    """Return an addition to the description of a rank's death, its likely reason, and advice."""
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
             return "", _KILLED, ""
@@ -238,10 +232,9 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
     if end.signal == signal.SIGSEGV and start_method == "fork":
         if end.shortage is None:
-            many = "is one of them" if ranks == 1 else f"are {ranks} of them"
-            used = (
-                f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}" if end.peak_bytes else ""
-            )
+            many = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
+            peak = f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}"
+            used = peak if end.peak_bytes else ""
             return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
         used = f"This rank had used up to {format_size(end.peak_bytes)}; " if end.peak_bytes else ""
         why = used + _EACH_ITS_OWN.format(ranks=ranks)
@@ -255,12 +248,12 @@ def crash_frames(written: str) -> str:
     """Return the user's lines that had called native code when it crashed, innermost first.
 
     Args:
-        written: The rank's standard error from the crash on.
+        written: The rank's output from the crash on.
     """
     frames = []
     for line in written.partition(CRASH)[2].splitlines():
         if line.startswith(_OURS):
-            break  # who has called the user's code
+            break  # it and all further ones called the user's code
         if line.startswith('  File "'):
             frames.append(line)
     return "\n".join(frames)
@@ -273,15 +266,15 @@ def explain_exception(
 
     Args:
         failed: The rank's exception.
-        end: The end of its process, ``None`` while it lives.
+        end: The end of its process, ``None`` while it runs.
         memory: Each rank's last report of its memory.
         unsent: Names that couldn't be sent, with the reason.
     """
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
-            f"rank {rank}: {format_size(said.used_bytes)} of {format_size(said.total_bytes)}"
-            + (" of the host's" if said.kind == "host" else "")
-            for rank, said in sorted(memory.items())
+            f"rank {rank}: {format_size(report.used_bytes)} of {format_size(report.total_bytes)}"
+            + (" of the host's" if report.kind == "host" else "")
+            for rank, report in sorted(memory.items())
         ]
         return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
@@ -298,21 +291,21 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
         return ""
     if found[1] in unsent:
         return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
-    return f"the notebook has {found[1]!r}, but the code doesn't name it in a way that can be seen: --push {found[1]}"
+    return f"the notebook has {found[1]!r}, but the launch couldn't see that the code uses it: --push {found[1]}"
 
 
 def describe_shortage(shortage: MemoryShortage) -> str:
-    """Return a description of a memory shortage in a sentence or two."""
+    """Return a description of a memory shortage, one or two sentences."""
     whose = "the machine" if shortage.is_machine else "the container"
     left = f"Of the {format_size(shortage.limit_bytes)} that {whose} has, {format_size(shortage.free_bytes)} were left."
-    killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else "Nobody else says why."
-    return f"{left} {killer}"
+    killer = "The system's out-of-memory killer has ended a process." if shortage.was_seen else ""
+    return f"{left} {killer}".rstrip()
 
 
 def lost_process_error(reason: Reason, shortage: MemoryShortage | None) -> SupervisorLostError:
     """Return the error of a run that has lost its template or its elastic process."""
     if reason == "elastic lost":
-        what = "The process that decides about this run's restarts has died, and the ranks were stopped."
+        what = "The process that manages this run's restarts has died, and the ranks were stopped."
     else:
         what = "The process that the ranks were forked from has died, and the ranks with it."
     why = f"Out of host memory. {describe_shortage(shortage)}" if shortage else "Something killed it."

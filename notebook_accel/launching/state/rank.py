@@ -8,7 +8,7 @@ Every view uses these words. README's section on the panel has the same table wi
 | running | it runs the user's code |
 | waiting | it runs, and waits in a collective for a silent rank |
 | silent | it runs, has done no step for long, and other ranks wait for it |
-| finished | the user's code has returned, and the result is there |
+| finished | the user's code has returned, and the result has been sent |
 | failed | the user's code has raised, or the process exited before its end |
 | killed | a signal from elsewhere ended the process |
 | stopped | it was interrupted, told to end, or lost a peer that failed |
@@ -30,22 +30,22 @@ __all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]
 StateWord = Literal["starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "lost"]
 
 CRASH = "Fatal Python error: "
-"""How the report of Python's fault handler begins."""
+"""The beginning of a report of Python's fault handler."""
 
 _RATE_WINDOW_S = 5.0
 _RATE_STALE_S = 1.0
 _STALLED_S = 10.0
-_STALLED_STEPS = 10  # so many times the usual step
+_STALLED_STEPS = 10  # a multiple of the usual duration of a step
 _REMEMBERED_STEPS = 20
 _MOST_METRICS = 32
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
-_COMPILING = "compiling: steps are counted, and timed from when it is done"
+_COMPILING = "compiling: steps are counted now, and timed once it is done"
 
 
 @dataclasses.dataclass
 class LastSteps:
-    """The times of a rank's last steps: they give its rate, and tell whether it has stalled.
+    """The times of a rank's last steps, for its rate and for noticing that it has stalled.
 
     Times are seconds of ``time.monotonic()``.
 
@@ -61,17 +61,12 @@ class LastSteps:
     )
 
     def add(self, event: events.Progress, *, is_another_loop: bool) -> None:
-        """Take in a count.
-
-        Args:
-            event: The count.
-            is_another_loop: Whether another loop or bar counts now, whose rate is its own.
-        """
+        """Add a count. With ``is_another_loop`` it comes from another loop or bar, which has a rate of its own."""
         if self.stepped_s is None or event.steps != self._count:
             if self.stepped_s is not None and event.steps > self._count:
                 self._step_times_s.append((event.time_s - self.stepped_s) / (event.steps - self._count))
             self._count, self.stepped_s = event.steps, event.time_s
-        if is_another_loop or event.compiling:  # compiling takes long, and says nothing of the steps that follow
+        if is_another_loop or event.compiling:  # the duration of a compilation says nothing about later steps
             self._samples.clear()
         if not event.compiling and (not self._samples or event.time_s > self._samples[-1][0]):
             self._samples.append((event.time_s, event.steps))
@@ -83,7 +78,7 @@ class LastSteps:
         return dataclasses.replace(self, _samples=self._samples.copy(), _step_times_s=self._step_times_s.copy())
 
     def since(self, began_s: float) -> LastSteps:
-        """Return a copy that knows only of what was counted since ``began_s``."""
+        """Return a copy without the counts from before ``began_s``."""
         samples = collections.deque(sample for sample in self._samples if sample[0] >= began_s)
         return dataclasses.replace(self, _samples=samples, _step_times_s=self._step_times_s.copy())
 
@@ -91,22 +86,22 @@ class LastSteps:
         """Return the steps a second over the last few seconds, ``None`` until two counts are known.
 
         Args:
-            now_s: The present; ``None`` for a rank that has ended, whose last seconds of counting are meant.
+            now_s: The present; ``None`` for a rank that has ended, to take its last seconds of counting.
         """
         if len(self._samples) < 2:
             return None
         (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
-        # A rank that counts nothing says nothing, so after some silence the time since its last word counts too.
+        # A rank that does no step reports none, so after a while the time since its last report counts too.
         if now_s is not None and now_s - last_s > _RATE_STALE_S:
             last_s = now_s
         return (last - first) / (last_s - first_s)
 
     def is_stalled(self, now_s: float, since_s: float = 0.0, shortest_s: float = _STALLED_S) -> bool:
-        """Return whether no step was done for long, by this rank's own measure.
+        """Return whether no step was done for long, measured by this rank's usual step.
 
         Args:
             now_s: The present.
-            since_s: Count the time from then at the earliest.
+            since_s: Earliest time from which to measure.
             shortest_s: Shortest duration that counts as a stall.
         """
         usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
@@ -120,27 +115,27 @@ class RankState:
     Attributes:
         rank: Its number on this node, from 0.
         state: The state of its process; ``word`` adds ``waiting`` and ``silent``.
-        pid: Its process, ``None`` before it has started.
+        pid: The id of its process, ``None`` before it has started.
         step: Steps done in the running epoch, ``None`` before anything was counted.
         total: Steps of the epoch, ``None`` if not known.
         epoch: The running epoch from 1, ``None`` if not known.
-        epochs: Number of epochs in all, ``None`` if not known.
+        epochs: Total number of epochs, ``None`` if not known.
         steps: Steps done over all epochs and loaders, ``None`` before anything was counted.
-        label: The name of the counted things.
-        device: The device it computes on, such as ``cuda:0``; empty if not known.
-        is_compiling: Whether the device's compiler is at work on the running step.
+        label: The name of the counted items.
+        device: The device that it computes on, such as ``cuda:0``; empty if not known.
+        is_compiling: Whether the device's compiler works on the running step.
         metrics: The latest value of each metric.
-        memory: The memory it last reported, ``None`` before.
-        last_line: The last line that it wrote that isn't empty.
-        last_lines: The last few lines that it wrote, before a crash of native code if there was one.
-        crash: The report of Python's fault handler when native code crashed; else empty.
+        memory: The memory that it last reported, ``None`` before.
+        last_line: The last non-empty line of its output.
+        last_lines: The last few lines of its output, up to a crash of native code.
+        crash: The report of Python's fault handler after a crash of native code; else empty.
         reason: The reason of a failure or an early end, in one line; else empty.
-        silent: The finding about a long time without a step; ``None`` again after the next one.
-        last_event_s: Time of the last sign of life, in seconds of ``time.monotonic()``.
+        silent: The event about a long time without a step; ``None`` again after the next step.
+        last_event_s: Time of the last event, in seconds of ``time.monotonic()``.
         starts: Number of its processes so far.
-        node: The node it is on, from 0.
+        node: The number of its node, from 0.
         first: The number of this node's first rank among all.
-        has_result: Whether the user's code has returned and the result is there.
+        has_result: Whether the user's code has returned and its result was sent.
         failed: The exception of the user's code.
         ended: The end of its process.
     """
@@ -193,7 +188,7 @@ class RankState:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing more will come from it."""
+        """True if the rank will send no more events."""
         return self.state not in ("starting", "running")
 
     @property
@@ -213,18 +208,15 @@ class RankState:
 
     @property
     def utilisation(self) -> float | None:
-        """Per cent of the last second in which the device computed, ``None`` if not known."""
+        """Percentage of the last second in which the device computed, ``None`` if not known."""
         return None if self.memory is None else self.memory.utilisation
 
     def steps_per_s(self, now_s: float) -> float | None:
-        """Return the steps a second over the last few seconds; of an ended rank, over its last seconds of counting.
-
-        ``None`` until two counts are known.
-        """
+        """Return the steps a second over the last seconds of counting, ``None`` until two counts are known."""
         return self.last_steps.per_s(None if self.has_ended else now_s)
 
     def is_stalled(self, now_s: float) -> bool:
-        """Return whether it has begun to count and has now done no step for long, by its own measure."""
+        """Return whether the rank has begun to count and has now done no step for long."""
         if self.has_ended or self.steps is None:
             return False
         return self.silent is not None or self.last_steps.is_stalled(now_s)
@@ -232,8 +224,7 @@ class RankState:
     def left_s(self, now_s: float) -> float | None:
         """Return the seconds until its last step at the present rate, ``None`` if that can't be known.
 
-        Where the number of epochs isn't known, this is the time to the end of the running one. A rank that isn't
-        getting on has no rate to guess from.
+        Where the number of epochs isn't known, this is the time to the end of the running one.
         """
         rate = None if self.is_stalled(now_s) else self.steps_per_s(now_s)
         if self.has_ended or not rate or self.step is None or self.total is None:
@@ -250,22 +241,22 @@ class RankState:
         )
 
     def since(self, before: RankState, began_s: float) -> RankState:
-        """Return what this rank has counted and measured since it was as ``before``, such as in one cell of a session.
+        """Return this rank's counts and metrics since an earlier state, such as in one cell of a session.
 
         Args:
-            before: A copy of it, made then.
+            before: A copy of the earlier state.
             began_s: The time of the copy.
         """
         metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
         stepped_s = self.last_steps.stepped_s
-        # A step of what came before may have been reported late.
+        # An earlier step may have been reported late.
         if self.steps is None or self.steps == before.steps or stepped_s is None or stepped_s <= began_s:
             return RankState(self.rank, self.first, metrics=metrics)
         return dataclasses.replace(self, metrics=metrics, memory=None, last_steps=self.last_steps.since(began_s))
 
     def apply(self, event: events.Event) -> None:
         """Take in one event of this rank."""
-        if isinstance(event, events.Silent):  # which is said about it, and not by it
+        if isinstance(event, events.Silent):  # the kernel, not the rank, has found this
             self.silent = None if self.has_ended else event
             return
         if isinstance(event, events.Respawning):
@@ -288,7 +279,7 @@ class RankState:
             self.silent = None
 
     def _start(self, event: events.Started) -> None:
-        """Begin anew, also where an earlier process of this rank has died."""
+        """Reset the end of an earlier process of this rank, if there was one."""
         self.state, self.pid, self.node, self.reason = "running", event.pid, event.node, ""
         self.failed, self.ended, self.crash = None, None, ""
         self.starts += 1
@@ -316,10 +307,10 @@ class RankState:
     def _count(self, event: events.Progress) -> None:
         if event.steps != self.steps:
             self.silent = None
-        # Another loader or bar has counts of its own. Labels are no sign of it: many change with every step.
+        # Another loader or bar has counts of its own. A new label doesn't show it: many change with every step.
         is_another_loop = self.steps is not None and (event.total != self.total or event.steps < self.steps)
         self.last_steps.add(event, is_another_loop=is_another_loop)
-        # A bar over the epochs that has closed after the last one doesn't make their number unknown.
+        # The number of epochs stays known after the bar over them has closed.
         epochs = event.epochs or (self.epochs if event.epoch == self.epoch else None)
         self.step, self.total, self.steps = event.step, event.total, event.steps
         self.epoch, self.epochs = event.epoch, epochs
@@ -330,7 +321,6 @@ class RankState:
         self.failed = event
         where = f" ({event.line})" if event.line else ""
         if event.lost_peer or event.kind == "KeyboardInterrupt":
-            # It was not this rank's fault, so it isn't the one to look at.
             self.state = "stopped"
             self.reason = ("another rank has gone" if event.lost_peer else "interrupted") + where
             return

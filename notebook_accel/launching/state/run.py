@@ -1,8 +1,8 @@
-"""The state of a run, reduced from the events of its ranks. Pure: no input or output, no widgets, no clock.
+"""The state of a run, reduced from the events of its ranks, without input, output or a clock.
 
-``RunState.apply`` takes events in the order in which they arrive, and ``RunState.replay`` makes the same state of a
-stored list of them. What a state holds is bounded, however long the run is and however much it says. Output is kept
-only as far as errors and the table need it: whoever shows it reads it from the stream of events.
+``RunState.apply`` takes events in the order of arrival; stored events give the same state again. The state is bounded,
+however long the run is and however much it prints: it keeps only the output that errors and the table need, and views
+read the rest from the stream of events.
 
 Times are the seconds of ``time.monotonic()`` that events carry; methods that need the present take it as ``now_s``.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel.formatting import clipped, plain_text
@@ -24,8 +24,8 @@ __all__ = ["RunState"]
 _MOST_METRICS = 32
 _MOST_RESTARTS = 100
 _SHOWN_RESTARTS = 3
-# How far a rank has to be behind the others to be called so: ranks report five times a second, each at its own time,
-# and so seem apart even where they wait for each other.
+# The distance from which on a rank counts as behind. Ranks report five times a second, each at its own time, and so
+# seem apart even where they wait for each other.
 _BEHIND_STEPS = 3
 _BEHIND_S = 1.0
 _BEHIND_SHARE = 0.02
@@ -41,12 +41,12 @@ class RunState:
         ranks: The state of each rank.
         first_rank: The number of this node's first rank among all.
         total_ranks: Number of ranks on all nodes.
-        has_started: Whether a rank has ever begun the user's code.
+        has_started: True once any rank has begun the user's code.
         history: The curves of each metric over steps, or over reports as long as no rank counts steps.
-        nodes: The state of the other nodes, a line for each, or the nodes that this one waits for.
-        restartings: The last times that all ranks were started again.
+        nodes: A line about each other node, or about the nodes that this one waits for.
+        restartings: The events of the last restarts of all ranks.
         working: The ranks that have something to do; all, unless the run is a session's.
-        working_since_s: The time since when they have.
+        working_since_s: The time at which ``working`` was last set.
         first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
     """
 
@@ -63,21 +63,6 @@ class RunState:
         self.first_step_s: float | None = None
         self._restarts = 0
 
-    @classmethod
-    def replay(cls, world_size: int, stored: Iterable[tuple[int, events.Event]]) -> RunState:
-        """Return the state that the events of a run come to.
-
-        Args:
-            world_size: Number of ranks on this node.
-            stored: Rank and event, in the order in which they arrived.
-        """
-        state = cls(world_size)
-        for rank, event in stored:
-            state.apply(rank, event)
-        return state
-
-    # Events
-
     def apply(self, rank: int, event: events.Event) -> None:
         """Take in one event of one rank, or one of the whole run, for which the rank doesn't matter."""
         if isinstance(event, events.Restarting):
@@ -88,7 +73,7 @@ class RunState:
             self.nodes = [clipped(plain_text(line)) for line in event.lines]
         elif isinstance(event, events.Working):
             self._set_working(event)
-        elif not (isinstance(event, events.Silent) and event.time_s < self.working_since_s):  # of an earlier cell
+        elif not (isinstance(event, events.Silent) and event.time_s < self.working_since_s):  # about an earlier cell
             self.ranks[rank].apply(event)
             self._take(rank, event)
 
@@ -118,30 +103,27 @@ class RunState:
             rank.silent = None
 
     def close(self) -> None:
-        """Mark ranks whose end nobody has reported. The run is over."""
+        """End the run: mark the ranks whose end nobody has reported."""
         for rank in self.ranks:
             if not rank.has_ended:
                 rank.state = "stopped" if rank.state == "starting" else "lost"
                 rank.silent = None
 
     def _extend_history(self, name: str, rank: int, step: int) -> None:
-        unit: Literal["steps", "reports"] = (
-            "steps" if any(other.step is not None for other in self.ranks) else "reports"
-        )
+        has_steps = any(other.step is not None for other in self.ranks)
+        unit: Literal["steps", "reports"] = "steps" if has_steps else "reports"
         curves = self.history.get(name)
         if curves is None and len(self.history) >= _MOST_METRICS:
             return
-        # A curve over reports that came before the first step can't go on over steps.
+        # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
             latest = {number: other.metrics[name] for number, other in enumerate(self.ranks) if name in other.metrics}
             curves = self.history[name] = Curves(len(self.ranks), unit, latest)
         curves.add(rank, step, self.ranks[rank].metrics[name])
 
-    # Readings
-
     @property
     def metric_names(self) -> list[str]:
-        """Names of the reported metrics; losses first, else in the order of arrival."""
+        """Names of the reported metrics, losses first, then in the order of arrival."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
         return sorted(names, key=lambda name: "loss" not in name.lower())
 
@@ -152,17 +134,17 @@ class RunState:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts of all ranks, plus those of the rank that was restarted most."""
+        """Number of restarts of all ranks, plus the restarts of the rank that was restarted most by itself."""
         return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
 
     @property
     def have_all_results(self) -> bool:
-        """True if every rank has returned."""
+        """True if the user's code has returned in every rank."""
         return all(rank.has_result for rank in self.ranks)
 
     @property
     def has_saved(self) -> bool:
-        """True if the variables to be pulled are there: rank 0 has returned, or has saved them when it failed."""
+        """True if rank 0 has sent the variables to pull, as it does when it returns and mostly when it fails."""
         first = self.ranks[0]
         return first.has_result or (first.failed is not None and first.failed.saved)
 
@@ -174,7 +156,7 @@ class RunState:
 
     @property
     def first_failed(self) -> RankState | None:
-        """The rank that failed first, ``None`` if none has. Ranks that only lost a peer come last."""
+        """The rank that failed first, ``None`` if none has. Ranks that failed for lack of a peer come last."""
         reasons = [(rank.failed.lost_peer, rank.failed.time_s, rank.rank) for rank in self.ranks if rank.failed]
         reasons += [
             (False, rank.ended.time_s, rank.rank)
@@ -184,16 +166,13 @@ class RunState:
         return self.ranks[min(reasons)[2]] if reasons else None
 
     def left_s(self, now_s: float) -> float | None:
-        """Return the seconds until the slowest rank's last step, ``None`` if that can't be known.
-
-        No run ends before all of its ranks have.
-        """
+        """Return the seconds until the slowest rank's last step, ``None`` if that can't be known."""
         if any(rank.is_stalled(now_s) for rank in self.ranks):
             return None
         return max((left for rank in self.ranks if (left := rank.left_s(now_s)) is not None), default=None)
 
     def behind(self, now_s: float) -> Mapping[int, int]:
-        """Return the ranks that are behind the others, and by how many steps."""
+        """Return the number of steps by which each rank that is behind the others is behind."""
         counting = {rank.rank: rank.steps for rank in self.ranks if not rank.has_ended and rank.steps is not None}
         if len(counting) < 2:
             return {}

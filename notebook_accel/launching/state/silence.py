@@ -1,7 +1,7 @@
 """Detection of ranks that keep the others waiting.
 
-A rank that does no step for a while is not wrong: it may evaluate, save or compile. Users want to know when the others
-stand still because of it, and where it is. So no rank is marked as long as all of them are at the same place.
+A rank that does no step for a while may evaluate, save or compile. Users want to know when other ranks stand still
+because of it, and where it is. So no rank is marked as long as all of them are at the same place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _WITHOUT_STACK = {"stopped": "the process is stopped", "mute": "it doesn't answe
 
 
 class Silence:
-    """Decides when to ask the ranks for their stacks, and reads from the answers who waits for whom.
+    """Decides when to ask the ranks for their stacks, and finds in the answers which rank waits for which.
 
-    Times are seconds of ``time.monotonic()``, which the caller gives.
+    The caller passes the time, in seconds of ``time.monotonic()``.
 
     Args:
         shortest_s: Shortest time without a step that counts as silence.
@@ -33,7 +33,7 @@ class Silence:
         self._ask_s = 0.0
 
     def silent(self, state: RunState, now_s: float) -> list[int]:
-        """Return the ranks that have done no step for long; none as long as no rank has counted any."""
+        """Return the ranks that have done no step for long; none before the first step of any rank."""
         if state.first_step_s is None or len(state.ranks) < 2:
             return []
         since_s = max(state.first_step_s, state.working_since_s)
@@ -46,7 +46,7 @@ class Silence:
         ]
 
     def is_due(self, state: RunState, now_s: float) -> bool:
-        """Return whether to ask now: when a silence begins, and then less and less often."""
+        """Return whether to ask now: at the beginning of a silence, and then less and less often."""
         if not self.silent(state, now_s):
             self._period_s, self._ask_s = self._shortest_s, 0.0
             return False
@@ -57,7 +57,7 @@ class Silence:
         return True
 
     def judge(self, state: RunState, stacks: Stacks, now_s: float) -> list[tuple[int, Silent]]:
-        """Return the ranks that wait, and those that others wait for, as far as their stacks show it."""
+        """Return an event for each rank that waits, or that others wait for, as far as the stacks show it."""
         at = {rank: stacks[rank] for rank in self.silent(state, now_s) if rank < len(stacks)}
         running = [rank for rank in state.working if not state.ranks[rank].has_ended]
         are_all_silent = len(at) == len(running)
@@ -69,7 +69,7 @@ class Silence:
             and len({stack.user_line for stack in at.values()}) == 1
             and len({state.ranks[rank].steps for rank in at}) == 1
         )
-        # Where a rank waits for a device, which in turn waits for other ranks, no collective can be seen in its stack.
+        # A rank that waits for its device, which in turn waits for other ranks, shows no collective in its stack.
         does_somebody_wait = are_all_silent or any(stack.waits_in for stack in at.values())
         if are_together or not does_somebody_wait:
             return []

@@ -1,7 +1,6 @@
 """The ranks' stacks: from the text of Python's fault handler to text for people.
 
-The user's own lines come first, under the names that the notebook has for its cells; what libraries do below them
-comes after.
+The user's own lines come first, with the notebook's labels of its cells; the calls into libraries follow.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from typing import overload
 
 from notebook_accel import code_places
 from notebook_accel.launching.spec import Source
@@ -26,12 +24,12 @@ __all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
-# What torch's Python code does around a collective, and not the collective itself.
+# Functions of torch that are around a collective and not the collective itself.
 _AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
-    "stopped": "is stopped (SIGSTOP or a debugger): it has no stack to show until it goes on (kill -CONT {pid})",
+    "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
     "mute": "has not answered in time",
-    "unarmed": "can't be asked: it is just starting, or handles the signal itself",
+    "unarmed": "can't be asked: it is starting, or handles the signal itself",
     "ended": "has ended",
 }
 
@@ -41,11 +39,11 @@ class Frame:
     """One call that has not returned.
 
     Attributes:
-        file: Its source: a path, or a cell's label such as ``In[7]``.
-        line: Its line there.
-        function: Its function's name.
-        source: The line's text, empty if it can't be had.
-        is_user: Whether it is the user's code and not a library's, Python's or ours.
+        file: The source file: a path, or a cell's label such as ``In[7]``.
+        line: The line in the file.
+        function: The function's name.
+        source: The line's text, empty if it isn't known.
+        is_user: Whether it is the user's code and not that of a library, Python or this package.
     """
 
     file: str
@@ -64,10 +62,10 @@ class RankStack:
 
     Attributes:
         rank: The rank.
-        pid: Its process, ``None`` if it has none.
-        condition: ``said`` if it has a stack; else why it has none.
+        pid: The id of its process, ``None`` if it has none.
+        condition: ``said`` if it has a stack; else the reason why it has none.
         frames: The calls of its main thread, the innermost first.
-        threads: The calls of its other threads, without ours.
+        threads: The calls of its other threads, without those of this package.
     """
 
     rank: int
@@ -100,7 +98,7 @@ class RankStack:
         if self.condition != "said":
             return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
         where = f" is in {self.waits_in}" if self.waits_in else ""
-        mine = [_user_text(frame) for frame in self.frames if frame.is_user]
+        mine = [f"  {frame}" + (f":  {frame.source}" if frame.source else "") for frame in self.frames if frame.is_user]
         if not mine and self.frames and self.frames[0].file.startswith(code_places.OURS):
             return f"{who} runs none of your code just now"
         below = self.frames[: next((n for n, frame in enumerate(self.frames) if frame.is_user), len(self.frames))]
@@ -117,30 +115,17 @@ class RankStack:
         return "\n".join(lines)
 
 
-class Stacks(Sequence[RankStack]):
-    """The stacks of all ranks; ``stacks[0]`` is rank 0. Shown as text."""
+class Stacks(tuple[RankStack, ...]):
+    """The stacks of all ranks, shown as text; ``stacks[0]`` is rank 0's."""
 
-    def __init__(self, stacks: Sequence[RankStack]) -> None:
-        self._stacks = tuple(stacks)
-
-    @overload
-    def __getitem__(self, rank: int) -> RankStack: ...
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[RankStack, ...]: ...
-    def __getitem__(self, rank: int | slice) -> RankStack | tuple[RankStack, ...]:
-        return self._stacks[rank]
-
-    def __len__(self) -> int:
-        return len(self._stacks)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self._stacks))
+        return "\n".join(map(str, self))
 
 
 class StackRequest:
-    """Asks the ranks of a run for their stacks, and waits for the answer.
-
-    Answers come in the engine's thread, questions in any other.
+    """Asks the ranks of a run for their stacks, in any thread, and waits for the answer from the engine's thread.
 
     Args:
         world_size: Number of ranks.
@@ -156,11 +141,11 @@ class StackRequest:
 
     @property
     def is_over(self) -> bool:
-        """True if nobody will answer any more."""
+        """True once the run has ended, so that no answer will come."""
         return self._is_over
 
     def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
-        """Send the question with ``ask`` and wait; return ``None`` if no answer comes in time or the run is over."""
+        """Call ``ask`` and wait for the answer; return ``None`` if it isn't there in time or the run ends."""
         asked = self._asked
         if self._is_over:
             return None
@@ -169,7 +154,7 @@ class StackRequest:
         return self._answer if is_answered and not self._is_over else None
 
     def answer(self, dumps: Sequence[RankDump]) -> Stacks:
-        """Take the ranks' answers, and return them as stacks of all ranks."""
+        """Take the ranks' answers, and return the stacks of all ranks."""
         answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
         unasked = (RankStack(rank, None, "unarmed") for rank in range(self._world_size))
         self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
@@ -178,18 +163,13 @@ class StackRequest:
         return self._answer
 
     def end(self) -> None:
-        """Release whoever waits. The run is over."""
+        """Release all waiting callers, since the run has ended."""
         self._is_over = True
         self._asked.set()
 
 
 def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
-    """Return the stack that a rank's fault handler has written.
-
-    Args:
-        dump: The fault handler's text, with the rank's pid and condition.
-        sources: Sources of the notebook's functions, by the file name in their code.
-    """
+    """Return the stack that a rank's fault handler has written. ``sources`` are as for ``StackRequest``."""
     threads: list[list[Frame]] = []
     for line in dump.text.splitlines():
         frame = _FRAME.match(line)
@@ -220,7 +200,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the frames without those that called the user's code, from the template's start on."""
+    """Return the frames without the outermost ones, which called the user's code."""
     kept = list(frames)
     while kept and not kept[-1].is_user:
         kept.pop()
@@ -228,13 +208,8 @@ def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _is_ours(thread: Sequence[Frame]) -> bool:
-    return any(frame.file.startswith(code_places.OURS) for frame in thread) and not any(
-        frame.is_user for frame in thread
-    )
-
-
-def _user_text(frame: Frame) -> str:
-    return f"  {frame}" + (f":  {frame.source}" if frame.source else "")
+    has_ours = any(frame.file.startswith(code_places.OURS) for frame in thread)
+    return has_ours and not any(frame.is_user for frame in thread)
 
 
 def _short(frame: Frame) -> str:

@@ -1,1 +1,1 @@
-"""The views of a run: the seam, and plain lines, which need no notebook."""
+"""Views of a run, and the lines of text that they show."""

@@ -1,4 +1,4 @@
-"""Ranks as lines of text: their states, the lines that several print alike, and rank 0's displays."""
+"""Ranks as lines of text: their states, equal lines of several ranks, and rank 0's displays."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _MOST_METRICS = 6
 
 
 def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
-    """Return a line for each rank, with what belongs together below each other; of many ranks one line for all.
-
-    Nothing is returned as long as no rank has counted or measured anything.
-    """
+    """Return a line for each rank, in columns, or one line for many ranks; none before the first step or metric."""
     if not any(rank.steps is not None or rank.metrics for rank in ranks):
         return []
     if len(ranks) > _MOST_LINES:
@@ -44,7 +41,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
 
 
 def folded(ranks: Sequence[RankState], now_s: float) -> str:
-    """Return one line for all ranks: of what differs, the least and the most, and which rank is behind."""
+    """Return one line for all ranks, with the least and the most of each value, and the slowest rank."""
     states = collections.Counter(word for rank in ranks if (word := _word(rank)))
     words = [f"{len(ranks)} ranks", ", ".join(f"{count} {state}" for state, count in states.items())]
     words += [column.of_all(ranks) for column in _columns(ranks, now_s)]
@@ -55,12 +52,12 @@ def folded(ranks: Sequence[RankState], now_s: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Column:
-    """One fact about the ranks.
+class _RankValue:
+    """A value that each rank may have.
 
     Attributes:
-        value: A rank's, ``None`` if it has none.
-        written: Formats a value.
+        value: A function that returns a rank's value, ``None`` if it has none.
+        written: A function that formats a value.
         before: Text before the value.
         after: Text after the value.
     """
@@ -82,30 +79,30 @@ class _Column:
         return f"{self.before}{least if least == most else f'{least}..{most}'}{self.after}"
 
 
-def _columns(ranks: Sequence[RankState], now_s: float) -> list[_Column]:
+def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:
     columns = [
-        _Column(lambda rank: rank.epoch, "{:.0f}".format, "epoch ", _of(rank.epochs for rank in ranks)),
-        _Column(lambda rank: rank.step, "{:.0f}".format, "step ", _of(rank.total for rank in ranks)),
-        _Column(lambda rank: _rate(rank, now_s), "{:.1f}".format, "", " steps/s"),
+        _RankValue(lambda rank: rank.epoch, "{:.0f}".format, "epoch ", _of(rank.epochs for rank in ranks)),
+        _RankValue(lambda rank: rank.step, "{:.0f}".format, "step ", _of(rank.total for rank in ranks)),
+        _RankValue(lambda rank: _rate(rank, now_s), "{:.1f}".format, "", " steps/s"),
     ]
-    if not any(rank.silent for rank in ranks):  # nobody knows how long others will still wait for a silent one
-        columns.append(_Column(lambda rank: rank.left_s(now_s), format_clock, "", " left"))
+    if not any(rank.silent for rank in ranks):  # the wait for a silent rank may take any time
+        columns.append(_RankValue(lambda rank: rank.left_s(now_s), format_clock, "", " left"))
     names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
     shown = sorted(names, key=lambda name: "loss" not in name.lower())[:_MOST_METRICS]
-    columns += [_Column(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
-    columns.append(_Column(lambda rank: rank.memory_used_bytes, lambda size: format_size(int(size)), "memory "))
+    columns += [_RankValue(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
+    columns.append(_RankValue(lambda rank: rank.memory_used_bytes, lambda size: format_size(int(size)), "memory "))
     return columns
 
 
 def _word(rank: RankState) -> str:
-    """Return a word for a rank's state; empty while it runs or is about to."""
+    """Return a word for a rank's state; empty while it starts or runs."""
     if rank.is_compiling and not rank.has_ended:
         return "compiling"
     return rank.word if rank.has_ended else ""
 
 
 def _rate(rank: RankState, now_s: float) -> float | None:
-    """Return a rank's steps a second; ``None`` for one that stands still, so that its line doesn't change either."""
+    """Return a rank's steps a second, ``None`` for a stalled one, so that its line stays unchanged."""
     return None if _word(rank) or rank.is_stalled(now_s) else rank.steps_per_s(now_s)
 
 
@@ -114,7 +111,7 @@ def _metric(name: str) -> Callable[[RankState], float | None]:
 
 
 def _of(totals: Iterable[int | None]) -> str:
-    """Return ``/50``, where the ranks know how many there will be."""
+    """Return the total, such as ``/50``; empty if no rank knows it."""
     known = [total for total in totals if total]
     return f"/{max(known)}" if known else ""
 
@@ -123,13 +120,13 @@ def _place(rank: RankState) -> tuple[int, int]:
     return rank.epoch or 0, rank.step or 0
 
 
-_MOST_UNSETTLED = 500  # lines that others may still join
-_MOST_PASSED = 64  # lines that one may be moved past, so that a flood costs nothing
-# The agent reads one log after the other, about ten times a second: between lines of different ranks that came this
-# close together, the order of arrival is only the order of reading.
+_MOST_UNSETTLED = 500  # lines that other ranks may still join
+_MOST_PASSED = 64  # lines that one line may be moved past, so that a flood stays cheap
+# The agent reads one log after the other, about ten times a second. So the order of arrival means nothing between lines
+# of different ranks that came this close together.
 _TOGETHER_S = 0.1
 _MOST_SPANS = 5  # in the margin
-_ROLE = "default_role"  # what torch calls it
+_ROLE = "default_role"  # torch's name for it
 
 
 def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
@@ -137,7 +134,7 @@ def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: s
 
     Args:
         ranks: Their numbers on this node.
-        total: Number of ranks on all nodes. The margin is as wide as if all of them had printed the line.
+        total: Number of ranks on all nodes. The prefix is as wide as that of a line of all of them.
         first: The number of this node's first rank among all.
         template: The option ``log_line_prefix_template``; empty for ``0-7 │``.
     """
@@ -162,8 +159,8 @@ class RankLine:
         ranks: Their numbers on this node.
         text: The line.
         came_s: Time at which the first of them printed it, in seconds.
-        due_s: From when on no other rank can join it, in seconds.
-        number: Its place among the lines that are not settled.
+        due_s: Time from which on no other rank can join it, in seconds.
+        number: Its place among the unsettled lines.
     """
 
     ranks: set[int]
@@ -174,16 +171,16 @@ class RankLine:
 
 
 class AlikeLines:
-    """Orders the ranks' lines for showing. A line that several ranks print alike is shown once.
+    """Orders the ranks' lines for showing, and joins equal lines of several ranks to one.
 
-    A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and every rank's lines
+    A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and each rank's lines
     stay in the order in which the rank printed them. Other lines of different ranks stay in order of arrival, unless
     they came so close together that this order means nothing.
 
     Args:
         world_size: Number of ranks here.
         moment_s: Seconds in which other ranks may still join a line.
-        settle: Takes each line in order, when no rank can join it any more.
+        settle: A function that takes each line in order, once no rank can join it any more.
     """
 
     def __init__(self, world_size: int, moment_s: float, settle: Callable[[RankLine], object]) -> None:
@@ -201,18 +198,13 @@ class AlikeLines:
         return list(self._unsettled.values())
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> list[RankLine]:
-        """Add the lines that a rank has printed.
-
-        Args:
-            rank: The rank.
-            texts: Its lines.
-            now_s: Time of their arrival, in seconds.
+        """Add the lines that a rank has printed at ``now_s``.
 
         Returns:
-            The line that each of them is now part of. It has one rank only if it is a new one.
+            The line that each of them is now part of. It has several ranks if it joined an existing one.
         """
         self.settle(now_s)
-        if len(texts) > _MOST_UNSETTLED:  # a flood, which nobody reads line by line
+        if len(texts) > _MOST_UNSETTLED:  # nobody reads such a flood line by line
             self.settle()
             lines = [RankLine({rank}, text, now_s, now_s, 0) for text in texts]
             for line in lines:
@@ -233,7 +225,7 @@ class AlikeLines:
         return lines
 
     def settle(self, now_s: float = float("inf")) -> None:
-        """Settle the lines that no rank can join any more; without a time, all lines."""
+        """Settle the lines that no rank can join any more at ``now_s``; without it, all lines."""
         while self._unsettled:
             first = next(iter(self._unsettled.values()))
             if first.due_s > now_s and len(first.ranks) < self._world_size:
@@ -270,9 +262,9 @@ class AlikeLines:
         return None
 
     def _move_to_end(self, line: RankLine, rank: int, coming: Sequence[str], now_s: float) -> bool:
-        """Move a line to the end, with all that its ranks have printed after it, and return whether that was possible.
+        """Move a line to the end, with all later lines of its ranks, and return whether that was possible.
 
-        What is moved is joined by this rank next, was joined by others, or has come together with what it passes.
+        Each moved line is joined by this rank next, was joined by others, or came together with the lines it passes.
         """
         from_line = itertools.takewhile(lambda other: other.number >= line.number, reversed(self._unsettled.values()))
         moved, passed, ranks = [line], [], set(line.ranks)
@@ -290,7 +282,7 @@ class AlikeLines:
         if rank in ranks:
             return False
         for other in passed:
-            other.due_s = min(other.due_s, line.due_s)  # so that what is moved need not wait for them
+            other.due_s = min(other.due_s, line.due_s)  # so that the moved lines need not wait for them
         for other in moved:
             del self._unsettled[other.number]
             self._forget_text(other)
@@ -340,18 +332,18 @@ class LineLimit(Generic[_Line]):
 
 
 class KernelDisplay:
-    """Shows rank 0's displays under the cell in which this was made, or the cell of the last ``begin_cell``."""
+    """Shows rank 0's displays under the cell of the last ``begin_cell``, at first the cell that created the object."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
         self.begin_cell()
 
     def begin_cell(self) -> None:
-        """Show all further displays under the running cell, from whichever thread."""
+        """Show all further displays under the running cell, from any thread."""
         self._context = contextvars.copy_context()
 
     def show(self, event: events.Display) -> bool:
-        """Show a display that is more than text, in a kernel. Return whether it was shown."""
+        """Show a display in a kernel, if it is more than text. Return whether it was shown."""
         display = _display_of_kernel()
         has_place = event.display_id in self._shown
         if display is None or not (has_place or event.data.keys() - {"text/plain"}):

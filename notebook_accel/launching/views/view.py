@@ -1,4 +1,4 @@
-"""The seam of the views of a running job: one verb, ``open``, and a small twin that shows nothing.
+"""The views of a running job: the seam that opens one, the view that shows nothing, and plain lines.
 
 Views come from the entry point group ``notebook_accel.views``: a callable that takes the job and returns a view, or
 ``None`` where it can't show anything. So a notebook has its panel without this package knowing of notebooks.
@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from notebook_accel.launching.views.lines_view import HOLD_S, LinesView, line_prefix
+from notebook_accel.formatting import format_clock, plain_lines, plain_text
+from notebook_accel.launching.views import rank_lines
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
+from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
-__all__ = ["HOLD_S", "NoView", "View", "line_prefix", "open_panel", "open_view", "warm"]
+
+__all__ = ["HOLD_S", "LinesView", "NoView", "View", "line_prefix", "open_panel", "open_view", "warm"]
 
 _GROUP = "notebook_accel.views"
+HOLD_S = 0.2
+"""Seconds that a line is held back, since other ranks may print the same and it can't be changed afterwards."""
+
+_PERIOD_S = 5.0  # between two lines of progress at first
+_LONGEST_PERIOD_S = 60.0  # in a run of many hours
+_PERIOD_SHARE = 0.05  # of the time that the run has taken
+_TERMINAL_PERIOD_S = 1.0  # where one line is written over
+# Limits for all ranks of a run together: a notebook with more lines can't be opened any more.
+_MOST_LINES = 10_000
+_LAST_LINES = 1_000
+_ERASE_LINE = "\r\x1b[K"
+_USUAL_COLUMNS = 80
+_NOTICES = (events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
 class View(Protocol):
@@ -66,3 +85,156 @@ class NoView:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def line_prefix(job: Job, ranks: Iterable[int]) -> str:
+    """Return the prefix of a line that these ranks print: the option's template filled in, or their numbers."""
+    template = job.config.log_line_prefix_template or ""
+    return rank_lines.line_prefix(ranks, job.total_ranks, first=job.first_rank, template=template)
+
+
+class LinesView:
+    """Prints the ranks' lines with a prefix, and from time to time each rank's progress. It needs no notebook.
+
+    Where the output is no terminal, no line is ever overwritten, and none has a control character.
+
+    Args:
+        job: The run.
+        out: The output. In a terminal, the ranks' progress is one line below the output.
+        period_s: Seconds between two lines of progress. Default: 5, and more in a run that takes hours.
+    """
+
+    def __init__(self, job: Job, out: TextIO, period_s: float | None = None) -> None:
+        self._job = job
+        self._out = out
+        self._period_s = period_s
+        self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
+        self._shown: list[str] = []
+        most, last = (max(count // job.world_size, 1) for count in (_MOST_LINES, _LAST_LINES))
+        files = map(str, job.log_files) if job.log_files else [""] * job.world_size
+        self._limits = [LineLimit[str](file, most, last) for file in files]
+        self._alike = AlikeLines(job.world_size, HOLD_S, self._print_line)
+        self._silent_steps: dict[int, int | None] = {}
+        self._nodes: list[str] = []
+        self._terminal = _StatusLine(out) if out.isatty() else None
+        self._displays = KernelDisplay()
+
+    def refresh(self) -> None:
+        """Print the new lines, and the progress when it is due."""
+        now_s = time.monotonic()
+        for rank, event in self._job.events():
+            self._take(rank, event, now_s)
+        self._alike.settle(now_s)
+        if self._terminal is not None:
+            self._terminal.draw(lambda: self._describe(now_s, folded=True))
+        elif now_s >= self._due_s:
+            self._due_s = now_s + self._next_period_s(now_s)
+            self._print_progress(now_s)
+
+    def close(self) -> None:
+        """Print the remaining lines and the last progress of each rank."""
+        self._due_s = float("inf")
+        self.refresh()
+        self._alike.settle()
+        for rank, limit in enumerate(self._limits):
+            self._print(f"{line_prefix(self._job, [rank])}{line}" for line in [*limit.note, *limit.kept])
+        self._print_progress(self._job.ended_s or time.monotonic())
+        self._out.flush()
+
+    def _next_period_s(self, now_s: float) -> float:
+        if self._period_s is not None:
+            return self._period_s
+        return min(max(_PERIOD_S, _PERIOD_SHARE * (now_s - self._job.started_s)), _LONGEST_PERIOD_S)
+
+    def _print_line(self, line: RankLine) -> None:
+        self._print([f"{line_prefix(self._job, line.ranks)}{line.text}"])
+
+    def _print(self, lines: Iterable[str]) -> None:
+        if self._terminal is not None:
+            self._terminal.erase()
+        self._out.writelines(f"{line}\n" for line in lines)
+
+    def _take(self, rank: int, event: events.Event, now_s: float) -> None:
+        if isinstance(event, _NOTICES):
+            self._alike.settle()  # lines that were printed before the notice
+        came_s = min(event.time_s, now_s)
+        if isinstance(event, events.Output):
+            self._limits[rank].leave_out(event.left_out)
+            self._alike.add(rank, self._limits[rank].add(list(plain_lines(event.text))), came_s)
+        elif isinstance(event, events.Display):
+            if self._terminal is not None:
+                self._terminal.erase()
+            self._out.flush()
+            if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
+                self._alike.add(rank, self._limits[rank].add(list(plain_lines(text))), came_s)
+        elif isinstance(event, events.Silent) and not event.waits_in:
+            self._print_silent(rank, event)
+        elif isinstance(event, events.Restarting):
+            self._print([f"[{event.in_words}]"])
+            self._silent_steps.clear()
+        elif isinstance(event, events.Nodes):
+            self._nodes = [plain_text(line) for line in event.lines]
+            if event.is_news:
+                self._print(f"[{line}]" for line in self._nodes)
+
+    def _print_silent(self, rank: int, event: events.Silent) -> None:
+        """Print a silent rank, once for each step at which it stays. Ranks that wait for it get no line."""
+        steps = self._job.state.ranks[rank].steps
+        if rank not in self._silent_steps or self._silent_steps[rank] != steps:
+            self._silent_steps[rank] = steps
+            at = f": {plain_text(event.at)}" if event.at else ""
+            number, since_s = self._job.first_rank + rank, event.time_s - event.since_s
+            self._print([f"[rank {number} has done no step for {since_s:.0f} s, and others wait{at}]"])
+
+    def _print_progress(self, now_s: float) -> None:
+        described = self._describe(now_s)
+        described += self._nodes if described else []
+        if described and described != self._shown:
+            self._shown = described
+            self._alike.settle()
+            self._print(f"[{self._clock(now_s)}] {line}" for line in described)
+
+    def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:
+        with self._job.state_lock:
+            ranks = self._job.state.ranks
+            described = rank_lines.lines(ranks, now_s)
+            if folded and described:
+                described = [f"[{self._clock(now_s)}] {rank_lines.folded(ranks, now_s)}"]
+        return described
+
+    def _clock(self, now_s: float) -> str:
+        return format_clock(now_s - self._job.started_s)
+
+
+class _StatusLine:
+    """The last line of a terminal, which is overwritten."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._is_drawn = False
+        self._text = ""
+        self._due_s = 0.0
+
+    def erase(self) -> None:
+        """Make room for output in place of the line."""
+        if self._is_drawn:
+            self._out.write(_ERASE_LINE)
+            self._is_drawn = False
+
+    def draw(self, describe: Callable[[], list[str]]) -> None:
+        """Draw the line: with new text when it is due, with the old text after it was erased."""
+        now_s = time.monotonic()
+        is_due = now_s >= self._due_s
+        if is_due:
+            self._due_s = now_s + _TERMINAL_PERIOD_S
+            self._text = "".join(describe())
+        if self._text and (is_due or not self._is_drawn):
+            self._out.write(f"{_ERASE_LINE}{self._text[: self._columns() - 1]}")
+            self._is_drawn = True
+        self._out.flush()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or _USUAL_COLUMNS
+        except (OSError, ValueError):  # it has no size, although it calls itself a terminal
+            return _USUAL_COLUMNS

@@ -22,7 +22,7 @@ from notebook_accel.errors import (
     RunStoppedError,
 )
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.views.lines_view import LinesView
+from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching.elastic import restarted
 from tests.launching.elastic.test_restarts import below_template, runs
@@ -271,7 +271,7 @@ def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib
     results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
     assert sorted(results) == [(rank, 4, 0) for rank in range(4)]
     assert first.restarts == second.restarts == ()
-    assert "[all ranks are started again: the nodes are others now, with 4 ranks in all]" in shown(first)
+    assert "[all ranks are started again: the nodes have changed, with 4 ranks in all]" in shown(first)
     assert {first.first_rank, second.first_rank} == {0, 2}
 
 

@@ -30,7 +30,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.views.lines_view import LinesView
+from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching import functions
 from tests.launching.elastic import restarted, training
@@ -174,7 +174,7 @@ def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
     processes.wait_until(lambda: all(info.pid for info in job.ranks), "the ranks have said who they are")
     os.kill(elastic_process(job).pid, number)
     if number == signal.SIGKILL:
-        with pytest.raises(SupervisorLostError, match="decides about this run's restarts has died"):
+        with pytest.raises(SupervisorLostError, match="manages this run's restarts has died"):
             job.results(timeout_s=60)
     else:
         pid = job.ranks[0].pid

@@ -106,7 +106,7 @@ def test_await_says_what_to_write_instead() -> None:
     ("source", "said"),
     [
         ("get_ipython().run_line_magic('timeit', '1')", "the magic %timeit needs the kernel"),
-        ("x = get_ipython().run_cell_magic('time', '', 'y')", "%%time can't stand inside of the cell"),
+        ("x = get_ipython().run_cell_magic('time', '', 'y')", "%%time can't be used inside the cell"),
     ],
 )
 def test_magics_that_ranks_cannot_have_are_refused(source: str, said: str) -> None:

@@ -96,7 +96,7 @@ def test_a_file_is_read_shown_against_what_would_be_and_replaced_only_when_told_
 def test_a_file_that_another_wrote_in_the_meantime_is_not_lost(file: pathlib.Path) -> None:
     draft = Draft(file, _CPU)
     _write(file, "num_processes: 3\n")
-    with pytest.raises(ConfigError, match="changed by somebody else"):
+    with pytest.raises(ConfigError, match="changed by another program"):
         draft.write(overwrite=True)
     with pytest.raises(ConfigError, match="already"):
         draft.write()

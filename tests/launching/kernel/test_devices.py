@@ -1,12 +1,13 @@
-"""Which GPUs are counted, and what is said of others.
+"""The GPUs that are counted, the findings about others, and the description of a machine.
 
-There is no GPU here. Device files and the PCI bus are made-up folders, and the answers of NVIDIA's library, of torch's
-build and of the processes that count GPUs are given; only the question to a driver that isn't there is asked really.
+These tests need no GPU. Device files and the PCI bus are made-up folders, and NVIDIA's library, torch's build and the
+programs that count GPUs are replaced; only one test really asks for a driver, which isn't there.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
 import sys
 import types
@@ -18,10 +19,12 @@ from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import devices, launcher, preflight
-from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.launching.kernel.devices import Devices, Gpu, Machine
 
 _NO_FILES: Mapping[str, str] = {}
 _UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")
+_T4 = Gpu("Tesla T4", 15 << 30, (7, 5))
+_A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable
         monkeypatch.setattr(devices, "_installed_gpus", lambda: uuids)
         return tmp_path
 
-    for name in devices._LISTS:
+    for name in devices._VISIBILITY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    devices._answer.cache_clear()
+    devices._counted.cache_clear()
     return make
 
 
@@ -82,7 +85,7 @@ def test_parts_of_gpus_are_counted_by_a_process_of_their_own(
 ) -> None:
     made_up("cuda", _UUIDS)
     counts = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
-    monkeypatch.setitem(devices._QUESTIONS, "cuda", counts)
+    monkeypatch.setitem(devices._COUNTING_PROGRAMS, "cuda", counts)
     assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == 1
     assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}) == 2
     assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1,7"}) == 2
@@ -92,7 +95,7 @@ def test_gpus_without_nvidias_library_are_counted_too(
     made_up: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_up("cuda", None, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""})
-    monkeypatch.setitem(devices._QUESTIONS, "cuda", "print('a warning'); print(2)")
+    monkeypatch.setitem(devices._COUNTING_PROGRAMS, "cuda", "print('a warning'); print(2)")
     assert Devices.find(LaunchConfig()) == Devices("GPU", 2)
     assert Devices.find(LaunchConfig(use_cpu=True)) == Devices("CPU", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -105,7 +108,7 @@ def test_a_gpu_that_nobody_can_count_refuses_a_launch(made_up: Callable[..., pat
     with pytest.raises(PreflightError) as caught:  # asks the driver really, and there is none
         notebook_launcher(print, (), 1, view="none")
     [finding] = caught.value.findings
-    assert finding.what.startswith("This machine has an NVIDIA GPU (Tesla T4), and it can't be found out whether")
+    assert finding.what.startswith("This machine has an NVIDIA GPU (Tesla T4), but ranks may not be able")
     assert "libcuda.so.1" in finding.why and "--use_cpu" in finding.fix
     assert preflight.check(LaunchConfig(use_cpu=True)) == ()
 
@@ -115,7 +118,7 @@ def test_amds_gpus_are_launched_on_as_on_cuda(
 ) -> None:
     made_up("hip", None, {"dev/kfd": ""})
     counts = "import os; print(len(os.environ.get('HIP_VISIBLE_DEVICES', '0,1,2').split(',')))"
-    monkeypatch.setitem(devices._QUESTIONS, "hip", counts)
+    monkeypatch.setitem(devices._COUNTING_PROGRAMS, "hip", counts)
     found = Devices.find(LaunchConfig())
     assert found == Devices("GPU", 3)
     variables = launcher._variables(LaunchConfig(), found)
@@ -194,5 +197,60 @@ def test_the_form_shows_what_ranks_would_see(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "pynvml", library)
     names = [gpu.name for gpu in devices._gpus({"CUDA_VISIBLE_DEVICES": "1,0,5"})]
     assert names == ["GPU number 1", "GPU number 0"]
-    assert list(devices._gpus({"CUDA_VISIBLE_DEVICES": "1,1"})) == []
+    assert devices._gpus({"CUDA_VISIBLE_DEVICES": "1,1"}) == ()
     assert devices._installed_gpus.__wrapped__() == ("GPU-aa11", "MIG-")
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = Machine.find()
+    assert (here.devices, here.gpus) == (Devices("CPU", 1), ())
+    assert here.cores == len(os.sched_getaffinity(0))
+    assert 1 << 28 < here.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert dict(here.facts())["devices"] == "no GPU: ranks run on the CPU"
+
+
+def test_facts_for_a_person() -> None:
+    several = Machine(Devices("GPU", 2), (_T4, _T4), cores=4, memory_bytes=30 << 30, host="Kaggle", tpus=("v5e",))
+    assert several.facts() == (
+        ("devices", "2 GPUs: Tesla T4, 15 GiB each"),
+        ("machine", "4 CPU cores, 30 GiB of memory"),
+        ("TPU", "1 chip v5e"),
+        ("notebook", "Kaggle"),
+    )
+    assert Machine(Devices("GPU", 1), (_A100,)).facts()[0] == ("devices", "1 GPU: NVIDIA A100-SXM4-80GB, 80 GiB")
+    assert Machine(Devices("GPU", 1)).facts()[0] == ("devices", "1 GPU")
+
+
+@pytest.mark.parametrize(("found", "use_cpu", "unfit"), [
+    (Machine(Devices("CPU", 1)), False, {"fp16"}),
+    (Machine(Devices("GPU", 1), (_A100,)), False, set()),
+    (Machine(Devices("GPU", 1), (_A100,)), True, {"fp16"}),
+    (Machine(Devices("GPU", 2), (_A100, _T4)), False, {"bf16"}),
+])  # fmt: skip
+def test_precisions_that_fit(found: Machine, use_cpu: bool, unfit: set[str]) -> None:
+    reasons = found.precisions(use_cpu=use_cpu)
+    assert set(reasons) == {"no", "bf16", "fp16"}
+    assert {name for name, reason in reasons.items() if reason} == unfit
+
+
+@pytest.mark.parametrize(("folder", "variable", "said"), [
+    ("content", "COLAB_RELEASE_TAG", "Colab"),
+    ("kaggle/working", "KAGGLE_KERNEL_RUN_TYPE", "Kaggle"),
+])  # fmt: skip
+def test_two_signs_of_a_service_are_needed(tmp_path: pathlib.Path, folder: str, variable: str, said: str) -> None:
+    assert devices.notebook_service(tmp_path, {variable: "1"}) == ""
+    (tmp_path / folder).mkdir(parents=True)
+    assert devices.notebook_service(tmp_path, {}) == ""
+    assert devices.notebook_service(tmp_path, {variable: "1"}) == said
+
+
+def test_a_package_is_a_sign(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "content").mkdir()
+    package = tmp_path / "packages" / "google" / "colab"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "google", raising=False)
+    assert devices.notebook_service(tmp_path, {}) == "Colab"
+    sys.modules.pop("google", None)

@@ -18,7 +18,9 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -31,17 +33,9 @@ BOUND: dict[str, object] = {}
 def make_job(world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
     files = [memory_files.memory_file("result") for _ in range(world_size)]
-    return Job(
-        "1",
-        spec,
-        LaunchConfig().replace(**options),
-        devices="2 CPUs",
-        is_background=False,
-        by_value=(),
-        result_files=files,
-        log_folder=log_folder,
-        set_variables=BOUND.update,
-    )
+    config = LaunchConfig().replace(**options)
+    request = LaunchRequest(Target({}), {}, spec, config, "2 CPUs", set_variables=BOUND.update)
+    return Job(request, result_files=files, log_folder=log_folder)
 
 
 @pytest.fixture
@@ -81,7 +75,7 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     write_result(job, 0, Unmakable())
     write_result(job, 1, 1)
     job.end("")
-    with pytest.raises(PayloadError, match="can't be made again here: ValueError: invalid literal") as raised:
+    with pytest.raises(PayloadError, match="can't be unpickled here: ValueError: invalid literal") as raised:
         job.results()
     assert isinstance(raised.value.__cause__, ValueError)
     job._files.close()  # which goes with the job otherwise

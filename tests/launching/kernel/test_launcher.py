@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import notebook_launcher
+from notebook_accel import debug_launcher, notebook_launcher
 from notebook_accel.errors import ConfigError, PayloadError, PreflightError
+from notebook_accel.launching.kernel import local
 from tests import processes
 
 
@@ -102,3 +103,17 @@ def test_parameters_are_accelerates_in_their_order_and_ours_by_keyword() -> None
     ours = list(parameters.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in ours)
     assert {"kwargs", "background", "start_method", "allow_initialized_cuda", "timeout_s"} <= {p.name for p in ours}
+
+
+def place(text: str) -> tuple[str, str, str, str]:
+    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    return (text, *(os.environ[name] for name in names))
+
+
+def test_debug_launcher_runs_two_ranks_without_a_gpu(engine: local.LocalEngine) -> None:
+    assert list(debug_launcher(place, args=("a",))) == [("a", "0", "2", ""), ("a", "1", "2", "")]
+
+
+def test_debug_launcher_refuses_what_notebook_launcher_refuses() -> None:
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        debug_launcher(place, num_processes=0)

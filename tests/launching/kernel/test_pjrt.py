@@ -1,4 +1,4 @@
-"""What PJRT would give ranks, by the machine's devices: these machines are made of files."""
+"""PJRT's devices on machines that are made of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel import devices, launcher, preflight
+from notebook_accel.launching.kernel import launcher, pjrt, preflight
 from notebook_accel.launching.kernel.devices import Devices
 
 
@@ -35,7 +35,7 @@ def _driver_files(root: pathlib.Path, pattern: str, count: int) -> None:
 
 @pytest.fixture
 def with_torch_xla(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be found, which is all that is asked of it."""
+    """A package of that name, which nothing imports."""
     (tmp_path / "packages" / "torch_xla").mkdir(parents=True)
     (tmp_path / "packages" / "torch_xla" / "__init__.py").write_text("raise RuntimeError('imported in the kernel')")
     monkeypatch.syspath_prepend(tmp_path / "packages")
@@ -45,20 +45,20 @@ def test_chips_are_those_on_the_bus(tmp_path: pathlib.Path) -> None:
     _machine(tmp_path, "0x0063", 2)
     _pci_device(tmp_path, 6, "0x1ae0", "0x0042")  # Google's network card
     _pci_device(tmp_path, 7, "0x10de", "0x0063")
-    assert devices.chips(tmp_path) == ("v5e", "v5e")
+    assert pjrt.chips(tmp_path) == ("v5e", "v5e")
 
 
 def test_chips_where_the_bus_is_hidden(tmp_path: pathlib.Path) -> None:
     _driver_files(tmp_path, "accel/accel{}", 1)  # where other vendors' are
-    assert devices.chips(tmp_path) == ()
+    assert pjrt.chips(tmp_path) == ()
     _driver_files(tmp_path, "accel{}", 4)
-    assert devices.chips(tmp_path) == ("of some kind",) * 4
+    assert pjrt.chips(tmp_path) == ("of some kind",) * 4
 
 
 def test_a_machine_with_eight_chips_gives_eight_or_one(tmp_path: pathlib.Path, with_torch_xla: None) -> None:
     _machine(tmp_path, "0x0063", 8)
-    found = devices.find_platform({}, tmp_path)
-    assert found == devices.Platform("TPU", 8)
+    found = pjrt.find_platform({}, tmp_path)
+    assert found == pjrt.Platform("TPU", 8)
     assert found.variables() == {"PJRT_DEVICE": "TPU"}
     assert [found.findings(count) for count in (8, 1)] == [[], []]
     [finding] = found.findings(4)
@@ -75,8 +75,8 @@ def test_chips_of_two_cores_give_a_rank_each_and_say_what_stays_idle(
         _machine(tmp_path, kind, 4)
     else:
         _driver_files(tmp_path, "accel{}", 4)
-    found = devices.find_platform(variables, tmp_path)
-    assert found == devices.Platform("TPU", 4, cores=2)
+    found = pjrt.find_platform(variables, tmp_path)
+    assert found == pjrt.Platform("TPU", 4, cores=2)
     for count, said in ((4, "4 ranks will compute on 4 of this TPU's 8 cores."), (1, "1 rank will compute on 1 of")):
         [warning] = found.findings(count)
         assert not warning.refuses
@@ -90,35 +90,35 @@ def test_chips_of_two_cores_give_a_rank_each_and_say_what_stays_idle(
 def test_files_of_a_driver_that_others_use_too_need_a_word(tmp_path: pathlib.Path) -> None:
     _driver_files(tmp_path, "vfio/{}", 8)
     _driver_files(tmp_path, "vfio/vfio", 1)
-    assert devices.find_platform({}, tmp_path) is None
-    assert devices.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) == devices.Platform("TPU", 8)
+    assert pjrt.find_platform({}, tmp_path) is None
+    assert pjrt.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) == pjrt.Platform("TPU", 8)
 
 
 def test_the_cpu_in_the_place_of_a_tpu(tmp_path: pathlib.Path, with_torch_xla: None) -> None:
-    assert devices.find_platform({"PJRT_DEVICE": "CPU"}, tmp_path) == devices.Platform("XLA CPU", 1)
-    two = devices.find_platform({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}, tmp_path)
-    assert two == devices.Platform("XLA CPU", 2)
+    assert pjrt.find_platform({"PJRT_DEVICE": "CPU"}, tmp_path) == pjrt.Platform("XLA CPU", 1)
+    two = pjrt.find_platform({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}, tmp_path)
+    assert two == pjrt.Platform("XLA CPU", 2)
     assert [two.findings(count) for count in (1, 2, 3)] == [[], [], []]
     assert two.variables() == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}  # that of each rank
 
 
 def test_other_machines_have_none(tmp_path: pathlib.Path) -> None:
-    assert devices.find_platform({}, tmp_path) is None
-    assert devices.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) is None
-    assert devices.find_platform({"PJRT_DEVICE": "NEURON"}, tmp_path) is None
+    assert pjrt.find_platform({}, tmp_path) is None
+    assert pjrt.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) is None
+    assert pjrt.find_platform({"PJRT_DEVICE": "NEURON"}, tmp_path) is None
 
 
 def test_a_tpu_without_torch_xla_is_refused_with_what_to_install(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where nothing is installed
-    [finding] = devices.Platform("TPU", 8).findings(8)
+    [finding] = pjrt.Platform("TPU", 8).findings(8)
     assert finding.refuses
     assert "torch_xla isn't installed" in finding.what and "pip install 'torch_xla[tpu]'" in finding.fix
 
 
 def test_ranks_on_a_tpu_are_forks_with_its_variables(with_torch_xla: None) -> None:
-    tpus = Devices("TPU", 8, devices.Platform("TPU", 8))
+    tpus = Devices("TPU", 8, pjrt.Platform("TPU", 8))
     assert tpus.describe(8) == "8 TPUs"
     assert tpus.start_method(LaunchConfig()) == "fork"
     assert tpus.start_method(LaunchConfig(start_method="spawn")) == "spawn"
@@ -128,7 +128,7 @@ def test_ranks_on_a_tpu_are_forks_with_its_variables(with_torch_xla: None) -> No
 
 
 def test_preflight_asks_what_pjrt_can_give_and_what_a_fork_can(with_torch_xla: None) -> None:
-    tpus = Devices("TPU", 8, devices.Platform("TPU", 8))
+    tpus = Devices("TPU", 8, pjrt.Platform("TPU", 8))
     config = LaunchConfig(num_processes=3, mixed_precision="fp16")
     found = [finding.what for finding in preflight.check(config, tpus) if finding.refuses]
     assert found == [
@@ -144,7 +144,7 @@ def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
     compiled: Any = types.ModuleType("_XLAC")
     compiled._xla_runtime_is_initialized = lambda: True
     monkeypatch.setitem(sys.modules, "_XLAC", compiled)
-    tpus = Devices("TPU", 8, devices.Platform("TPU", 8))
+    tpus = Devices("TPU", 8, pjrt.Platform("TPU", 8))
     [finding] = preflight.check(LaunchConfig(start_method=method), tpus)
     assert finding.refuses
     assert "XLA is initialised in this kernel" in finding.what and "holds the TPU" in finding.why
@@ -152,8 +152,8 @@ def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
 
 def test_looking_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching.kernel import devices; "
-        "devices.find_platform({'PJRT_DEVICE': 'CPU'});"
+        "import sys; from notebook_accel.launching.kernel import pjrt; "
+        "pjrt.find_platform({'PJRT_DEVICE': 'CPU'});"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

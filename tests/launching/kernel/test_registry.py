@@ -14,7 +14,9 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 
 
@@ -26,7 +28,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def started(name: str) -> Job:
     spec = JobSpec(name=name, world_size=1, environment={}, working_directory="/", sys_path=[])
-    job = Job("1", spec, LaunchConfig(), devices="1 CPU", is_background=True, by_value=(), result_files=())
+    job = Job(LaunchRequest(Target({}), {}, spec, LaunchConfig(), "1 CPU"))
     registry.add(job)
     return job
 

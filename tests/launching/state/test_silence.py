@@ -1,4 +1,4 @@
-"""Which ranks are said to keep the others waiting, and which are left in peace."""
+"""Detection of ranks that keep the others waiting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_barrier(rank: int, line: int = 20) -> RankStack:
     return stack(rank, line, ("distributed/c10d_logger.py", "wrapper"), ("distributed/distributed_c10d.py", "barrier"))
 
 
-class Run:
+class SteppingRun:
     """A run in which all ranks have done ``steps`` steps of ``step_s``, the last one at ``steps * step_s``."""
 
     def __init__(self, world_size: int, *, steps: int = 10, step_s: float = 1.0) -> None:
@@ -68,12 +68,12 @@ class Run:
         return self._silence.judge(self.state, Stacks(stacks), now_s)
 
 
-def judged(run: Run, *stacks: RankStack, now_s: float = 60.0) -> dict[int, tuple[str, str]]:
+def judged(run: SteppingRun, *stacks: RankStack, now_s: float = 60.0) -> dict[int, tuple[str, str]]:
     return {rank: (event.at, event.waits_in) for rank, event in run.judge(*stacks, now_s=now_s)}
 
 
 def test_rank_that_was_judged_before_it_had_nothing_to_do_is_not_marked_after_that() -> None:
-    made = Run(2, steps=0)
+    made = SteppingRun(2, steps=0)
     made.give_work([], 20.0)
     for rank, judged_s in ((0, 19.0), (1, 21.0)):
         made.add(rank, events.Silent(time_s=judged_s, since_s=1.0, at="In[7], line 2", waits_in=""))
@@ -102,7 +102,7 @@ def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> No
 
 
 def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:
-    found = judged(Run(3), in_barrier(0), stack(1, 12), in_barrier(2))
+    found = judged(SteppingRun(3), in_barrier(0), stack(1, 12), in_barrier(2))
     assert found == {
         0: ("In[7], line 20 in train", "barrier"),
         1: ("In[7], line 12 in train", ""),
@@ -111,56 +111,56 @@ def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:
 
 
 def test_ranks_that_are_at_the_same_place_are_left_in_peace() -> None:
-    assert judged(Run(2), stack(0, 12), stack(1, 12)) == {}
-    assert judged(Run(2), in_barrier(0), in_barrier(1)) == {}
+    assert judged(SteppingRun(2), stack(0, 12), stack(1, 12)) == {}
+    assert judged(SteppingRun(2), in_barrier(0), in_barrier(1)) == {}
 
 
 def test_ranks_in_different_collectives_are_all_named() -> None:
-    assert len(judged(Run(2), in_barrier(0, 20), in_barrier(1, 30))) == 2
+    assert len(judged(SteppingRun(2), in_barrier(0, 20), in_barrier(1, 30))) == 2
 
 
 def test_rank_that_takes_its_time_while_the_others_go_on_is_left_in_peace() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     made.add(0, events.Progress(time_s=59.0, step=50, steps=50))
     assert made.silent(60.0) == [1]
     assert judged(made, stack(0, 9), stack(1, 12)) == {}
 
 
 def test_ranks_that_wait_for_one_that_steps_are_named_and_it_is_not() -> None:
-    made = Run(3)
+    made = SteppingRun(3)
     made.add(0, events.Progress(time_s=59.0, step=50, steps=50))
     assert set(judged(made, stack(0, 12), in_barrier(1), in_barrier(2))) == {1, 2}
 
 
 def test_wait_that_no_stack_shows_is_seen_where_ranks_are_apart() -> None:
     """With NCCL a rank waits for its own device, in a line such as ``loss.item()``."""
-    assert set(judged(Run(2), stack(0, 12), stack(1, 30))) == {0, 1}
-    behind = Run(2)
+    assert set(judged(SteppingRun(2), stack(0, 12), stack(1, 30))) == {0, 1}
+    behind = SteppingRun(2)
     behind.add(0, events.Progress(time_s=10.5, step=11, steps=11))
     assert set(judged(behind, stack(0, 12), stack(1, 12))) == {0, 1}
 
 
 def test_rank_that_works_alone_after_the_others_have_finished_is_named() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     made.add(0, events.Finished(result_bytes=1))
     assert set(judged(made, RankStack(0, None, "ended"), stack(1, 12))) == {1}
 
 
 def test_stopped_rank_is_named_as_such() -> None:
-    found = judged(Run(2), in_barrier(0), RankStack(1, 101, "stopped"))
+    found = judged(SteppingRun(2), in_barrier(0), RankStack(1, 101, "stopped"))
     assert found[1] == ("the process is stopped", "")
 
 
 @pytest.mark.parametrize(("step_s", "silent_from_s"), [(0.01, 10.0), (0.5, 10.0), (3.0, 30.0)])
 def test_silence_is_ten_usual_steps_and_ten_seconds_at_least(step_s: float, silent_from_s: float) -> None:
-    made = Run(2, step_s=step_s)
+    made = SteppingRun(2, step_s=step_s)
     last_s = 10 * step_s
     assert made.silent(last_s + silent_from_s - 0.1) == []
     assert made.silent(last_s + silent_from_s + 0.1) == [0, 1]
 
 
 def test_one_slow_step_does_not_change_what_is_usual() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     for step in (11, 12):
         for rank in range(2):
             made.add(rank, events.Progress(time_s=100.0 * (step - 10), step=step, steps=step))
@@ -168,19 +168,19 @@ def test_one_slow_step_does_not_change_what_is_usual() -> None:
 
 
 def test_run_that_counts_no_steps_is_left_in_peace_and_so_is_a_rank_alone() -> None:
-    assert Run(2, steps=-1).silent(1000.0) == []
-    assert Run(1).silent(1000.0) == []
+    assert SteppingRun(2, steps=-1).silent(1000.0) == []
+    assert SteppingRun(1).silent(1000.0) == []
 
 
 def test_rank_that_has_not_begun_to_count_is_silent_when_another_has() -> None:
-    made = Run(2, steps=-1)
+    made = SteppingRun(2, steps=-1)
     made.add(0, events.Progress(time_s=5.0, step=1, steps=1))
     made.add(0, events.Progress(time_s=25.0, step=2, steps=2))
     assert made.silent(26.0) == [1]
 
 
 def test_it_asks_when_silence_begins_and_then_more_rarely() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     asked = [second for second in range(10, 300) if made.is_due(float(second))]
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert (asked[0], gaps[0]) == (21, 10)
@@ -214,7 +214,7 @@ dist.barrier()""")
 
 
 def test_rank_without_anything_to_do_is_left_in_peace() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     made.give_work([], 11.0)
     assert made.silent(60.0) == [] and not made.is_due(60.0)
     made.give_work([0, 1], 55.0)
@@ -228,7 +228,7 @@ def test_rank_without_anything_to_do_is_left_in_peace() -> None:
 
 
 def test_rank_that_waits_for_one_without_anything_to_do_is_said() -> None:
-    made = Run(2)
+    made = SteppingRun(2)
     made.give_work([1], 11.0)
     assert judged(made, stack(0, 12), in_barrier(1)) == {1: ("In[7], line 20 in train", "barrier")}
     assert judged(made, in_barrier(0), stack(1, 12)) == {}

@@ -12,8 +12,8 @@ from notebook_accel.formatting import rank_spans
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 
 
-class Shown:
-    """What becomes of the ranks' lines."""
+class LineRecorder:
+    """Records the lines that ``AlikeLines`` settles."""
 
     def __init__(self, world_size: int = 8, moment_s: float = 1.0) -> None:
         self.settled: list[RankLine] = []
@@ -28,7 +28,7 @@ class Shown:
 
 
 def test_a_warning_of_all_ranks_stands_once_between_what_each_says_by_itself() -> None:
-    shown = Shown()
+    shown = LineRecorder()
     for rank in range(8):
         shown.add(rank, f"rank {rank} begins", "a.py:1: UserWarning: old", "  warn()", f"rank {rank} goes on")
     begun, gone_on = ([f"{rank} rank {rank} {word}" for rank in range(8)] for word in ("begins", "goes on"))
@@ -37,7 +37,7 @@ def test_a_warning_of_all_ranks_stands_once_between_what_each_says_by_itself() -
 
 
 def test_some_ranks_and_a_late_one() -> None:
-    shown = Shown()
+    shown = LineRecorder()
     for rank in (5, 1, 0, 2):
         shown.add(rank, "same", now_s=0.1 * rank)
     shown.add(7, "same", now_s=2.0)
@@ -45,14 +45,14 @@ def test_some_ranks_and_a_late_one() -> None:
 
 
 def test_what_one_rank_repeats_is_shown_as_often_as_it_says_it() -> None:
-    shown = Shown()
+    shown = LineRecorder()
     shown.add(0, "a", "a", "a")
     shown.add(1, "a", "b", "a")
     assert shown.lines == ["0-1 a", "1 b", "0-1 a", "0 a"]
 
 
 def test_alike_lines_are_moved_below_what_a_late_rank_says_before_them() -> None:
-    shown = Shown()
+    shown = LineRecorder()
     shown.add(0, "0 begins", "warning", "of two lines")
     shown.add(1, "1 begins", "warning", "of two lines", now_s=0.5)
     assert shown.lines == ["0 0 begins", "1 1 begins", "0-1 warning", "0-1 of two lines"]
@@ -60,14 +60,14 @@ def test_alike_lines_are_moved_below_what_a_late_rank_says_before_them() -> None
 
 def test_other_lines_are_not_reordered_by_one_that_is_alike() -> None:
     """Rank 0 has gone on, half a second before rank 1 begins: there is no place for one warning of both."""
-    shown = Shown()
+    shown = LineRecorder()
     shown.add(0, "warning", "0 goes on")
     shown.add(1, "1 begins", "warning", now_s=0.5)
     assert shown.lines == ["0 warning", "0 0 goes on", "1 1 begins", "1 warning"]
 
 
 def test_line_is_settled_after_a_moment_or_when_all_ranks_have_printed_it() -> None:
-    shown = Shown(world_size=2, moment_s=0.2)
+    shown = LineRecorder(world_size=2, moment_s=0.2)
     shown.add(0, "mine", "ours", now_s=1.0)
     shown.add(1, "ours", now_s=1.1)
     assert shown.settled == []  # in order
@@ -94,7 +94,7 @@ _PRINTED = st.lists(
 def test_no_line_is_lost_or_stands_elsewhere_among_its_ranks_lines(
     printed: list[tuple[int, list[str], float]], are_settled: bool
 ) -> None:
-    shown, now_s = Shown(world_size=4), 0.0
+    shown, now_s = LineRecorder(world_size=4), 0.0
     for rank, texts, after_s in printed:
         now_s += after_s
         shown.add(rank, *texts, now_s=now_s)
@@ -108,7 +108,7 @@ def test_no_line_is_lost_or_stands_elsewhere_among_its_ranks_lines(
 
 @given(_PRINTED)
 def test_what_no_other_rank_says_stays_in_order_of_arrival(printed: list[tuple[int, list[str], float]]) -> None:
-    shown, now_s, own = Shown(world_size=4, moment_s=5.0), 0.0, []
+    shown, now_s, own = LineRecorder(world_size=4, moment_s=5.0), 0.0, []
     for number, (rank, texts, after_s) in enumerate(printed):
         now_s += after_s + 0.11  # far enough apart that the order of reading is that of writing
         own.append(f"only now {number}")
@@ -120,7 +120,7 @@ def test_what_no_other_rank_says_stays_in_order_of_arrival(printed: list[tuple[i
 @pytest.mark.parametrize("at_once", [1, 250, 5_000])
 def test_flood_is_bounded_and_costs_next_to_nothing(at_once: int) -> None:
     """The slowest kind of flood: every other line of each rank is alike, so that many could be moved past many."""
-    shown, longest, count = Shown(), 0, 40_000
+    shown, longest, count = LineRecorder(), 0, 40_000
     began_s = time.process_time()
     for start in range(0, count // 8, at_once):
         for rank in range(8):

@@ -16,19 +16,19 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel import foreground
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.launching.views import lines_view, view
+from notebook_accel.launching.views import view
 from notebook_accel.protocol import events
 from tests import processes
 
 
 def make_job(*, world_size: int = 2, log_folder: pathlib.Path | None = None, **options: object) -> Job:
     spec = JobSpec(name="train", world_size=world_size, environment={}, working_directory="/", sys_path=[])
-    config = LaunchConfig().replace(**options)
-    return Job(
-        "1", spec, config, devices="2 CPUs", is_background=False, by_value=(), result_files=(), log_folder=log_folder
-    )
+    request = LaunchRequest(Target({}), {}, spec, LaunchConfig().replace(**options), "2 CPUs")
+    return Job(request, log_folder=log_folder)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def job() -> Job:
 
 def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out, period_s=0.0)
+    lines = view.LinesView(job, out, period_s=0.0)
     job.deliver(1, events.Output(text="hello\nworld"))
     now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
     job.deliver(0, events.Progress(time_s=now_s - 2.0, step=10, total=50, epoch=2, epochs=5, steps=60))
@@ -71,7 +71,7 @@ def test_steps_that_compile_are_not_timed(job: Job) -> None:
 
 def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     for thousand in range(8):
         job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
     job.deliver(1, events.Output(text="of the other one"))
@@ -86,7 +86,7 @@ def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> No
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job = make_job(log_folder=pathlib.Path("/tmp/logs"))
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     job.deliver(1, events.Output(text="first"))
     job.deliver(1, events.Output(text="middle", left_out=1_000_000))
     job.deliver(1, events.Output(text="last", left_out=5))
@@ -101,7 +101,7 @@ def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
 def test_template_stands_before_the_lines() -> None:
     job = make_job(log_line_prefix_template="[${role_name} $rank/${local_rank}] $$ ")
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     job.deliver(1, events.Output(text="a\nb"))
     lines.close()
     assert out.getvalue() == "[default_role 1/1] $ a\n[default_role 1/1] $ b\n"
@@ -109,7 +109,7 @@ def test_template_stands_before_the_lines() -> None:
 
 def test_line_is_held_for_a_moment_in_which_other_ranks_may_print_it_too(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
 
     def say(rank: int, text: str) -> None:
         job.deliver(rank, events.Output(text=text))
@@ -131,7 +131,7 @@ def test_line_is_held_for_a_moment_in_which_other_ranks_may_print_it_too(job: Jo
 
 def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     for now_s in (30.0, 45.0):
         job.deliver(0, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 9 in train", waits_in="barrier"))
         job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 12 in evaluate"))
@@ -141,7 +141,7 @@ def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
 
 def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out, period_s=0.0)
+    lines = view.LinesView(job, out, period_s=0.0)
     job.deliver(0, events.Progress(step=1, total=2))
     for _ in range(3):
         lines.refresh()
@@ -151,7 +151,7 @@ def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
 def ended(job: Job, progress: dict[int, events.Progress]) -> list[str]:
     """The last lines of a run whose ranks have come so far and then finished."""
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     for rank, event in progress.items():
         job.deliver(rank, event)
         job.deliver(rank, events.Memory(used_bytes=(300 + rank) << 20, total_bytes=1 << 34, kind="host"))
@@ -173,7 +173,7 @@ def test_last_lines_say_where_each_rank_ended() -> None:
 def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
     job = make_job(world_size=8)
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out, period_s=0.0)
+    lines = view.LinesView(job, out, period_s=0.0)
     for rank in range(8):
         job.deliver(rank, events.Progress(step=40 - 10 * (rank == 5), total=50, epoch=1))
         job.deliver(rank, events.Metrics(step=40, values={"loss": rank / 4}))
@@ -183,7 +183,7 @@ def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
 
 def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out, period_s=0.0)
+    lines = view.LinesView(job, out, period_s=0.0)
     now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
     job.deliver(0, events.Progress(time_s=now_s - 2.0, step=1, total=50, steps=1))
     lines.refresh()
@@ -199,7 +199,7 @@ def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
 
 def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
     out = io.StringIO()
-    lines = lines_view.LinesView(job, out)
+    lines = view.LinesView(job, out)
     job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x08<script>" + "x" * 1_000_000))
     lines.close()
     (printed,) = out.getvalue().splitlines()
@@ -226,7 +226,7 @@ def test_terminal_has_one_line_below_the_output_that_is_written_over(job: Job) -
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 40, 0, 0))
         out = Terminal(theirs)
-        lines = lines_view.LinesView(job, out)
+        lines = view.LinesView(job, out)
         job.deliver(0, events.Progress(step=1, total=50, epoch=1, epochs=1000000))
         lines.refresh()
         job.deliver(0, events.Output(text="hello"))
@@ -250,11 +250,11 @@ def test_option_chooses_the_view(job: Job) -> None:
     silent.refresh()
     assert job.events() == []
     job.config = LaunchConfig(view="lines")
-    assert isinstance(view.open_view(job), lines_view.LinesView)
+    assert isinstance(view.open_view(job), view.LinesView)
 
 
 def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    class Broken:
+    class BrokenView:
         def refresh(self) -> None:
             job.end("stopped")
             raise ValueError("no such widget")
@@ -262,7 +262,7 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
         def close(self) -> None:
             raise ValueError("closed already")
 
-    foreground._draw_until_done(job, Broken())
+    foreground._draw_until_done(job, BrokenView())
     assert job.done
     assert capsys.readouterr().err.splitlines() == [
         "The view of 'train' has failed (ValueError: no such widget); the run goes on.",
@@ -271,7 +271,7 @@ def test_view_that_fails_does_not_end_the_run(job: Job, capsys: pytest.CaptureFi
 
 
 def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
-    class Expensive:
+    class SlowView:
         def __init__(self) -> None:
             self.drawn: list[float] = []
 
@@ -286,14 +286,14 @@ def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
         def close(self) -> None:
             """Nothing."""
 
-    view = Expensive()
-    foreground._draw_until_done(job, view)
-    first_s, second_s = view.drawn
+    slow = SlowView()
+    foreground._draw_until_done(job, slow)
+    first_s, second_s = slow.drawn
     assert second_s - first_s >= 0.5  # 0.01 s are 2 % of it
 
 
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
-    class Shown:
+    class InterruptedView:
         def refresh(self) -> None:
             signal.raise_signal(signal.SIGALRM)  # it may come at any moment, in here too
 
@@ -306,6 +306,6 @@ def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> No
     before = signal.signal(signal.SIGALRM, too_late)
     try:
         with pytest.raises(TimeoutError, match="the user's own"):
-            foreground._draw_until_done(job, Shown())
+            foreground._draw_until_done(job, InterruptedView())
     finally:
         signal.signal(signal.SIGALRM, before)
