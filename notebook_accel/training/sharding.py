@@ -1,4 +1,4 @@
-"""Deal out samples to ranks.
+"""Shard samples over ranks.
 
 Batches are dealt out in rounds: all ranks work on a round at the same time, each on its share. Only the last round of
 an epoch can be incomplete. Its ``Tail`` says how many of its samples are real, so that metrics can leave out samples
@@ -24,6 +24,7 @@ __all__ = [
     "Tail",
     "dispatched_rounds",
     "sample_count",
+    "slices",
 ]
 
 
@@ -87,7 +88,7 @@ class BatchSamplerShard(Sampler[Any]):
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
 
     Attributes:
-        tail: The round of the last batch of the latest epoch, ``None`` if it was like the others.
+        tail: The ``Tail`` of the latest epoch's last batch, ``None`` if its round was like the others.
         rounds_of_all: Number of rounds in which every rank has a batch, once a further round is reached; else ``None``.
 
     Raises:
@@ -127,8 +128,7 @@ class BatchSamplerShard(Sampler[Any]):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not isinstance(sampler, Sized):
             return False
-        assert self.batch_size is not None
-        assert self._share_size is not None
+        assert self.batch_size is not None and self._share_size is not None
         left_over = len(sampler) % self.batch_size
         return 0 < left_over <= self.process_index * self._share_size
 
@@ -149,31 +149,28 @@ class BatchSamplerShard(Sampler[Any]):
         held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
         for shares in self._dealt():
             if held is not None:
-                yield Round(self._complete(held), None)
+                if len(held) != self.num_processes:
+                    size = self.batch_size
+                    raise TrainingError(
+                        f"Before its last batch, the batch sampler yielded one that isn't of its size, {size}.",
+                        why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
+                        fix="DataLoaderConfiguration(split_batches=False)",
+                    )
+                yield Round(held, None)
             first = first or shares
             held = shares
         if first is not None and held is not None:
             yield from self._last_round(held, first)
 
     def _dealt(self) -> Iterator[list[Any]]:
-        if not self.split_batches:
-            batches = iter(self.batch_sampler)
+        batches = iter(self.batch_sampler)
+        if self.split_batches:
+            assert self._share_size is not None
+            for batch in batches:
+                yield slices(batch, self._share_size)
+        else:
             while shares := list(itertools.islice(batches, self.num_processes)):
                 yield shares
-            return
-        size = self._share_size
-        assert size is not None
-        for batch in self.batch_sampler:
-            yield [batch[start : start + size] for start in range(0, len(batch), size)]
-
-    def _complete(self, shares: list[Any]) -> list[Any]:
-        if len(shares) != self.num_processes:
-            raise TrainingError(
-                f"Before its last batch, the batch sampler yielded one that isn't of its size, {self.batch_size}.",
-                why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
-                fix="DataLoaderConfiguration(split_batches=False)",
-            )
-        return shares
 
     def _last_round(self, shares: list[Any], first: list[Any]) -> Iterator[Round]:
         missing = self.num_processes - len(shares)
@@ -195,10 +192,7 @@ class BatchSamplerShard(Sampler[Any]):
         if size is None:
             return [*shares, *itertools.islice(itertools.cycle(first), missing)]
         refill = itertools.cycle(itertools.chain.from_iterable(first))
-        return [
-            [*share, *itertools.islice(refill, max(0, size - len(share)))]
-            for share in [*shares, *([] for _ in range(missing))]
-        ]
+        return [[*share, *itertools.islice(refill, max(0, size - len(share)))] for share in [*shares, *[[]] * missing]]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -277,7 +271,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 return
             if real < round_size and self.even_batches:
                 taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
-            shares = [taken[start : start + size] for start in range(0, len(taken), size)]
+            shares = slices(taken, size)
             tail = None
             if real < round_size:
                 missing = self.num_processes - len(shares)
@@ -303,8 +297,7 @@ def _cut_evenly(rounds: Iterator[Round], num_processes: int) -> Iterator[Round]:
         samples = list(itertools.chain.from_iterable(shares))  # the real ones come first
         size = -(-tail.real // num_processes)
         total = size * num_processes
-        cut = [samples[start : start + size] for start in range(0, total, size)]
-        yield Round(cut, Tail(tail.real, total) if tail.real < total else None)
+        yield Round(slices(samples[:total], size), Tail(tail.real, total) if tail.real < total else None)
 
 
 def _part_of(batch_size: int | None, num_processes: int) -> int:
@@ -323,6 +316,11 @@ def _part_of(batch_size: int | None, num_processes: int) -> int:
     return part
 
 
+def slices(items: Any, size: int) -> list[Any]:
+    """Cut a sequence into slices of ``size`` items, the last of which may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
 def sample_count(batch: Any) -> int:
-    """Return the samples in a batch. A dataset that yields whole batches has one index instead of a list of indices."""
+    """Return the number of samples in a batch: 1 for a bare index, which stands for a whole batch of the dataset."""
     return len(batch) if isinstance(batch, Sized) else 1

@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN has no room for its workspace
 )
-_DEADLINE_S = 1800.0  # a rank may evaluate or save for long after the others have returned
+_DEADLINE_S = 1800.0  # one rank may evaluate or save for a long time after the others have returned
 _POLL_S = 0.05
 
 
@@ -39,15 +39,15 @@ def find_executable_batch_size(
     *,
     keep_effective_batch_size: bool = False,
 ) -> Any:
-    """Decorate a function of a batch size so that it is called again with a smaller one when memory runs out.
+    """Decorate a function of a batch size, to call it again with a smaller one when memory runs out.
 
     When memory runs out on one rank, all ranks give up the attempt, even in the middle of a step, and call the function
-    again with the same smaller size, in a new process group. Models that were prepared outside of the function go on in
-    the new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the
-    decorated function, and rank 0 prints it if it isn't the first one.
+    again with the same smaller size, in a new process group. Models that were prepared outside of the function join the
+    new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the decorated
+    function, and rank 0 prints it if it isn't the first one.
 
     Ranks can only agree once there is an ``Accelerator``. In a process group that the user's code has made without one,
-    a rank that waits for another does so until its deadline. So does a rank whose GPU waits in NCCL.
+    a rank that waits for another waits until the group's timeout. So does a rank whose GPU waits in NCCL.
 
     Args:
         function: Its first parameter is the batch size; callers leave it out.
@@ -65,7 +65,7 @@ def find_executable_batch_size(
     if keep_effective_batch_size and reduce_batch_size_fn is not None:
         raise ConfigError(
             "find_executable_batch_size has both reduce_batch_size_fn and keep_effective_batch_size=True.",
-            why="The second one decides on the sizes: they divide the first one.",
+            why="keep_effective_batch_size tries the divisors of the first size, and no others.",
             fix="leave out one of them",
         )
     if function is None:
@@ -93,7 +93,7 @@ def find_executable_batch_size(
             sizes = (size, steps) if keep_effective_batch_size else (size,)
             member = _join_existing()
             value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
-            outcome, error = _Outcome(error), None  # it holds the frames, and they hold the tensors
+            outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
             runs_out = _runs_out_anywhere(outcome)
             del member
             if not runs_out:
@@ -128,6 +128,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own: int) -> None:
+    """Raise ``TypeError`` if ``args`` include the first ``own`` parameters of the function, which are passed to it."""
     parameters = inspect.signature(function).parameters.values()
     positional = [kind for kind in parameters if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
     if not any(kind.kind is kind.VAR_POSITIONAL for kind in parameters) and len(args) + own > len(positional):
@@ -145,28 +146,18 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _join_existing() -> Backend | None:
-    """Join the group that exists already, so that it is renewed if it breaks even if nothing else uses it."""
+    """Join a group that exists already, so that it is renewed if it breaks, even if nothing else uses it."""
     if torch_group.made_here() is None:
         return None
     return process_group.current(cpu="nccl" not in dist.get_backend_config())
 
 
 class _Outcome:
-    """The end of a rank's attempt.
-
-    Args:
-        error: The exception that the attempt raised.
-
-    Attributes:
-        runs_out: True if memory ran out.
-        error: The exception, if it isn't about memory.
-        text: The exception's message.
-    """
+    """The end of a rank's attempt: ``runs_out`` is true if memory ran out, and ``error`` is any other exception."""
 
     def __init__(self, error: Exception | None) -> None:
         self.runs_out = error is not None and _is_about_memory(error)
         self.error = None if self.runs_out else error
-        self.text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
 def _runs_out_anywhere(outcome: _Outcome) -> bool:
@@ -189,11 +180,11 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
     if is_over and group is not None:
         group.give_up()  # ranks that wait for this one go on, and read what was announced
     if outcome.error is not None and not is_over:
-        exchange.report(outcome.text, rejoins=False)
+        exchange.report(f"{type(outcome.error).__name__}: {outcome.error}", rejoins=False)
         raise outcome.error
     outcome.error = None  # an error here came from a peer without memory that gave up its group
     gc.collect()  # objects of the failed attempt only aren't reconnected
-    texts, rejoins = exchange.exchange_reports("", rejoins=group is not None and bool(group.members))
+    texts, rejoins = exchange.exchange_reports(rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
         if text:
             raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
@@ -206,12 +197,7 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
 
 
 class _Exchange:
-    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -233,12 +219,12 @@ class _Exchange:
         """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
         self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
 
-    def exchange_reports(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
-        """Report, and return the exceptions by rank, and whether all ranks have an Accelerator.
+    def exchange_reports(self, *, rejoins: bool) -> tuple[list[str], bool]:
+        """Report no exception, and return the exceptions by rank, and whether all ranks have an Accelerator.
 
-        It returns as soon as one rank has reported an exception.
+        The method returns as soon as one rank has reported an exception.
         """
-        self.report(text, rejoins=rejoins)
+        self.report("", rejoins=rejoins)
         keys = [f"end of {rank}" for rank in range(self._world_size)]
         ends: dict[str, tuple[str, bool]] = {}
 

@@ -119,7 +119,7 @@ def recursively_apply(
         if error_on_other_type:
             raise TrainingError(
                 f"recursively_apply can't take a {type(leaf).__name__}.",
-                why=f"{getattr(test_type, '__name__', 'test_type')} says no to it.",
+                why=f"{getattr(test_type, '__name__', 'test_type')} returned False for it.",
                 fix="error_on_other_type=False leaves it as it is",
             )
         return leaf

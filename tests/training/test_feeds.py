@@ -16,7 +16,7 @@ from notebook_accel.training.backends.devices import CudaUploader
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
-from notebook_accel.training.loaders import Uploading
+from notebook_accel.training.loaders import UploadingFeed
 
 
 class Doubler:
@@ -55,7 +55,7 @@ class OnMeta(SingleProcess):
 
 def test_tensors_come_back_to_their_places() -> None:
     doubler = Doubler()
-    feed = Uploading(doubler, torch.device("cpu"))
+    feed = UploadingFeed(doubler, torch.device("cpu"))
     held = feed.send({"x": (torch.ones(2), "a name"), "y": torch.tensor(3)})
     taken = feed.take(held)
     assert taken["x"][0].tolist() == [2.0, 2.0] and taken["x"][1] == "a name" and int(taken["y"]) == 6

@@ -241,7 +241,7 @@ class _Rank:
                     return order.line
 
     def _inspect_group(self, _order: messages.InspectGroup, _: Message) -> dict[str, Any]:
-        _import_training("loader_position").abandon_iterations()
+        _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
 
     def _settle(self, _order: messages.Settle, _: Message) -> dict[str, Any]:
