@@ -40,12 +40,11 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        number: object = local_sgd_steps
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigError(f"local_sgd_steps is {number!r}.", fix="a whole number from 1")
+        if type(local_sgd_steps) is not int or local_sgd_steps < 1:
+            raise ConfigError(f"local_sgd_steps is {local_sgd_steps!r}.", fix="a whole number from 1")
         self._accelerator = accelerator
         self._model = model
-        self._period = number
+        self._period = local_sgd_steps
         self._is_enabled = enabled and accelerator.use_distributed
         self._steps = 0
         self._local = contextlib.ExitStack()

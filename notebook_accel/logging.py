@@ -33,10 +33,9 @@ class RankLogger(_Adapter):
         if not self.isEnabledFor(level):
             return
         rank = process_group.rank_place().rank
-        if main_process_only and rank != 0:
-            return
         if main_process_only or not in_order:
-            self.logger.log(level, msg, *args, **kwargs)
+            if rank == 0 or not main_process_only:
+                self.logger.log(level, msg, *args, **kwargs)
             return
         backend = process_group.current()
         for turn in range(backend.place.world_size):

@@ -175,11 +175,7 @@ def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) ->
 
 
 def refuse_data(objects: Iterable[Any]) -> None:
-    """Refuse datasets and samplers where loaders are expected: every rank would read all of them.
-
-    Raises:
-        ConfigError: One of ``objects`` is a dataset or a sampler.
-    """
+    """Raise ``ConfigError`` if one of ``objects`` is a dataset or a sampler, which every rank would read whole."""
     for item in objects:
         if isinstance(item, (Dataset, Sampler)):
             kind = "dataset" if isinstance(item, Dataset) else "sampler"
@@ -191,11 +187,7 @@ def refuse_data(objects: Iterable[Any]) -> None:
 
 
 def refuse_slicing(slice_fn_for_dispatch: object) -> None:
-    """Refuse a function that would cut a dispatched batch into the ranks' parts.
-
-    Raises:
-        ConfigError: A function was given.
-    """
+    """Raise ``ConfigError`` if there is a function that would cut a dispatched batch into the ranks' parts."""
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
             "slice_fn_for_dispatch isn't supported.",

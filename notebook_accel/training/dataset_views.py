@@ -42,8 +42,6 @@ class _View:
     A ``worker_init_fn`` that sets attributes of its worker's dataset gets the wrapper, and has to reach the dataset.
     """
 
-    _dataset: Any
-
     def __init__(self, dataset: Any, **own: Any) -> None:
         self.__dict__.update(own, _dataset=dataset)
 
@@ -72,8 +70,6 @@ class EpochStream(_View, IterableDataset[Any]):
     A worker process that outlives an epoch has a copy of the stream, which ``set_epoch`` of the original doesn't reach.
     """
 
-    _epochs: EpochCounter
-
     def __init__(self, dataset: Any, epochs: EpochCounter) -> None:
         super().__init__(dataset, _epochs=epochs)
 
@@ -87,8 +83,6 @@ class MarkedStream(_View, IterableDataset[Any]):
 
     Only the process that reads the stream notices its last round: a worker tells the loader together with the samples.
     """
-
-    _shard: IterableDatasetShard
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         super().__init__(shard.dataset, _shard=shard)
@@ -121,9 +115,6 @@ class RoundDataset(_View, Dataset[ReadRound]):
     With ``is_batch`` a rank's share is a list of indices, otherwise a single index.
     """
 
-    _collate: Callable[[Any], Any]
-    _is_batch: bool
-
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
         super().__init__(dataset, _collate=collate, _is_batch=is_batch)
 
@@ -141,10 +132,6 @@ class RoundDataset(_View, Dataset[ReadRound]):
 
 class RoundStream(_View, IterableDataset[ReadRound]):
     """A stream of the rounds of all ranks, read and collated. Without ``is_batch`` a share is a single sample."""
-
-    _shard: IterableDatasetShard
-    _collate: Callable[[Any], Any]
-    _is_batch: bool
 
     def __init__(self, shard: IterableDatasetShard, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
         super().__init__(shard.dataset, _shard=shard, _collate=collate, _is_batch=is_batch)

@@ -60,7 +60,7 @@ def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
     """Return the state dict that ``write_weights`` has written, on the CPU.
 
     Raises:
-        CheckpointError: The file isn't whole.
+        CheckpointError: The file can't be read.
     """
     try:
         if not safe:

@@ -25,7 +25,7 @@ from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
 
-__all__ = ["is_compiled", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
+__all__ = ["is_compiled_module", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
 
 
 # The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
@@ -153,9 +153,9 @@ def unwrap_model(
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether a model was made by ``torch.compile``."""
-    return _compiled_from(model) is not None
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether a module was made by ``torch.compile``."""
+    return _compiled_from(module) is not None
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:

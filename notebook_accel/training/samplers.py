@@ -18,9 +18,9 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         data_source: The dataset to sample from.
-        replacement: Let a sample be drawn again.
-        num_samples: Number of samples in an epoch, all by default.
-        generator: Its initial seed is used if there is no ``data_seed``.
+        replacement: Draw with replacement.
+        num_samples: Number of samples in an epoch, by default that of the dataset.
+        generator: The generator whose initial seed is used if there is no ``data_seed``.
         data_seed: The seed, the same on every rank. By default the one that torch was seeded with last.
     """
 

@@ -64,8 +64,8 @@ class Round(NamedTuple):
     """The shares that all ranks work on at the same time.
 
     Attributes:
-        shares: One a rank, in order of rank; fewer if the last ranks have none.
-        tail: ``None`` if the round is like the others.
+        shares: One share a rank, in order of rank; fewer if the last ranks have none.
+        tail: The round's ``Tail``, ``None`` if the round is like the others.
     """
 
     shares: list[Any]
@@ -79,10 +79,10 @@ class BatchSamplerShard(Sampler[Any]):
     rank r takes the r-th.
 
     Args:
-        batch_sampler: Yields the batches, the same on every rank. If it has no attribute ``batch_size``, its
-            batches are left as they are, whatever their sizes, and the last round is filled with whole ones.
+        batch_sampler: The sampler that yields the batches, the same on every rank. If it has no attribute
+            ``batch_size``, its batches stay whole, whatever their sizes, and the last round is filled with whole ones.
         num_processes: Number of ranks.
-        process_index: This rank.
+        process_index: The rank that takes the share.
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill the last round from the beginning of the epoch, so that every rank has as many batches, all
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
@@ -206,7 +206,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         batch_size: Number of samples in a batch of one rank; with ``split_batches``, of all ranks together.
         drop_last: Leave out a last round that is incomplete.
         num_processes: Number of ranks.
-        process_index: This rank.
+        process_index: The rank that takes the share.
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill an incomplete last round from the beginning of the stream.
 

@@ -161,7 +161,7 @@ class _Outcome:
 
 
 def _runs_out_anywhere(outcome: _Outcome) -> bool:
-    """Return whether memory ran out on any rank. If so, all ranks are in a new group.
+    """Return whether memory ran out on any rank, in which case all ranks are in a new group now.
 
     Raises:
         Exception: The outcome's own exception, if it isn't about memory.
@@ -178,12 +178,12 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
         exchange.announce_out_of_memory()
     is_over = outcome.runs_out or (outcome.error is not None and exchange.has_memory_run_out())
     if is_over and group is not None:
-        group.give_up()  # ranks that wait for this one go on, and read what was announced
+        group.give_up()  # ends the waiting of the other ranks, which then read the announcement
     if outcome.error is not None and not is_over:
         exchange.report(f"{type(outcome.error).__name__}: {outcome.error}", rejoins=False)
         raise outcome.error
     outcome.error = None  # an error here came from a peer without memory that gave up its group
-    gc.collect()  # objects of the failed attempt only aren't reconnected
+    gc.collect()  # so that objects of the failed attempt aren't reconnected
     texts, rejoins = exchange.exchange_reports(rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
         if text:
@@ -250,7 +250,7 @@ class _Exchange:
                 raise TrainingError(
                     f"Rank {self._rank} waited {_DEADLINE_S:.0f} s for the other ranks to return from the function "
                     f"whose batch size is sought; missing: {', '.join(missing)}.",
-                    fix="see that every rank calls it, and that all take as many steps",
+                    fix="make every rank call it, and take as many steps as the others",
                 )
             time.sleep(_POLL_S)
 
@@ -263,7 +263,7 @@ def _is_about_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()
-    backend = process_group.joined()  # don't join a group: the function decides with which options
+    backend = process_group.joined()  # don't join a group: the function decides on its options
     if backend is not None:
         backend.release_memory()
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
