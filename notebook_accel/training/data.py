@@ -25,6 +25,7 @@ from notebook_accel.training.loaders import (
     DataLoaderShard,
     Feed,
     UploadingFeed,
+    kept_options,
     unchanged,
 )
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
@@ -223,18 +224,9 @@ def _has_own_iter(loader: DataLoader[Any]) -> bool:
 
 def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options for a loader with an ``__iter__`` of its own, on the only rank: its batches stay unchanged."""
-    return {
-        "dataset": LoaderStream(loader),
-        "batch_size": None,
-        "collate_fn": unchanged,
-        "num_workers": 0,
-        "prefetch_factor": None,
-        "persistent_workers": False,
-        "pin_memory": False,
-        "timeout": 0,
-        "multiprocessing_context": None,
-        "generator": torch.Generator(),  # DataLoader draws a seed from it, and must not draw from the loader's own
-    }
+    generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
+    plain = DataLoader(LoaderStream(loader), batch_size=None, collate_fn=unchanged, generator=generator)
+    return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
 
 
 @dataclasses.dataclass(frozen=True)

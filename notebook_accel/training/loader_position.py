@@ -79,7 +79,7 @@ class LoaderIteration:
         is_last: True while the last batch is out.
         ends_window: True if an accumulation window ends with this batch: the last one, or the last that every rank has.
         tail: The ``Tail`` of the round that is out, ``None`` if that round is like the others.
-        upload_next: Starts the transfer of the next batch to the device; ``None`` if there is nothing to start.
+        upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
         moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
     """
 

@@ -42,13 +42,13 @@ __all__ = [
     "Feed",
     "UploadingFeed",
     "join_uneven_inputs",
+    "kept_options",
     "skip_first_batches",
     "unchanged",
 ]
 
 _T = TypeVar("_T")
 _END: Any = object()
-# The options that a loader made from another one keeps.
 _KEPT_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
@@ -65,7 +65,7 @@ class DataLoaderShard(DataLoader[Any]):
         source: The loader that it was made from. Options that aren't given here are taken from it.
         dataset: The dataset to read.
         shard: The sampler or stream that deals out the batches; ``None`` if there is one rank only.
-        feed: Makes the feed that takes the batches of an iteration to the device. By default they stay where they are.
+        feed: A function that makes the ``Feed`` of an iteration. By default batches stay where they are.
         before_epoch: Functions that are called on every rank when an epoch begins.
         is_marked: True if each batch comes with its round's ``Tail``, as a ``MarkedBatch``.
         position: The loader's position, shared with a loader that continues it.
@@ -103,7 +103,7 @@ class DataLoaderShard(DataLoader[Any]):
                 name: SkipBatchSampler(value, skipped) if name in ("batch_sampler", "sampler") else value
                 for name, value in options.items()
             }
-        super().__init__(dataset, **{**_kept_options(source), **options})
+        super().__init__(dataset, **{**kept_options(source), **options})
         self.source = source
         self.shard = shard
         self.skipped = skipped
@@ -243,7 +243,8 @@ def _sent(feed: Feed, batch: Any) -> Any:
     return batch if batch is _END else feed.send(batch)
 
 
-def _kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of ``loader`` that a loader made from it keeps."""
     return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
 
 
@@ -272,7 +273,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         )
     if isinstance(dataloader.dataset, IterableDataset):
         return _SkippingStreamLoader(dataloader, num_batches)
-    options = _kept_options(dataloader)
+    options = kept_options(dataloader)
     if dataloader.batch_sampler is None:
         options |= {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
     else:
@@ -284,7 +285,7 @@ class _SkippingStreamLoader(DataLoader[Any]):
     """A loader that reads a stream from the beginning and yields its batches without the first ones."""
 
     def __init__(self, source: DataLoader[Any], skipped: int) -> None:
-        options = _kept_options(source)
+        options = kept_options(source)
         super().__init__(source.dataset, batch_size=source.batch_size, drop_last=source.drop_last, **options)
         self._skipped = skipped
 
@@ -432,7 +433,7 @@ def _round_reader(
 ) -> DataLoader[ReadRound]:
     """Return the loader that reads the rounds. A worker process reads and collates a whole round at once."""
     collate = source.collate_fn
-    options = {**_kept_options(source), "collate_fn": unchanged, "pin_memory": False}
+    options = {**kept_options(source), "collate_fn": unchanged, "pin_memory": False}
     if isinstance(shard, IterableDatasetShard):
         stream = RoundStream(shard, collate, is_batch=source.batch_size is not None)
         return DataLoader(stream, batch_size=None, **options)

@@ -123,7 +123,7 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
         )
 
 
-def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
+def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:
     """Return whether a module wraps a model to average its gradients: torch's class, or a backend's own."""
     return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
@@ -148,7 +148,7 @@ def unwrap_model(
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    if _averages(model):
+    if _averages_gradients(model):
         return unwrap(model.module)
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 

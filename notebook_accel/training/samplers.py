@@ -56,7 +56,7 @@ class SynchronizedSampler(Sampler[Any]):
 
     Args:
         sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: Broadcasts rank 0's argument. All ranks call it, once an epoch.
+        from_rank_0: A function that returns rank 0's argument on all ranks. Each calls it once an epoch.
     """
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:

@@ -50,9 +50,9 @@ def find_executable_batch_size(
     a rank that waits for another waits until the group's timeout. So does a rank whose GPU waits in NCCL.
 
     Args:
-        function: Its first parameter is the batch size; callers leave it out.
+        function: The function to decorate. Its first parameter is the batch size, which callers leave out.
         starting_batch_size: The first size.
-        reduce_batch_size_fn: Returns the next size; by default nine tenths of the last one.
+        reduce_batch_size_fn: A function that returns the next size, by default nine tenths of the last one.
         keep_effective_batch_size: Try the divisors of ``starting_batch_size`` from the largest down, and give the
             function a second argument, the number of micro-batches to accumulate. The product of both stays the same.
             The number is the attribute ``gradient_accumulation_steps`` of the decorated function.
@@ -128,14 +128,14 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own: int) -> None:
-    """Raise ``TypeError`` if ``args`` include the first ``own`` parameters of the function, which are passed to it."""
-    parameters = inspect.signature(function).parameters.values()
-    positional = [kind for kind in parameters if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
-    if not any(kind.kind is kind.VAR_POSITIONAL for kind in parameters) and len(args) + own > len(positional):
+    """Raise ``TypeError`` if ``args`` are too many for the function after its first ``own`` arguments."""
+    try:
+        inspect.signature(function).bind_partial(*range(own), *args)
+    except TypeError:
         raise TypeError(
-            f"{function.__name__} was called with {len(args)} arguments and takes {len(positional)}, the first of "
-            "which is the batch size that find_executable_batch_size passes. Leave it out."
-        )
+            f"{function.__name__} was called with {len(args)} arguments, which are too many: "
+            "find_executable_batch_size passes the batch size itself. Leave it out."
+        ) from None
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

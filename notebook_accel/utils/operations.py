@@ -105,7 +105,7 @@ def recursively_apply(
         func: The function to apply.
         data: The container, or a leaf.
         args: Further arguments of ``func``.
-        test_type: Returns whether to apply ``func`` to a leaf.
+        test_type: A predicate of the leaves to which ``func`` is applied.
         error_on_other_type: Refuse other leaves instead of leaving them as they are.
         kwargs: Keyword arguments of ``func``.
 
