@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class ReadRound(NamedTuple):
 class _View:
     """A dataset wrapper that forwards reading and setting of attributes, but for its ``own`` ones.
 
-    A ``worker_init_fn`` that sets attributes of its worker's dataset gets the wrapper, and has to reach the dataset.
+    So a ``worker_init_fn`` that sets attributes of its worker's dataset, which is the wrapper, reaches the dataset.
     """
 
     def __init__(self, dataset: Any, **own: Any) -> None:
@@ -96,17 +97,17 @@ class MarkedStream(_View, IterableDataset[Any]):
                 yield MarkedBatch(sample, tail)
 
 
+@dataclasses.dataclass(frozen=True)
 class MarkedCollate:
     """A ``collate_fn`` for marked samples. A batch never spans two rounds."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
-        self._collate = collate
-        self._is_batch = is_batch
+    collate: Callable[[Any], Any]
+    is_batch: bool
 
     def __call__(self, marked: Any) -> MarkedBatch:
-        if not self._is_batch:
-            return MarkedBatch(self._collate(marked.batch), marked.tail)
-        return MarkedBatch(self._collate([sample for sample, _ in marked]), marked[-1].tail)
+        if not self.is_batch:
+            return MarkedBatch(self.collate(marked.batch), marked.tail)
+        return MarkedBatch(self.collate([sample for sample, _ in marked]), marked[-1].tail)
 
 
 class RoundDataset(_View, Dataset[ReadRound]):

@@ -14,7 +14,7 @@ __all__ = ["SeedableRandomSampler", "SkipBatchSampler", "SynchronizedSampler", "
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
+    """A sampler that shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
 
     Args:
         data_source: The dataset to sample from.

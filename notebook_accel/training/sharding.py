@@ -7,6 +7,7 @@ that were repeated to fill it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple, cast
@@ -72,6 +73,7 @@ class Round(NamedTuple):
     tail: Tail | None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BatchSamplerShard(Sampler[Any]):
     """One rank's share of the batches of a batch sampler.
 
@@ -95,24 +97,18 @@ class BatchSamplerShard(Sampler[Any]):
         ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Iterable[Any],
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+    batch_sampler: Iterable[Any]
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        self.batch_size: int | None = getattr(self.batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(self.batch_sampler, "drop_last", False)
         self.tail: Tail | None = None
         self.rounds_of_all: int | None = None
-        self._share_size = _part_of(self.batch_size, num_processes) if split_batches else self.batch_size
+        self._share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
 
     def __len__(self) -> int:
         batches = len(cast(Sized, self.batch_sampler))
@@ -195,6 +191,7 @@ class BatchSamplerShard(Sampler[Any]):
         return [[*share, *itertools.islice(refill, max(0, size - len(share)))] for share in [*shares, *[[]] * missing]]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of a dataset that can only be iterated.
 
@@ -214,24 +211,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         ConfigError: ``split_batches``, and the batch size can't be divided by the number of ranks.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.share_size = _part_of(batch_size, num_processes) if split_batches else batch_size
+    dataset: Iterable[Any]
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        self.share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the next epoch on to the dataset, if it has ``set_epoch``."""

@@ -161,7 +161,9 @@ def find_batch_size(data: Any) -> int:
     for leaf in trees.leaves_of(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return len(leaf)
-    raise TrainingError(f"There is no tensor with a length in this {type(data).__name__}.", fix="give it a batch")
+    raise TrainingError(
+        f"There is no tensor with a length in this {type(data).__name__}.", fix="pass a batch that has one"
+    )
 
 
 def find_device(data: Any) -> torch.device | None:

@@ -46,7 +46,7 @@ def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limit
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         optimizer.step()
         optimizer.zero_grad()
-        if where == "after backward":  # in which the others wait then
+        if where == "after backward":  # a collective in which the other ranks wait
             accelerator.gather(loss.detach())
     return [parameter.tolist() for parameter in accelerator.unwrap_model(net).parameters()]
 
@@ -87,14 +87,11 @@ def search(kind: str, limits: list[int], where: str) -> Any:
     return tried, training.batch_size, weights, total, took_s
 
 
-@pytest.mark.parametrize(
-    ("kind", "where", "limits"),
-    [
-        ("accelerator outside", "before backward", [8, 3, 8]),
-        ("model outside", "in backward", [8, 8, 5]),
-        ("all inside", "after backward", [4, 8, 8]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "where", "limits"), [
+    ("accelerator outside", "before backward", [8, 3, 8]),
+    ("model outside", "in backward", [8, 8, 5]),
+    ("all inside", "after backward", [4, 8, 8]),
+])  # fmt: skip
 def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str, limits: list[int]) -> None:
     outcomes = three.run(search, kind, limits, where)
     sizes = [8, 4, 2] if min(limits) < 4 else [8, 4]

@@ -403,7 +403,7 @@ def test_persistent_workers_streams_stay_in_step(two_ranks: Ranks) -> None:
     assert first[0] != first[2]
 
 
-class Told(IterableDataset[int]):
+class Halves(IterableDataset[int]):
     """A stream whose ``worker_init_fn`` sets the part that each worker reads, as in torch's documentation."""
 
     start, end = 0, 8
@@ -418,13 +418,13 @@ def tell(worker: int) -> None:
     dataset.start, dataset.end = [(dataset.start, middle), (middle, dataset.end)][worker]
 
 
-def told_workers(dispatch: bool) -> list[int]:
+def workers_halves(dispatch: bool) -> list[int]:
     backend = process_group.join(cpu=True)
-    loader = DataLoader(Told(), batch_size=2, num_workers=2, worker_init_fn=tell)
+    loader = DataLoader(Halves(), batch_size=2, num_workers=2, worker_init_fn=tell)
     shard, state = prepare(loader, backend, dispatch_batches=dispatch)
     return [sample for batch in shard for sample in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
 
 
 @pytest.mark.parametrize("dispatch", [True, False])
 def test_workers_are_told_what_to_read(two_ranks: Ranks, dispatch: bool) -> None:
-    assert [sorted(found) for found in two_ranks.run(told_workers, dispatch)] == [list(range(8))] * 2
+    assert [sorted(found) for found in two_ranks.run(workers_halves, dispatch)] == [list(range(8))] * 2

@@ -274,17 +274,12 @@ class Placed(torch.nn.Linear):
         raise ValueError("`.to` is not supported")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"hf_device_map": {"first": 0, "second": "cpu"}},
-        {"is_loaded_in_8bit": True},
-        {"is_loaded_in_4bit": True},
-        {"hf_device_map": {"": 0}, "is_quantized": True},
-    ],
-)
+@pytest.mark.parametrize("names", [
+    {"hf_device_map": {"first": 0, "second": "cpu"}}, {"is_loaded_in_8bit": True}, {"is_loaded_in_4bit": True},
+    {"hf_device_map": {"": 0}, "is_quantized": True},
+])  # fmt: skip
 def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[str, Any]) -> None:
-    """The names are those that Transformers gives its models."""
+    """The attributes are those that Transformers sets on its models."""
     model = Placed(2, 2)
     vars(model).update(names)
     assert prepare(model, "no") is model

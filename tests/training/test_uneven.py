@@ -63,10 +63,8 @@ def test_training_in_a_round_that_others_do_not_have(two_ranks: Ranks, flow: boo
 def evaluate() -> Any:
     accelerator, net, _, loader = prepared(5, even_batches=False)
     net.eval()
-    sizes = []
     with torch.no_grad():
-        for (x,) in loader:
-            sizes.append(len(net(x)))
+        sizes = [len(net(x)) for (x,) in loader]
     return accelerator.gather_for_metrics([sizes], use_gather_object=True)
 
 
