@@ -252,7 +252,7 @@ class _OptionsMaker:
     def for_dataset(self) -> dict[str, Any]:
         """Return the options for a dataset that has an item for each index."""
         loader, place, config = self._loader, self._place, self._config
-        # With batch_size=None each item of the sampler is read at once.
+        # With batch_size=None each item of the sampler is one read of the dataset.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
         if name == "sampler":

@@ -142,9 +142,9 @@ class DataLoaderShard(DataLoader[Any]):
         self.position.load_state_dict(state, self._generators(), self._total())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell sampler and dataset the next epoch, counted from 0. Without this, each epoch follows the last."""
+        """Set the next epoch of sampler and dataset, counted from 0. Without this, each epoch follows the last."""
         self.position.set_epoch(epoch)
-        self._tell_epoch(epoch)
+        self._pass_epoch_on(epoch)
 
     def skipping(self, num_batches: int) -> Self:
         """Return a loader without the first ``num_batches``, whose epochs count as this one's."""
@@ -158,7 +158,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:
         position = self.position
-        # Read in this process, a batch may have drawn random numbers, and read again it would be another one.
+        # A batch that is read in this process may draw random numbers; reading it again would draw others.
         keeps_ahead = self.num_workers == 0
         with position.beginning(resume_point, self._generators()):
             self._begin_epoch()
@@ -196,20 +196,20 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _begin_epoch(self) -> None:
         epoch = self.position.epochs.begin()
-        self._tell_epoch(epoch)
+        self._pass_epoch_on(epoch)
         for function in self._before_epoch:
             function()
         self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped
 
-    def _tell_epoch(self, epoch: int) -> None:
+    def _pass_epoch_on(self, epoch: int) -> None:
         for part in (*chain_of(self._batches), self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
     def _read(self) -> Iterator[Any]:
         batches = super().__iter__()
-        # A stream has to be read to be skipped.
+        # The skipped batches of a stream have to be read.
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
     def _restored(self, ahead: Any) -> Any:
@@ -394,7 +394,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             if message is None:
                 return
             yield message
-            if message.tail is not None and message.tail.missing:  # the ranks without a batch expect no further message
+            if message.tail is not None and message.tail.missing:  # ranks without a batch expect no further message
                 return
 
     def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
@@ -403,7 +403,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         try:
             rounds = _with_complete_rounds_first(reader, world_size)
             if isinstance(self.shard, IterableDatasetShard):
-                rounds = itertools.islice(rounds, self.skipped, None)  # a stream has to be read to be skipped
+                rounds = itertools.islice(rounds, self.skipped, None)  # those of a stream have to be read
             for batches, _, tail in rounds:
                 yield [*(MarkedBatch(batch, tail) for batch in batches), *[None] * (world_size - len(batches))]
         except Exception as error:

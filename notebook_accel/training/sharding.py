@@ -137,7 +137,7 @@ class BatchSamplerShard(Sampler[Any]):
             if self.process_index < len(shares):
                 own_tail = tail
                 yield shares[self.process_index]
-        self.tail = own_tail  # known to the loader when it knows that the epoch has ended
+        self.tail = own_tail  # set before the loader sees the end of the epoch
 
     def rounds(self) -> Iterator[Round]:
         """Yield the shares of all ranks, round by round."""

@@ -22,7 +22,7 @@ from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
-_REDUCTION = 0.9  # as Accelerate has it
+_REDUCTION = 0.9  # as in Accelerate
 _OUT_OF_MEMORY = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -202,7 +202,7 @@ class _Exchange:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        # Its own connection: another thread may wait on the other one.
+        # A connection of its own, since another thread may wait on the process group's.
         own: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store = PrefixStore("batch size", own)
         self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
