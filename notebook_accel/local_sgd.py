@@ -20,13 +20,13 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """A context in which gradients stay local, and weights are averaged every few steps and at the end.
 
-    The method is that of Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks have to take the
+    The method is from Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks have to take the
     same number of steps. A checkpoint has rank 0's weights, which differ from the others' between two averagings.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
         model: The prepared model, or a bare tensor in place of one.
-        local_sgd_steps: Calls of ``step`` between two averagings.
+        local_sgd_steps: Number of calls of ``step`` between two averagings.
         enabled: ``False`` trains as without ``LocalSGD``.
 
     Raises:
@@ -40,12 +40,11 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        number: object = local_sgd_steps
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigError(f"local_sgd_steps is {number!r}.", fix="a whole number from 1")
+        if type(local_sgd_steps) is not int or local_sgd_steps < 1:
+            raise ConfigError(f"local_sgd_steps is {local_sgd_steps!r}.", fix="a whole number from 1")
         self._accelerator = accelerator
         self._model = model
-        self._period = number
+        self._period = local_sgd_steps
         self._is_enabled = enabled and accelerator.use_distributed
         self._steps = 0
         self._local = contextlib.ExitStack()
@@ -57,7 +56,7 @@ class LocalSGD:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._local.close()
-        if self._is_enabled and kind is None:  # after an error the others may never come
+        if self._is_enabled and kind is None:  # after an error, the other ranks may never join in
             self._average()
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Loggers whose messages come from one rank, as in ``accelerate.logging``."""
+"""Loggers that log on one rank, as in ``accelerate.logging``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _warned: set[tuple[str, object]] = set()
 
 
 class RankLogger(_Adapter):
-    """A logger whose messages come from rank 0 only, by default.
+    """A logger that logs on rank 0 only, by default.
 
-    Each method takes two more arguments. ``main_process_only=False`` logs on every rank. ``in_order=True`` lets these
-    log one after the other, and all ranks have to call the method then.
+    Each method takes two more arguments. ``main_process_only=False`` logs on every rank. With ``in_order=True`` the
+    ranks log one after the other, and all of them have to call the method.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -33,10 +33,9 @@ class RankLogger(_Adapter):
         if not self.isEnabledFor(level):
             return
         rank = process_group.rank_place().rank
-        if main_process_only and rank != 0:
-            return
         if main_process_only or not in_order:
-            self.logger.log(level, msg, *args, **kwargs)
+            if rank == 0 or not main_process_only:
+                self.logger.log(level, msg, *args, **kwargs)
             return
         backend = process_group.current()
         for turn in range(backend.place.world_size):
@@ -52,11 +51,11 @@ class RankLogger(_Adapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """Return a logger whose messages come from rank 0 only.
+    """Return a logger that logs on rank 0 only.
 
     Args:
-        name: As for ``logging.getLogger``.
-        log_level: Such as ``"INFO"``. Default: ``ACCELERATE_LOG_LEVEL``, or the level that ``logging`` has.
+        name: The name, as for ``logging.getLogger``.
+        log_level: The level, such as ``"INFO"``. Default: ``ACCELERATE_LOG_LEVEL``, or the level that ``logging`` has.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")

@@ -1,4 +1,4 @@
-"""Shard a user's loader: give each rank its share."""
+"""Prepare a user's loader: give each rank its share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,16 @@ from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
-from notebook_accel.training.loader_position import EpochCounter
-from notebook_accel.training.loaders import Copying, DataLoaderDispatcher, DataLoaderShard, Feed, Uploading, unchanged
+from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
+from notebook_accel.training.loaders import (
+    CopyingFeed,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    Feed,
+    UploadingFeed,
+    kept_options,
+    unchanged,
+)
 from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
@@ -41,10 +49,10 @@ class DataLoaderConfiguration:
             Without it some ranks can have one batch more: fine for an evaluation without collectives; training needs
             ``join_uneven_inputs``.
         use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
-        data_seed: The seed for that. By default the one that torch was seeded with.
-        non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never do.
-        use_stateful_dataloader: Has no effect: all prepared loaders have ``state_dict`` and ``load_state_dict``,
-            without torchdata.
+        data_seed: The seed of ``use_seedable_sampler``. By default the one that torch was seeded with.
+        non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never wait.
+        use_stateful_dataloader: No effect: all prepared loaders have ``state_dict`` and ``load_state_dict``, without
+            torchdata.
     """
 
     split_batches: bool = False
@@ -103,9 +111,9 @@ def prepare_data_loader(
     refuse_slicing(slice_fn_for_dispatch)
     types = random_state.check_rng_types(rng_types or ())
     backend = process_group.join(cpu=device is not None and torch.device(device).type == "cpu")
-    asked = {"world_size": num_processes, "rank": process_index}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    place = dataclasses.replace(backend.place, **given)
+    own = backend.place
+    world_size = own.world_size if num_processes is None else num_processes
+    place = dataclasses.replace(own, world_size=world_size, rank=own.rank if process_index is None else process_index)
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -128,89 +136,65 @@ def shard_dataloader(
     place: RankPlace | None = None,
     rng_types: Sequence[str] = (),
 ) -> DataLoaderShard:
-    """Return one rank's share of ``loader``.
+    """Return the share of ``loader`` for the rank at ``place``, by default this one; see ``prepare_data_loader``.
 
-    Args:
-        loader: The loader.
-        backend: This rank's backend.
-        config: The options.
-        device: Destination of batches; ``None`` leaves them where they are.
-        place: The rank that gets this share; by default this one.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins.
+    Batches go to ``device``; with ``None`` they stay where they are.
 
     Raises:
         ConfigError: The loader can't be sharded, or not with these options.
     """
     if isinstance(loader, DataLoaderShard):  # prepared by another Accelerator
         loader = loader.source
-    _refuse(loader, place or backend.place)
-    sharing = _Sharing(loader, backend, config, place or backend.place)
+    place = place or backend.place
+    _refuse(loader, place)
+    maker = _OptionsMaker(loader, backend, config, place)
     feed = None
     if device is not None and device.type != "cpu":
-        feed = functools.partial(_feed, backend, device, non_blocking=config.non_blocking or loader.pin_memory)
-    if _iterates_itself(loader):
-        options = _as_it_is(loader)
+        feed = functools.partial(_make_feed, backend, device, non_blocking=config.non_blocking or loader.pin_memory)
+    if _has_own_iter(loader):
+        options = _unchanged_options(loader)
     else:
-        options = sharing.of_stream() if isinstance(loader.dataset, IterableDataset) else sharing.of_dataset()
+        options = maker.for_stream() if isinstance(loader.dataset, IterableDataset) else maker.for_dataset()
     if rng_types:
-        options["before_epoch"] = _synchronizing(backend, rng_types, loader, options.get("before_epoch"))
-    epochs = options.setdefault("epochs", EpochCounter())
-    if place in (None, backend.place):
-        group_recovery.track_state(epochs)
-    if sharing.dispatches:
+        options["before_epoch"] = [
+            lambda: random_state.synchronize(backend, rng_types, loader.generator),
+            *options.get("before_epoch", ()),
+        ]
+    position = options.setdefault("position", LoaderPosition(EpochCounter()))
+    if place == backend.place:
+        group_recovery.track_state(position.epochs)
+    if maker.dispatches:
         return DataLoaderDispatcher(loader, feed=feed, backend=backend, **options)
     return DataLoaderShard(loader, feed=feed, **options)
 
 
-def _feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
+def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
     uploader = backend.uploader(non_blocking=non_blocking) if device == backend.device else None
     if uploader is not None:
-        return Uploading(uploader, device)
-    return Copying(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
-
-
-def _synchronizing(
-    backend: Backend, rng_types: Sequence[str], loader: DataLoader[Any], before: Callable[[], None] | None
-) -> Callable[[], None]:
-    def synchronize() -> None:
-        random_state.synchronize(backend, rng_types, loader.generator)
-        if before is not None:
-            before()
-
-    return synchronize
+        return UploadingFeed(uploader, device)
+    return CopyingFeed(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
 
 
 def refuse_data(objects: Iterable[Any]) -> None:
-    """Refuse datasets and samplers where loaders are expected: every rank would read all of them.
-
-    Raises:
-        ConfigError: One of ``objects`` is a dataset or a sampler.
-    """
+    """Raise ``ConfigError`` if one of ``objects`` is a dataset or a sampler, which every rank would read whole."""
     for item in objects:
         if isinstance(item, (Dataset, Sampler)):
+            kind = "dataset" if isinstance(item, Dataset) else "sampler"
             raise ConfigError(
-                f"prepare takes loaders, and {type(item).__name__} is {_kind_of(item)}.",
+                f"prepare takes loaders, and {type(item).__name__} is a {kind}.",
                 why="It would be passed through as it is, and every rank would work on all of it.",
                 fix="prepare(DataLoader(dataset, batch_size=...))",
             )
 
 
 def refuse_slicing(slice_fn_for_dispatch: object) -> None:
-    """Refuse a function that would cut a dispatched batch into the ranks' parts.
-
-    Raises:
-        ConfigError: A function was given.
-    """
+    """Raise ``ConfigError`` if there is a function that would cut a dispatched batch into the ranks' parts."""
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
-            "slice_fn_for_dispatch isn't there.",
+            "slice_fn_for_dispatch isn't supported.",
             why="Rank 0 makes each rank's batch by itself, with the loader's collate_fn, and cuts none.",
             fix="leave it out",
         )
-
-
-def _kind_of(item: object) -> str:
-    return "a dataset" if isinstance(item, Dataset) else "a sampler"
 
 
 def _refuse(loader: Any, place: RankPlace) -> None:
@@ -219,7 +203,7 @@ def _refuse(loader: Any, place: RankPlace) -> None:
             f"prepare_data_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}.",
             fix="DataLoader(dataset, batch_size=...)",
         )
-    if _iterates_itself(loader) and place.world_size > 1:
+    if _has_own_iter(loader) and place.world_size > 1:
         raise ConfigError(
             f"prepare can't shard a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
@@ -229,52 +213,46 @@ def _refuse(loader: Any, place: RankPlace) -> None:
     if not loader.in_order and place.world_size > 1:
         raise ConfigError(
             "A loader with in_order=False can't be sharded over several ranks.",
-            why="Which batch is the last of an epoch, and which ranks work on the same round, would be left to chance.",
+            why="The last batch of an epoch, and the ranks that work on the same round, would be left to chance.",
             fix="DataLoader(..., in_order=True)",
         )
 
 
-def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Return whether the loader's class has an ``__iter__`` of its own."""
+def _has_own_iter(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def _as_it_is(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options for a loader with an ``__iter__`` of its own, on the only rank: batches stay as they are."""
-    return {
-        "dataset": LoaderStream(loader),
-        "batch_size": None,
-        "collate_fn": unchanged,
-        "num_workers": 0,
-        "prefetch_factor": None,
-        "persistent_workers": False,
-        "pin_memory": False,
-        "timeout": 0,
-        "multiprocessing_context": None,
-        "generator": torch.Generator(),  # DataLoader draws from it, and the loader's own goes on as without that
-    }
+def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options for a loader with an ``__iter__`` of its own, on the only rank: its batches stay unchanged."""
+    generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
+    plain = DataLoader(LoaderStream(loader), batch_size=None, collate_fn=unchanged, generator=generator)
+    return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
 
 
-class _Sharing:
+@dataclasses.dataclass(frozen=True)
+class _OptionsMaker:
     """Makes the options of the ``DataLoaderShard`` or ``DataLoaderDispatcher`` for one loader."""
 
-    def __init__(
-        self, loader: DataLoader[Any], backend: Backend, config: DataLoaderConfiguration, place: RankPlace
-    ) -> None:
-        self._loader = loader
-        self._backend = backend
-        self._config = config
-        self._place = place
-        dispatches = isinstance(loader.dataset, IterableDataset)
-        if config.dispatch_batches is not None:
-            dispatches = config.dispatch_batches
-        # This process can look at another rank's share, but can't communicate in its place.
-        self.dispatches = dispatches and place.world_size > 1 and place == backend.place
+    _loader: DataLoader[Any]
+    _backend: Backend
+    _config: DataLoaderConfiguration
+    _place: RankPlace
 
-    def of_dataset(self) -> dict[str, Any]:
+    @property
+    def _is_own_place(self) -> bool:
+        """True if the share is for this process, which can't communicate in another rank's place."""
+        return self._place == self._backend.place
+
+    @property
+    def dispatches(self) -> bool:
+        asked = self._config.dispatch_batches
+        dispatches = isinstance(self._loader.dataset, IterableDataset) if asked is None else asked
+        return dispatches and self._place.world_size > 1 and self._is_own_place
+
+    def for_dataset(self) -> dict[str, Any]:
         """Return the options for a dataset that has an item for each index."""
         loader, place, config = self._loader, self._place, self._config
-        # With batch_size=None each item of the sampler is read at once.
+        # With batch_size=None each item of the sampler is one read of the dataset.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
         if name == "sampler":
@@ -306,15 +284,8 @@ class _Sharing:
             agreed.seed = self._from_rank_0(sampler.seed)
             return agreed
         if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
-            seedable = SeedableRandomSampler(
-                sampler.data_source,
-                sampler.replacement,
-                sampler.num_samples,
-                sampler.generator,
-                data_seed=self._config.data_seed,
-            )
-            seedable.seed = self._from_rank_0(seedable.seed)
-            return seedable
+            options = (sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator)
+            return self._agreed_sampler(SeedableRandomSampler(*options, data_seed=self._config.data_seed))
         if self._place.world_size == 1 or self.dispatches:
             return sampler
         if isinstance(sampler, DistributedSampler):
@@ -325,14 +296,19 @@ class _Sharing:
             )
         return SynchronizedSampler(sampler, self._from_rank_0) if hasattr(sampler, "generator") else sampler
 
-    def of_stream(self) -> dict[str, Any]:
+    def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""
         loader, place, config = self._loader, self._place, self._config
         dataset: Any = loader.dataset
         epochs = EpochCounter(is_shared=loader.persistent_workers)
         if loader.persistent_workers and hasattr(dataset, "set_epoch"):
             dataset = EpochStream(dataset, epochs)
-        options = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last, "epochs": epochs}
+        options = {
+            "dataset": dataset,
+            "batch_size": loader.batch_size,
+            "drop_last": loader.drop_last,
+            "position": LoaderPosition(epochs),
+        }
         if place.world_size == 1:
             return options
         shard = IterableDatasetShard(
@@ -344,6 +320,8 @@ class _Sharing:
             split_batches=config.split_batches,
             even_batches=config.even_batches,
         )
+        generator: Any = getattr(dataset, "generator", None)
+        is_synchronized = isinstance(generator, torch.Generator) and not self.dispatches
         return {
             **options,
             "dataset": MarkedStream(shard),
@@ -351,18 +329,11 @@ class _Sharing:
             "batch_size": None if loader.batch_size is None else shard.share_size,
             "collate_fn": MarkedCollate(loader.collate_fn, is_batch=loader.batch_size is not None),
             "is_marked": True,
-            "before_epoch": None if self.dispatches else self._synchronizing(getattr(dataset, "generator", None)),
+            "before_epoch": [functools.partial(self._synchronize, generator)] if is_synchronized else [],
         }
 
-    def _synchronizing(self, generator: object) -> Callable[[], None] | None:
-        """Return a function that gives a stream's generator rank 0's state, ``None`` if it has no generator."""
-        if not isinstance(generator, torch.Generator):
-            return None
-
-        def synchronize() -> None:
-            generator.set_state(self._from_rank_0(generator.get_state()))
-
-        return synchronize
+    def _synchronize(self, generator: torch.Generator) -> None:
+        generator.set_state(self._from_rank_0(generator.get_state()))
 
     def _from_rank_0(self, value: Any) -> Any:
-        return collectives.broadcast_object(self._backend, value) if self._place == self._backend.place else value
+        return collectives.broadcast_object(self._backend, value) if self._is_own_place else value

@@ -1,7 +1,8 @@
-"""Datasets that present another dataset: with its epoch, its rounds, or whole rounds as items."""
+"""Dataset wrappers that set the epoch, mark samples with their round, or yield whole rounds."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,16 +38,10 @@ class ReadRound(NamedTuple):
 
 
 class _View:
-    """A dataset that passes reading and setting of attributes on to another one.
+    """A dataset wrapper that forwards reading and setting of attributes, but for its ``own`` ones.
 
-    A ``worker_init_fn`` that tells its worker's dataset what to read finds a view in its place.
-
-    Args:
-        dataset: The other dataset.
-        own: Attributes of the view itself.
+    So a ``worker_init_fn`` that sets attributes of its worker's dataset, which is the wrapper, reaches the dataset.
     """
-
-    _dataset: Any
 
     def __init__(self, dataset: Any, **own: Any) -> None:
         self.__dict__.update(own, _dataset=dataset)
@@ -55,7 +50,7 @@ class _View:
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if "_dataset" not in self.__dict__:  # the object is being made
+        if "_dataset" not in self.__dict__:  # the object is being unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -64,23 +59,17 @@ class _View:
 
 
 class LoaderStream(_View, IterableDataset[Any]):
-    """The batches of a loader with an ``__iter__`` of its own."""
+    """A stream of the batches of a loader with an ``__iter__`` of its own."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._dataset)
 
 
 class EpochStream(_View, IterableDataset[Any]):
-    """A stream that learns the epoch in the process that reads it.
+    """A stream whose ``set_epoch`` is called in the process that reads it, with the epoch of a shared counter.
 
     A worker process that outlives an epoch has a copy of the stream, which ``set_epoch`` of the original doesn't reach.
-
-    Args:
-        dataset: The stream, with a method ``set_epoch``.
-        epochs: A shared counter.
     """
-
-    _epochs: EpochCounter
 
     def __init__(self, dataset: Any, epochs: EpochCounter) -> None:
         super().__init__(dataset, _epochs=epochs)
@@ -91,12 +80,10 @@ class EpochStream(_View, IterableDataset[Any]):
 
 
 class MarkedStream(_View, IterableDataset[Any]):
-    """A share of a stream whose samples carry their round.
+    """One rank's share of a stream, each sample with the ``Tail`` of its round.
 
-    A worker process that reads the stream sees the last round come, and can tell the loader only with the samples.
+    Only the process that reads the stream notices its last round: a worker tells the loader together with the samples.
     """
-
-    _shard: IterableDatasetShard
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         super().__init__(shard.dataset, _shard=shard)
@@ -110,30 +97,24 @@ class MarkedStream(_View, IterableDataset[Any]):
                 yield MarkedBatch(sample, tail)
 
 
+@dataclasses.dataclass(frozen=True)
 class MarkedCollate:
-    """Makes a batch of marked samples. A batch never spans two rounds."""
+    """A ``collate_fn`` for marked samples. A batch never spans two rounds."""
 
-    def __init__(self, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
-        self._collate = collate
-        self._is_batch = is_batch
+    collate: Callable[[Any], Any]
+    is_batch: bool
 
     def __call__(self, marked: Any) -> MarkedBatch:
-        if not self._is_batch:
-            return MarkedBatch(self._collate(marked.batch), marked.tail)
-        return MarkedBatch(self._collate([sample for sample, _ in marked]), marked[-1].tail)
+        if not self.is_batch:
+            return MarkedBatch(self.collate(marked.batch), marked.tail)
+        return MarkedBatch(self.collate([sample for sample, _ in marked]), marked[-1].tail)
 
 
 class RoundDataset(_View, Dataset[ReadRound]):
-    """A dataset whose items are rounds of all ranks, read and collated; its indices are rounds of indices.
+    """A dataset whose items are rounds of all ranks, read and collated. Its indices are rounds of indices.
 
-    Args:
-        dataset: A dataset that has an item for each index.
-        collate: Makes a batch of samples.
-        is_batch: True if a share is a list of indices, False if it is a single one.
+    With ``is_batch`` a rank's share is a list of indices, otherwise a single index.
     """
-
-    _collate: Callable[[Any], Any]
-    _is_batch: bool
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
         super().__init__(dataset, _collate=collate, _is_batch=is_batch)
@@ -151,17 +132,7 @@ class RoundDataset(_View, Dataset[ReadRound]):
 
 
 class RoundStream(_View, IterableDataset[ReadRound]):
-    """A stream of the rounds of all ranks, read and collated.
-
-    Args:
-        shard: Deals out the stream.
-        collate: Makes a batch of samples.
-        is_batch: True if a share is made into a batch, False if it is a single sample.
-    """
-
-    _shard: IterableDatasetShard
-    _collate: Callable[[Any], Any]
-    _is_batch: bool
+    """A stream of the rounds of all ranks, read and collated. Without ``is_batch`` a share is a single sample."""
 
     def __init__(self, shard: IterableDatasetShard, collate: Callable[[Any], Any], *, is_batch: bool) -> None:
         super().__init__(shard.dataset, _shard=shard, _collate=collate, _is_batch=is_batch)

@@ -1,7 +1,7 @@
-"""The position of a loader: its epoch, the batch that is out, and how to resume from a checkpoint.
+"""The position of a loader: its epoch, the batch that is out, and the point at which it resumes from a checkpoint.
 
-To read the rest of an epoch as it would have been read, its order is drawn again from the random numbers of the
-epoch's beginning. Whatever is drawn later uses the current random numbers.
+A resumed epoch draws its order again from the random states of its beginning, so that it reads the batches that it
+would have read. Whatever is drawn later uses the current random states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ __all__ = [
     "LoaderIteration",
     "LoaderPosition",
     "ResumePoint",
-    "abandon_iterations",
 ]
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
@@ -39,11 +38,14 @@ class EpochCounter:
     """Counts the epochs of a loader, from 0.
 
     Args:
-        is_shared: Keep the number in shared memory, for worker processes that outlive an epoch.
+        is_shared: Keep the running epoch in shared memory, for worker processes that outlive an epoch.
+
+    Attributes:
+        following: The epoch that begins next.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
-        self._following = 0
+        self.following = 0
         self._running: Any = multiprocessing.RawValue("q", 0) if is_shared else types.SimpleNamespace(value=0)
 
     @property
@@ -52,85 +54,71 @@ class EpochCounter:
         epoch: int = self._running.value
         return epoch
 
-    @property
-    def following(self) -> int:
-        """The epoch that begins next."""
-        return self._following
-
-    def set(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next."""
-        self._following = epoch
-
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch that begins next."""
-        return {"following": self._following}
+        return {"following": self.following}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin next with the saved epoch."""
-        self._following = state["following"]
+        self.following = state["following"]
 
     def begin(self) -> int:
         """Begin an epoch and return its number."""
-        self._running.value = epoch = self._following
-        self._following += 1
+        self._running.value = epoch = self.following
+        self.following += 1
         return epoch
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class LoaderIteration:
     """One iteration over a loader, from its first batch to its last or to a ``break``.
 
     Attributes:
-        counter: Counts the batches that have come out in its ``step``.
+        counter: The loader's progress. Its ``step`` is the number of batches that have come out.
         total: Number of batches, ``None`` if the loader has no length.
         is_last: True while the last batch is out.
         ends_window: True if an accumulation window ends with this batch: the last one, or the last that every rank has.
-        tail: The round that is out, if it is a last one unlike the others.
-        upload_next: Starts the transfer of the next batch to the device; ``None`` if there is nothing to start.
-        moment: When its latest batch came out, as a count over all iterations.
+        tail: The ``Tail`` of the round that is out, ``None`` if that round is like the others.
+        upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
+        moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
     """
 
-    __slots__ = ("counter", "ends_window", "is_last", "moment", "tail", "total", "upload_next")
-
-    def __init__(self, counter: Counter, total: int | None) -> None:
-        self.counter = counter
-        self.total = total
-        self.is_last = False
-        self.ends_window = False
-        self.tail: Tail | None = None
-        self.upload_next: Callable[[], None] | None = None
-        self.moment = 0
+    counter: Counter
+    total: int | None
+    is_last: bool = False
+    ends_window: bool = False
+    tail: Tail | None = None
+    upload_next: Callable[[], None] | None = None
+    moment: int = 0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ActiveIterations:
     """The iterations that are running in this process.
 
     Attributes:
-        running: All of them, the latest to begin at the end.
-        current: The one whose batch came out last.
-        training: The one whose batch came out last for a backward pass.
-        moment: Counts iterations begun and batches handed out.
+        running: All running iterations, in the order in which they began.
+        current: The iteration whose batch came out last.
+        training: The iteration whose batch came out last while gradients were enabled.
+        moment: A logical clock, which counts iterations begun and batches handed out.
     """
 
-    __slots__ = ("current", "moment", "running", "training")
+    running: list[LoaderIteration] = dataclasses.field(default_factory=list)
+    current: LoaderIteration | None = None
+    training: LoaderIteration | None = None
+    moment: int = 0
 
-    def __init__(self) -> None:
-        self.moment = 0
-        self.clear()
+    def abandon(self) -> None:
+        """Forget iterations that a cell left by an error, and that its traceback keeps alive.
 
-    def clear(self) -> None:
-        """Forget them, such as those that an exception left and whose traceback a notebook keeps."""
-        self.running: list[LoaderIteration] = []
-        self.current: LoaderIteration | None = None
-        self.training: LoaderIteration | None = None
+        An iteration that the user's code holds is registered again with its next batch.
+        """
+        self.running = []
+        self.current = self.training = None
 
     @contextlib.contextmanager
     def iterating(self, counter: Counter, total: int | None) -> Iterator[LoaderIteration]:
-        """Register an iteration for as long as the body runs.
-
-        Args:
-            counter: The loader's own. An earlier iteration with the same counter counts as abandoned.
-            total: Number of batches, ``None`` if unknown.
-        """
+        """Register an iteration for as long as the body runs. An earlier one with the same counter is abandoned."""
         current = LoaderIteration(counter, total)
         self._stamp(current)
         self.running = [*(other for other in self.running if other.counter is not counter), current]
@@ -147,16 +135,15 @@ class ActiveIterations:
                 reporter().show(outer.counter)
 
     def upload_next(self) -> None:
-        """Start the transfer of the next batch: the device has been given work that hides it."""
+        """Start the transfer of the next batch. Call it when the device has work during which the transfer can run."""
         if self.current is not None and self.current.upload_next is not None:
             self.current.upload_next()
 
     def hand_out(self, current: LoaderIteration) -> None:
-        """Note that a batch of this iteration comes out."""
+        """Make ``current`` the iteration whose batch came out last."""
         self._stamp(current)
         self.current = current
-        # An evaluation in the middle of a window, for which the next batch may come from an iterator that was begun
-        # before, says nothing about where training stands.
+        # An evaluation in the middle of a window doesn't change the position of training.
         if torch.is_grad_enabled():
             self.training = current
 
@@ -165,30 +152,22 @@ class ActiveIterations:
         current.moment = self.moment
 
 
-# One for the process: all its Accelerators share the batch that is out.
+# All Accelerators of a process share the batch that is out.
 ACTIVE_ITERATIONS = ActiveIterations()
-
-
-def abandon_iterations() -> None:
-    """Forget iterations that a cell left by an error, and that its traceback keeps alive.
-
-    An iteration that the user's code holds is registered again with its next batch.
-    """
-    ACTIVE_ITERATIONS.clear()
 
 
 @dataclasses.dataclass
 class ResumePoint:
-    """The point at which an epoch was when a checkpoint was saved. A checkpoint has these field names.
+    """The position of a loader when a checkpoint was saved. The checkpoint has these field names.
 
     Attributes:
         epoch: The epoch, from 0.
-        batches: Number of its batches that had come out.
-        length: Number of its batches, ``None`` if unknown.
-        begun: Random numbers as they were when it began, ``None`` if it hasn't.
-        generators: The states of the loader's own generators when it began, or now if it hasn't.
-        ahead: In a list, the batch that was read but not out yet, if reading it again could give another one.
-        is_told: True once ``skip_first_batches`` has said from which batch to go on.
+        batches: Number of batches of the epoch that had come out.
+        length: Number of batches of the epoch, ``None`` if unknown.
+        begun: Random states when the epoch began, ``None`` if it hadn't.
+        generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't.
+        ahead: A list with the batch that was read but not out yet, if reading it again could give another one.
+        is_told: True once ``skip_first_batches`` has set the batch from which to go on.
     """
 
     epoch: int
@@ -203,16 +182,14 @@ class ResumePoint:
 class LoaderPosition:
     """The position of a loader, shared with the loaders that skip its first batches.
 
-    Args:
-        epochs: Counts its epochs.
-
     Attributes:
+        epochs: The loader's counter of epochs.
         ahead: The batch that was read and isn't out yet, where reading it again could give another one.
     """
 
     def __init__(self, epochs: EpochCounter) -> None:
         self.ahead: Any = _NOTHING
-        self._epochs = epochs
+        self.epochs = epochs
         self._latest: LoaderIteration | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
@@ -220,20 +197,18 @@ class LoaderPosition:
 
     @property
     def _running(self) -> LoaderIteration | None:
-        """The running iteration. A traceback may keep one that an exception left."""
+        """The running iteration, not one that an exception left and whose traceback keeps it."""
         return self._latest if self._latest in ACTIVE_ITERATIONS.running else None
 
     @property
     def epoch(self) -> int:
         """The epoch that is running, or else the one that comes next."""
-        return self._epochs.following if self._running is None else self._epochs.running
+        return self.epochs.following if self._running is None else self.epochs.running
 
     def state_dict(self, generators: Sequence[torch.Generator], length: int | None) -> dict[str, Any]:
         """Return the fields of a ``ResumePoint``, which ``torch.load(weights_only=True)`` reads.
 
-        Args:
-            generators: The loader's own.
-            length: Batches of an epoch.
+        ``generators`` are the loader's own; ``length`` is the number of batches of an epoch, ``None`` if unknown.
         """
         if self._resume_point is not None:  # loaded, and not iterated since
             return dict(vars(self._resume_point))
@@ -250,7 +225,7 @@ class LoaderPosition:
         With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment it begins its epoch anew, as with Accelerate.
         """
         resume_point = ResumePoint(**state)
-        self._epochs.set(resume_point.epoch)
+        self.epochs.following = resume_point.epoch
         for generator, saved in zip(generators, resume_point.generators, strict=False):
             generator.set_state(saved)
         fits = resume_point.length == length
@@ -265,12 +240,12 @@ class LoaderPosition:
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one. A resume point in another epoch is dropped."""
-        self._epochs.set(epoch)
+        self.epochs.following = epoch
         if self._resume_point is not None and self._resume_point.epoch != epoch:
             self._resume_point = None
 
     def skip_by_hand(self, num_batches: int) -> None:
-        """Note that the program skips batches itself, so that nothing is skipped beyond that.
+        """Note that the program skips batches itself, so that the resumed iteration skips no more.
 
         Programs count batches over all epochs: after the last batch of an epoch, none to skip means the next epoch.
         """
@@ -284,13 +259,13 @@ class LoaderPosition:
         self._resume_point = dataclasses.replace(resume_point, is_told=True, ahead=ahead)
 
     def take_resume_point(self) -> ResumePoint | None:
-        """Return and forget where the iteration that begins now goes on, ``None`` if it begins an epoch."""
+        """Return the point from which the iteration that begins now goes on, once; ``None`` if it begins an epoch."""
         resume_point, self._resume_point = self._resume_point, None
         return resume_point
 
     @contextlib.contextmanager
     def beginning(self, resume_point: ResumePoint | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Set the random numbers for the beginning of an iteration, until its first batch is read."""
+        """Set the random states for the beginning of an iteration, until its first batch is read."""
         self.ahead = _NOTHING
         if resume_point is None or resume_point.begun is None:
             self._begun = random_state.snapshot()
@@ -308,7 +283,7 @@ class LoaderPosition:
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:
-        """Follow an iteration. An abandoned one may end while the next one is running."""
+        """Follow an iteration for as long as the body runs. An abandoned one may end while the next one is running."""
         self._latest = current
         try:
             yield

@@ -1,13 +1,12 @@
-"""Loaders as training iterates them: batches come out on the device, and the last one is known as such."""
+"""Prepared loaders: their batches come out on the device, and the last one of an epoch is known as such."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -29,6 +28,7 @@ from notebook_accel.training.sharding import (
     Round,
     Tail,
     dispatched_rounds,
+    slices,
 )
 from notebook_accel.training.trees import leaves_of, map_leaves
 
@@ -36,18 +36,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Copying",
+    "CopyingFeed",
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "Feed",
-    "Uploading",
+    "UploadingFeed",
     "join_uneven_inputs",
+    "kept_options",
     "skip_first_batches",
     "unchanged",
 ]
 
 _T = TypeVar("_T")
 _END: Any = object()
+_KEPT_OPTIONS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
 
 
 class DataLoaderShard(DataLoader[Any]):
@@ -59,21 +64,16 @@ class DataLoaderShard(DataLoader[Any]):
     Args:
         source: The loader that it was made from. Options that aren't given here are taken from it.
         dataset: The dataset to read.
-        shard: Deals out the batches; ``None`` if there is one rank only.
-        feed: Makes the feed that takes the batches of an iteration to the device. By default they stay where they are.
-        before_epoch: Called on every rank when an epoch begins.
-        is_marked: True if each batch comes with its round, as a ``MarkedBatch``.
-        epochs: Counts the epochs.
+        shard: The sampler or stream that deals out the batches; ``None`` if there is one rank only.
+        feed: A function that makes the ``Feed`` of an iteration. By default batches stay where they are.
+        before_epoch: Functions that are called on every rank when an epoch begins.
+        is_marked: True if each batch comes with its round's ``Tail``, as a ``MarkedBatch``.
         position: The loader's position, shared with a loader that continues it.
         skipped: Number of batches left out at the beginning of each epoch.
         options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Attributes:
-        source: The loader that it was made from.
-        shard: Deals out the batches; ``None`` if there is one rank only.
         counter: Progress of the running epoch, for reports.
-        position: The loader's position, for checkpoints.
-        skipped: Number of batches left out at the beginning of each epoch.
     """
 
     def __init__(
@@ -83,21 +83,18 @@ class DataLoaderShard(DataLoader[Any]):
         *,
         shard: BatchSamplerShard | IterableDatasetShard | None = None,
         feed: Callable[[], Feed] | None = None,
-        before_epoch: Callable[[], None] | None = None,
+        before_epoch: Sequence[Callable[[], None]] = (),
         is_marked: bool = False,
-        epochs: EpochCounter | None = None,
         position: LoaderPosition | None = None,
         skipped: int = 0,
         **options: Any,
     ) -> None:
-        epochs = epochs or EpochCounter()
-        position = position or LoaderPosition(epochs)
+        position = position or LoaderPosition(EpochCounter())
         self._arguments = {
             "shard": shard,
             "feed": feed,
             "before_epoch": before_epoch,
             "is_marked": is_marked,
-            "epochs": epochs,
             "position": position,
             **options,
         }
@@ -106,17 +103,16 @@ class DataLoaderShard(DataLoader[Any]):
                 name: SkipBatchSampler(value, skipped) if name in ("batch_sampler", "sampler") else value
                 for name, value in options.items()
             }
-        super().__init__(dataset, **{**_kept_options(source), **options})
+        super().__init__(dataset, **{**kept_options(source), **options})
         self.source = source
         self.shard = shard
         self.skipped = skipped
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
-        self._feed = feed or functools.partial(Copying, None)
+        self._feed = feed or functools.partial(CopyingFeed, None)
         self._before_epoch = before_epoch
         self._is_marked = is_marked
-        self._epochs = epochs
 
     @property
     def total_batch_size(self) -> int:
@@ -146,10 +142,9 @@ class DataLoaderShard(DataLoader[Any]):
         self.position.load_state_dict(state, self._generators(), self._total())
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell sampler and dataset the next epoch, counted from 0. Without this, each epoch follows the last."""
+        """Set the next epoch of sampler and dataset, counted from 0. Without this, each epoch follows the last."""
         self.position.set_epoch(epoch)
-        for part in self._told():
-            part.set_epoch(epoch)
+        self._pass_epoch_on(epoch)
 
     def skipping(self, num_batches: int) -> Self:
         """Return a loader without the first ``num_batches``, whose epochs count as this one's."""
@@ -163,14 +158,14 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:
         position = self.position
-        # Read in this process, a batch may have drawn random numbers, and read again it would be another one.
+        # A batch that is read in this process may draw random numbers; reading it again would draw others.
         keeps_ahead = self.num_workers == 0
         with position.beginning(resume_point, self._generators()):
             self._begin_epoch()
             batches = self._read()
             following = next(batches, _END)
         if resume_point is not None and resume_point.ahead:
-            following = self._kept(resume_point.ahead[0])
+            following = self._restored(resume_point.ahead[0])
         with (
             ACTIVE_ITERATIONS.iterating(self.counter, self.counter.total) as current,
             position.running(current),
@@ -200,25 +195,25 @@ class DataLoaderShard(DataLoader[Any]):
         return length if self._batches is not None else max(0, length - self.skipped)
 
     def _begin_epoch(self) -> None:
-        epoch = self._epochs.begin()
-        for part in self._told():
-            part.set_epoch(epoch)
-        if self._before_epoch is not None:
-            self._before_epoch()
+        epoch = self.position.epochs.begin()
+        self._pass_epoch_on(epoch)
+        for function in self._before_epoch:
+            function()
         self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped
 
-    def _told(self) -> list[Any]:
-        """Return sampler and dataset, as far as they have ``set_epoch``."""
-        return [part for part in (*chain_of(self._batches), self.dataset) if hasattr(part, "set_epoch")]
+    def _pass_epoch_on(self, epoch: int) -> None:
+        for part in (*chain_of(self._batches), self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
     def _read(self) -> Iterator[Any]:
         batches = super().__iter__()
-        # A stream has to be read to be skipped.
+        # The skipped batches of a stream have to be read.
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
-    def _kept(self, ahead: Any) -> Any:
-        """Return a batch as it was before it became part of a checkpoint."""
+    def _restored(self, ahead: Any) -> Any:
+        """Return a batch of a checkpoint as it was when it had been read."""
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
 
     def _is_last_of_all(self, following: Any) -> bool:
@@ -248,21 +243,9 @@ def _sent(feed: Feed, batch: Any) -> Any:
     return batch if batch is _END else feed.send(batch)
 
 
-def _kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options that a loader made from ``loader`` keeps."""
-    return {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "pin_memory_device": loader.pin_memory_device,
-        "in_order": loader.in_order,
-    }
+def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of ``loader`` that a loader made from it keeps."""
+    return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -278,8 +261,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         ConfigError: ``dataloader`` isn't a ``DataLoader``, or ``num_batches`` isn't a whole number from 0.
     """
-    number: object = num_batches
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if type(num_batches) is not int or num_batches < 0:
         raise ConfigError(f"num_batches is {num_batches!r}.", fix="a whole number from 0")
     if isinstance(dataloader, DataLoaderShard):
         dataloader.position.skip_by_hand(num_batches)
@@ -290,20 +272,21 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             fix="itertools.islice(batches, num_batches, None) skips the first items of anything that can be iterated",
         )
     if isinstance(dataloader.dataset, IterableDataset):
-        return _StreamFrom(dataloader, num_batches)
+        return _SkippingStreamLoader(dataloader, num_batches)
+    options = kept_options(dataloader)
     if dataloader.batch_sampler is None:
-        sampler = SkipBatchSampler(dataloader.sampler, num_batches)
-        return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **_kept_options(dataloader))
-    batches = SkipBatchSampler(dataloader.batch_sampler, num_batches)
-    return DataLoader(dataloader.dataset, batch_sampler=batches, **_kept_options(dataloader))
+        options |= {"batch_size": None, "sampler": SkipBatchSampler(dataloader.sampler, num_batches)}
+    else:
+        options["batch_sampler"] = SkipBatchSampler(dataloader.batch_sampler, num_batches)
+    return DataLoader(dataloader.dataset, **options)
 
 
-class _StreamFrom(DataLoader[Any]):
+class _SkippingStreamLoader(DataLoader[Any]):
     """A loader that reads a stream from the beginning and yields its batches without the first ones."""
 
     def __init__(self, source: DataLoader[Any], skipped: int) -> None:
-        options = {"batch_size": source.batch_size, "drop_last": source.drop_last, **_kept_options(source)}
-        super().__init__(source.dataset, **options)
+        options = kept_options(source)
+        super().__init__(source.dataset, batch_size=source.batch_size, drop_last=source.drop_last, **options)
         self._skipped = skipped
 
     def __len__(self) -> int:
@@ -317,24 +300,20 @@ class Feed(Protocol):
     """Takes the batches of one iteration to the device, in the order in which they are sent."""
 
     def send(self, batch: Any) -> Any:
-        """Accept a batch that will be taken later; return what to hold until then."""
+        """Accept a batch, and return the object to pass to ``take`` later."""
 
     def begin(self) -> None:
         """Start the transfer of the batch that was sent, if it hasn't started. ``take`` does so too."""
 
     def take(self, held: Any) -> Any:
-        """Return the batch on the device, for what ``send`` returned."""
+        """Return the batch on the device, given the object that ``send`` returned."""
 
     def close(self) -> None:
         """End the iteration."""
 
 
-class Copying:
-    """Copies each batch when it is sent, one step before it is used.
-
-    Args:
-        copy: Makes the copy; ``None`` leaves batches where they are.
-    """
+class CopyingFeed:
+    """A feed that copies each batch when it is sent, one step before its use; with ``copy=None`` it does nothing."""
 
     def __init__(self, copy: Callable[[Any], Any] | None) -> None:
         self._copy = copy
@@ -352,29 +331,21 @@ class Copying:
         pass
 
 
-class Uploading:
-    """Hands the tensors of each batch to an uploader, and puts the transferred ones in their places.
-
-    Args:
-        uploader: A backend's uploader.
-        device: The device that it uploads to.
-    """
+class UploadingFeed:
+    """A feed that hands the tensors of each batch to a backend's uploader, and puts the results in their places."""
 
     def __init__(self, uploader: Uploader, device: torch.device) -> None:
         self._uploader = uploader
         self._device = device
-        self._sent: collections.deque[Any] = collections.deque()
 
     def send(self, batch: Any) -> Any:
         self._uploader.send([leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)])
-        self._sent.append(batch)
         return batch
 
     def begin(self) -> None:
         self._uploader.begin()
 
     def take(self, held: Any) -> Any:
-        assert self._sent.popleft() is held
         tensors = iter(self._uploader.take())
 
         def placed(leaf: Any) -> Any:
@@ -392,13 +363,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     """A loader that rank 0 reads for all ranks, sending each its batches.
 
     Batches are those of a ``DataLoaderShard``, and have to pickle. Each is sent while ranks work on the one before.
-
-    Args:
-        source: The loader that it was made from.
-        dataset: The dataset to read.
-        backend: This rank's backend.
-        shard: Deals out the batches.
-        options: As for ``DataLoaderShard``.
+    The arguments are those of ``DataLoaderShard``, and this rank's backend.
     """
 
     def __init__(
@@ -413,71 +378,67 @@ class DataLoaderDispatcher(DataLoaderShard):
         super().__init__(source, dataset, shard=shard, **{**options, "is_marked": True})
         self._arguments["backend"] = backend
         self._backend = backend
-        self._reader = _reader(source, shard, self.skipped) if backend.place.rank == 0 else None
+        self._reader = _round_reader(source, shard, self.skipped) if backend.place.rank == 0 else None
 
     def _read(self) -> Iterator[MarkedBatch]:
         messages = None if self._reader is None else self._messages(self._reader)
         while True:
             message = collectives.scatter_object(self._backend, None if messages is None else next(messages))
-            if isinstance(message, _Failure):
+            if isinstance(message, _ReadFailure):
                 if messages is not None:
-                    next(messages)  # raises it
-                message.raise_elsewhere()
+                    next(messages)  # raises the exception itself
+                raise TrainingError(
+                    f"Rank 0, which reads for all ranks, could not read the next batch: {message.error}",
+                    why="The loader is dispatched: dispatch_batches=True, or its dataset can only be iterated.",
+                )
             if message is None:
                 return
             yield message
-            if message.tail is not None and message.tail.missing:  # no further message: some ranks wait for none
+            if message.tail is not None and message.tail.missing:  # ranks without a batch expect no further message
                 return
 
     def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
         """Yield the messages that rank 0 sends, one for each rank, round by round, and a last one."""
         world_size = self._backend.place.world_size
         try:
-            rounds = _incomplete_last(reader, world_size)
+            rounds = _with_complete_rounds_first(reader, world_size)
             if isinstance(self.shard, IterableDatasetShard):
-                rounds = itertools.islice(rounds, self.skipped, None)  # a stream has to be read to be skipped
+                rounds = itertools.islice(rounds, self.skipped, None)  # those of a stream have to be read
             for batches, _, tail in rounds:
                 yield [*(MarkedBatch(batch, tail) for batch in batches), *[None] * (world_size - len(batches))]
         except Exception as error:
-            yield [_Failure(f"{type(error).__name__}: {error}")] * world_size
+            yield [_ReadFailure(f"{type(error).__name__}: {error}")] * world_size
             raise
         yield [None] * world_size
 
 
-class _Failure(NamedTuple):
-    """Tells the other ranks that rank 0 could not read a batch."""
+class _ReadFailure(NamedTuple):
+    """A message to all ranks that rank 0 could not read a batch."""
 
     error: str
 
-    def raise_elsewhere(self) -> None:
-        raise TrainingError(
-            f"Rank 0, which reads for all ranks, could not read the next batch: {self.error}",
-            why="The loader is dispatched: dispatch_batches=True, or its dataset can only be iterated.",
-        )
 
-
-class _Rounds(Sampler[Round]):
+class _RoundSampler(Sampler[Round]):
     """A sampler that yields the rounds of all ranks."""
 
-    def __init__(self, shard: BatchSamplerShard, skipped: int) -> None:
+    def __init__(self, shard: BatchSamplerShard) -> None:
         self._shard = shard
-        self._skipped = skipped
 
     def __iter__(self) -> Iterator[Round]:
-        return itertools.islice(dispatched_rounds(self._shard), self._skipped, None)
+        return dispatched_rounds(self._shard)
 
 
-def _reader(
+def _round_reader(
     source: DataLoader[Any], shard: BatchSamplerShard | IterableDatasetShard, skipped: int
 ) -> DataLoader[ReadRound]:
     """Return the loader that reads the rounds. A worker process reads and collates a whole round at once."""
     collate = source.collate_fn
-    options = {**_kept_options(source), "collate_fn": unchanged, "pin_memory": False}
+    options = {**kept_options(source), "collate_fn": unchanged, "pin_memory": False}
     if isinstance(shard, IterableDatasetShard):
         stream = RoundStream(shard, collate, is_batch=source.batch_size is not None)
         return DataLoader(stream, batch_size=None, **options)
     dataset = RoundDataset(source.dataset, collate, is_batch=source.batch_sampler is not None)
-    return DataLoader(dataset, batch_size=None, sampler=_Rounds(shard, skipped), **options)
+    return DataLoader(dataset, batch_size=None, sampler=SkipBatchSampler(_RoundSampler(shard), skipped), **options)
 
 
 def unchanged(batch: _T) -> _T:
@@ -485,10 +446,10 @@ def unchanged(batch: _T) -> _T:
     return batch
 
 
-def _incomplete_last(rounds: Iterable[ReadRound], world_size: int) -> Iterator[ReadRound]:
-    """Yield the rounds with a batch for every rank, and then deal out again the batches that are left.
+def _with_complete_rounds_first(rounds: Iterable[ReadRound], world_size: int) -> Iterator[ReadRound]:
+    """Yield the rounds with a batch for every rank, then the remaining batches, dealt out again.
 
-    Where several workers share a stream, each of them has a last round of its own, in the middle of the epoch.
+    When several workers share a stream, each has a last round of its own, which comes in the middle of the epoch.
     """
     left: list[tuple[Any, int]] = []
     for read in rounds:
@@ -496,8 +457,7 @@ def _incomplete_last(rounds: Iterable[ReadRound], world_size: int) -> Iterator[R
             yield read
         else:
             left.extend(zip(read.batches, read.sizes, strict=True))
-    for start in range(0, len(left), world_size):
-        dealt = left[start : start + world_size]
+    for dealt in slices(left, world_size):
         sizes = [size for _, size in dealt]
         tail = Tail(sum(sizes), sum(sizes), ragged=True, missing=world_size - len(dealt))
         yield ReadRound([batch for batch, _ in dealt], sizes, tail)
@@ -509,14 +469,10 @@ def join_uneven_inputs(
 ) -> Iterator[None]:
     """Let ranks that have no further batch take part in the collectives of the others, until none has one.
 
-    torch's ``Join`` does it: gradients of those ranks count as zeros, and in the end all have the model of a rank that
-    took every step. Optimizer state, such as momentum, isn't brought together.
+    It uses torch's ``Join``: gradients of those ranks count as zeros, and in the end all have the model of a rank that
+    took every step. Optimizer state, such as momentum, isn't synchronized.
 
-    Args:
-        joinables: Prepared models, or other objects that torch can join.
-        even_batches: Overrides the option of ``loaders`` in the body.
-        loaders: The prepared loaders.
-        state: Gets ``joins_uneven`` in the body, so that missing batches are no error.
+    In the body ``loaders`` have the option ``even_batches``, and for ``state`` missing batches are no error.
 
     Raises:
         ConfigError: Something can't be joined, or a loader can't be changed now.
@@ -530,33 +486,31 @@ def join_uneven_inputs(
                 fix="join_uneven_inputs([accelerator.prepare(model)])",
             )
     join = Join(joinables, enable=not even_batches, throw_on_early_termination=False)
-    with _with_batches(loaders, even_batches), _without_refusal(state), join:
+    shards = _changeable_shards(loaders, even_batches)
+    with _attribute_set(shards, "even_batches", even_batches), _attribute_set([state], "joins_uneven", True), join:
         yield
 
 
-@contextlib.contextmanager
-def _with_batches(loaders: Iterable[DataLoaderShard], even: bool) -> Iterator[None]:
-    changed = [loader for loader in loaders if loader.shard is not None and loader.shard.even_batches != even]
+def _changeable_shards(loaders: Iterable[DataLoaderShard], even_batches: bool) -> list[Any]:
+    """Return the shards that have another ``even_batches``; refuse those whose readers wouldn't notice a change."""
+    changed = [loader for loader in loaders if loader.shard is not None and loader.shard.even_batches != even_batches]
     for loader in changed:
         if loader.persistent_workers and loader.batch_sampler is None:
             raise ConfigError(
                 "even_batches can't be changed for a stream that is read by workers which outlive an epoch.",
                 fix="DataLoader(..., persistent_workers=False), or DataLoaderConfiguration(even_batches=...)",
             )
-    shards = [loader.shard for loader in changed if loader.shard is not None]
-    for shard in shards:
-        shard.even_batches = even
-    try:
-        yield
-    finally:
-        for shard in shards:
-            shard.even_batches = not even
+    return [loader.shard for loader in changed]
 
 
 @contextlib.contextmanager
-def _without_refusal(state: GradientState) -> Iterator[None]:
-    before, state.joins_uneven = state.joins_uneven, True
+def _attribute_set(owners: Sequence[Any], name: str, value: bool) -> Iterator[None]:
+    """Set an attribute of some objects in the body, and restore it afterwards."""
+    before = [getattr(owner, name) for owner in owners]
+    for owner in owners:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        state.joins_uneven = before
+        for owner, value_before in zip(owners, before, strict=True):
+            setattr(owner, name, value_before)

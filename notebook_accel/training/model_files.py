@@ -27,7 +27,7 @@ _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)
 def write_weights(state: Mapping[str, Any], path: pathlib.Path, *, safe: bool) -> None:
     """Write a state dict to one file: safetensors, or torch's own format.
 
-    A tensor that has several names is written once, as safetensors' own ``save_model`` does it.
+    A tensor with several names is written once, as by safetensors' own ``save_model``.
 
     Raises:
         CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
@@ -53,17 +53,14 @@ def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
         CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
     """
     target = pathlib.Path(path).expanduser()
-    if safe:
-        write_weights(value, target, safe=True)
-    else:
-        write_object(value, target)
+    write_weights(value, target, safe=True) if safe else write_object(value, target)
 
 
 def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
     """Return the state dict that ``write_weights`` has written, on the CPU.
 
     Raises:
-        CheckpointError: The file isn't whole.
+        CheckpointError: The file can't be read.
     """
     try:
         if not safe:
@@ -114,7 +111,7 @@ def save_model(
 
 
 def _deduplicated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor under its first name, without shared memory; and for each further name that first one."""
+    """Return each tensor under its first name, without shared memory, and the first name of each further name."""
     first: dict[Any, str] = {}
     storages: set[Any] = set()
     distinct: dict[str, torch.Tensor] = {}

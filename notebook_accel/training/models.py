@@ -25,22 +25,22 @@ from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
 
-__all__ = ["is_compiled", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
+__all__ = ["is_compiled_module", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
 
 
-# The wrappers that average gradients and were made here. A wrapper of the user's own is left as it is.
+# The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def is_leaf(item: object) -> bool:
-    """Return whether an item is a bare trainable tensor, in place of a model."""
+    """Return whether an item is a bare trainable tensor, which can take the place of a model."""
     return isinstance(item, torch.Tensor) and item.is_leaf and item.requires_grad
 
 
 def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool = True) -> torch.Tensor:
     """Return the same tensor on the device, with rank 0's values and a gradient that is averaged over the ranks."""
     if device_placement:
-        backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it follows
+        backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it still works
     if backend.place.world_size > 1:
         collectives.broadcast(backend, leaf.data)
         register: Any = leaf.register_post_accumulate_grad_hook
@@ -70,14 +70,8 @@ def prepare_model(
     With one rank this is ``model`` itself. The model keeps its parameters, so that optimizers that were made for it
     still work. It computes under autocast wherever it is called from, such as from a module that contains it.
 
-    Args:
-        model: The model to prepare.
-        backend: The backend of this rank.
-        precision: The precision of the forward pass.
-        device_placement: Move the model to the rank's device.
-        learns: Average the gradients, if any of its parameters requires one.
-        parallel: Settings of gradient averaging.
-        before_training_pass: Called before each forward pass that trains together with other ranks.
+    Gradients are averaged only if the model ``learns``, and any of its parameters requires one.
+    ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
@@ -105,9 +99,9 @@ def prepare_model(
 
 
 def _has_its_place(model: torch.nn.Module) -> bool:
-    """Return whether the library that has loaded a model has placed it, and refuses to move it.
+    """Return whether the library that loaded a model has placed it on devices and forbids moving it.
 
-    Transformers marks these models by attributes: those on several devices, and those with quantised weights.
+    Transformers sets these attributes on models on several devices, and on those with quantised weights.
     """
     for module in model.modules():
         own = vars(module)
@@ -119,11 +113,7 @@ def _has_its_place(model: torch.nn.Module) -> bool:
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Refuse a model of which each rank holds a part only: its gradients can't be averaged a second time.
-
-    Raises:
-        TrainingError: The model was sharded.
-    """
+    """Raise ``TrainingError`` for a sharded model: its gradients can't be averaged a second time."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")  # as long as it isn't imported, nothing is sharded
     if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
         raise TrainingError(
@@ -133,8 +123,8 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
         )
 
 
-def _averages(model: Any) -> TypeGuard[DistributedDataParallel]:
-    """Return whether a module averages the gradients of the model in it: torch's class, or a backend's own."""
+def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:
+    """Return whether a module wraps a model to average its gradients: torch's class, or a backend's own."""
     return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 
@@ -150,26 +140,26 @@ def unwrap_model(
 
     Args:
         model: A prepared model; any other is returned as it is.
-        keep_fp32_wrapper: Return it still computing in mixed precision, with outputs in float32. ``False`` returns an
-            object that computes in the model's own precision and shares all attributes with the prepared model.
+        keep_fp32_wrapper: Keep computing in mixed precision, with outputs in float32. ``False`` returns an object
+            that computes in the model's own precision and shares all attributes with the prepared model.
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    if _averages(model):
+    if _averages_gradients(model):
         return unwrap(model.module)
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` has made a model."""
-    return _compiled_from(model) is not None
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether a module was made by ``torch.compile``."""
+    return _compiled_from(module) is not None
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the model that ``torch.compile`` was given to make this one, ``None`` for any other.
+    """Return the model that was passed to ``torch.compile`` to make this one, ``None`` if it isn't compiled.
 
     The check is by name, since importing the class of compiled models takes longer than most launches.
     """
@@ -188,11 +178,11 @@ class _Autocasting:
     _own: ClassVar[type[torch.nn.Module]]
 
     def __init_subclass__(cls) -> None:
-        """Bypass what the model's own class does with its subclasses, such as registering them."""
+        """Bypass the ``__init_subclass__`` of the model's own class, which may register its subclasses."""
 
     def _plain(self) -> torch.nn.Module:
         """Return the model without autocast: another object with the same attributes."""
-        if "_own" not in vars(type(self)):  # another library has subclassed it again since, and relies on that
+        if "_own" not in vars(type(self)):  # another library has replaced the class since, and relies on its own
             return cast(torch.nn.Module, self)
         plain = object.__new__(self._own)
         object.__setattr__(plain, "__dict__", self.__dict__)
@@ -237,30 +227,26 @@ def _begin_autocasting(model: torch.nn.Module, autocast: Callable[[], Any]) -> N
     own: Any = type(model)
     of_class = inspect.getattr_static(own, "forward")
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            outputs = of_class(self, *args, **kwargs)
-        return to_float32(outputs)
-
-    def forward_of(self: Any) -> Callable[..., Any]:
-        inner = vars(self).get("forward") or of_class.__get__(self, own)
-
-        @functools.wraps(inner)
+    def autocasting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with autocast():
-                outputs = inner(*args, **kwargs)
+                outputs = function(*args, **kwargs)
             return to_float32(outputs)
 
         return forward
 
-    # A model can have a forward of its own, as a compiled one does.
+    def forward_of(self: Any) -> Callable[..., Any]:
+        return autocasting(vars(self).get("forward") or of_class.__get__(self, own))
+
+    # An instance can have a forward of its own, as a compiled model does.
     is_plain = inspect.isfunction(of_class) and "forward" not in vars(model)
     names = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,
         "_own": own,
-        "forward": functools.wraps(of_class)(forward) if is_plain else property(forward_of, _set_own_forward),
+        "forward": autocasting(of_class) if is_plain else property(forward_of, _set_own_forward),
     }
     bases = (own,) if issubclass(own, _Autocasting) else (_Autocasting, own)
     kind = types.new_class(own.__name__, bases, exec_body=lambda body: body.update(names))

@@ -1,4 +1,4 @@
-"""Samplers whose order is equal on every rank, comes from a seed, or leaves out the beginning."""
+"""Samplers that draw the same order on every rank, draw it from a seed, or skip the first batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["SeedableRandomSampler", "SkipBatchSampler", "SynchronizedSampler", "
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
+    """A sampler that shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.
 
     Args:
         data_source: The dataset to sample from.
-        replacement: Let a sample be drawn again.
-        num_samples: Number of samples in an epoch, all by default.
-        generator: Its initial seed is used if there is no ``data_seed``.
+        replacement: Draw with replacement.
+        num_samples: Number of samples in an epoch, by default that of the dataset.
+        generator: The generator whose initial seed is used if there is no ``data_seed``.
         data_seed: The seed, the same on every rank. By default the one that torch was seeded with last.
     """
 
@@ -49,14 +49,14 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SynchronizedSampler(Sampler[Any]):
-    """A sampler that shuffles on every rank as rank 0's does.
+    """A sampler that draws rank 0's order on every rank.
 
     Rank 0 takes the seed of an epoch's order from the global generator at the moment at which plain PyTorch does. So
-    with the same global seed it draws the order of plain PyTorch in one process.
+    with the same global seed it draws the order that plain PyTorch draws in one process.
 
     Args:
         sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: Returns rank 0's argument on every rank. All ranks call it, once an epoch.
+        from_rank_0: A function that returns rank 0's argument on all ranks. Each calls it once an epoch.
     """
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
@@ -85,7 +85,7 @@ class SkipBatchSampler(Sampler[Any]):
     """A batch sampler without its first batches. It has the attributes of the wrapped one.
 
     Args:
-        batch_sampler: Yields the batches.
+        batch_sampler: The sampler to wrap.
         skip_batches: Number of batches to leave out.
     """
 
@@ -106,7 +106,7 @@ class SkipBatchSampler(Sampler[Any]):
 
 
 def chain_of(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the one that it wraps, and so on."""
+    """Yield a sampler, the sampler that it wraps, the one that this wraps, and so on."""
     while sampler is not None:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)

@@ -1,4 +1,4 @@
-"""Deal out samples to ranks.
+"""Shard samples over ranks.
 
 Batches are dealt out in rounds: all ranks work on a round at the same time, each on its share. Only the last round of
 an epoch can be incomplete. Its ``Tail`` says how many of its samples are real, so that metrics can leave out samples
@@ -7,6 +7,7 @@ that were repeated to fill it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,7 @@ __all__ = [
     "Tail",
     "dispatched_rounds",
     "sample_count",
+    "slices",
 ]
 
 
@@ -63,14 +65,15 @@ class Round(NamedTuple):
     """The shares that all ranks work on at the same time.
 
     Attributes:
-        shares: One a rank, in order of rank; fewer if the last ranks have none.
-        tail: ``None`` if the round is like the others.
+        shares: One share a rank, in order of rank; fewer if the last ranks have none.
+        tail: The round's ``Tail``, ``None`` if the round is like the others.
     """
 
     shares: list[Any]
     tail: Tail | None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BatchSamplerShard(Sampler[Any]):
     """One rank's share of the batches of a batch sampler.
 
@@ -78,40 +81,34 @@ class BatchSamplerShard(Sampler[Any]):
     rank r takes the r-th.
 
     Args:
-        batch_sampler: Yields the batches, the same on every rank. If it has no attribute ``batch_size``, its
-            batches are left as they are, whatever their sizes, and the last round is filled with whole ones.
+        batch_sampler: The sampler that yields the batches, the same on every rank. If it has no attribute
+            ``batch_size``, its batches stay whole, whatever their sizes, and the last round is filled with whole ones.
         num_processes: Number of ranks.
-        process_index: This rank.
+        process_index: The rank that takes the share.
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill the last round from the beginning of the epoch, so that every rank has as many batches, all
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
 
     Attributes:
-        tail: The round of the last batch of the latest epoch, ``None`` if it was like the others.
+        tail: The ``Tail`` of the latest epoch's last batch, ``None`` if its round was like the others.
         rounds_of_all: Number of rounds in which every rank has a batch, once a further round is reached; else ``None``.
 
     Raises:
         ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Iterable[Any],
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+    batch_sampler: Iterable[Any]
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        self.batch_size: int | None = getattr(self.batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(self.batch_sampler, "drop_last", False)
         self.tail: Tail | None = None
         self.rounds_of_all: int | None = None
-        self._share_size = _part_of(self.batch_size, num_processes) if split_batches else self.batch_size
+        self._share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
 
     def __len__(self) -> int:
         batches = len(cast(Sized, self.batch_sampler))
@@ -127,8 +124,7 @@ class BatchSamplerShard(Sampler[Any]):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not isinstance(sampler, Sized):
             return False
-        assert self.batch_size is not None
-        assert self._share_size is not None
+        assert self.batch_size is not None and self._share_size is not None
         left_over = len(sampler) % self.batch_size
         return 0 < left_over <= self.process_index * self._share_size
 
@@ -141,7 +137,7 @@ class BatchSamplerShard(Sampler[Any]):
             if self.process_index < len(shares):
                 own_tail = tail
                 yield shares[self.process_index]
-        self.tail = own_tail  # known to the loader when it knows that the epoch has ended
+        self.tail = own_tail  # set before the loader sees the end of the epoch
 
     def rounds(self) -> Iterator[Round]:
         """Yield the shares of all ranks, round by round."""
@@ -149,31 +145,28 @@ class BatchSamplerShard(Sampler[Any]):
         held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
         for shares in self._dealt():
             if held is not None:
-                yield Round(self._complete(held), None)
+                if len(held) != self.num_processes:
+                    size = self.batch_size
+                    raise TrainingError(
+                        f"Before its last batch, the batch sampler yielded one that isn't of its size, {size}.",
+                        why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
+                        fix="DataLoaderConfiguration(split_batches=False)",
+                    )
+                yield Round(held, None)
             first = first or shares
             held = shares
         if first is not None and held is not None:
             yield from self._last_round(held, first)
 
     def _dealt(self) -> Iterator[list[Any]]:
-        if not self.split_batches:
-            batches = iter(self.batch_sampler)
+        batches = iter(self.batch_sampler)
+        if self.split_batches:
+            assert self._share_size is not None
+            for batch in batches:
+                yield slices(batch, self._share_size)
+        else:
             while shares := list(itertools.islice(batches, self.num_processes)):
                 yield shares
-            return
-        size = self._share_size
-        assert size is not None
-        for batch in self.batch_sampler:
-            yield [batch[start : start + size] for start in range(0, len(batch), size)]
-
-    def _complete(self, shares: list[Any]) -> list[Any]:
-        if len(shares) != self.num_processes:
-            raise TrainingError(
-                f"Before its last batch, the batch sampler yielded one that isn't of its size, {self.batch_size}.",
-                why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
-                fix="DataLoaderConfiguration(split_batches=False)",
-            )
-        return shares
 
     def _last_round(self, shares: list[Any], first: list[Any]) -> Iterator[Round]:
         missing = self.num_processes - len(shares)
@@ -195,12 +188,10 @@ class BatchSamplerShard(Sampler[Any]):
         if size is None:
             return [*shares, *itertools.islice(itertools.cycle(first), missing)]
         refill = itertools.cycle(itertools.chain.from_iterable(first))
-        return [
-            [*share, *itertools.islice(refill, max(0, size - len(share)))]
-            for share in [*shares, *([] for _ in range(missing))]
-        ]
+        return [[*share, *itertools.islice(refill, max(0, size - len(share)))] for share in [*shares, *[[]] * missing]]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of a dataset that can only be iterated.
 
@@ -212,7 +203,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         batch_size: Number of samples in a batch of one rank; with ``split_batches``, of all ranks together.
         drop_last: Leave out a last round that is incomplete.
         num_processes: Number of ranks.
-        process_index: This rank.
+        process_index: The rank that takes the share.
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill an incomplete last round from the beginning of the stream.
 
@@ -220,24 +211,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         ConfigError: ``split_batches``, and the batch size can't be divided by the number of ranks.
     """
 
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.share_size = _part_of(batch_size, num_processes) if split_batches else batch_size
+    dataset: Iterable[Any]
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        self.share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the next epoch on to the dataset, if it has ``set_epoch``."""
@@ -277,7 +260,7 @@ class IterableDatasetShard(IterableDataset[Any]):
                 return
             if real < round_size and self.even_batches:
                 taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
-            shares = [taken[start : start + size] for start in range(0, len(taken), size)]
+            shares = slices(taken, size)
             tail = None
             if real < round_size:
                 missing = self.num_processes - len(shares)
@@ -303,8 +286,7 @@ def _cut_evenly(rounds: Iterator[Round], num_processes: int) -> Iterator[Round]:
         samples = list(itertools.chain.from_iterable(shares))  # the real ones come first
         size = -(-tail.real // num_processes)
         total = size * num_processes
-        cut = [samples[start : start + size] for start in range(0, total, size)]
-        yield Round(cut, Tail(tail.real, total) if tail.real < total else None)
+        yield Round(slices(samples[:total], size), Tail(tail.real, total) if tail.real < total else None)
 
 
 def _part_of(batch_size: int | None, num_processes: int) -> int:
@@ -323,6 +305,11 @@ def _part_of(batch_size: int | None, num_processes: int) -> int:
     return part
 
 
+def slices(items: Any, size: int) -> list[Any]:
+    """Cut a sequence into slices of ``size`` items, the last of which may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
 def sample_count(batch: Any) -> int:
-    """Return the samples in a batch. A dataset that yields whole batches has one index instead of a list of indices."""
+    """Return the number of samples in a batch: 1 for a bare index, which stands for a whole batch of the dataset."""
     return len(batch) if isinstance(batch, Sized) else 1

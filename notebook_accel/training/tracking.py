@@ -1,4 +1,4 @@
-"""Trackers: they write a run's metrics, on rank 0."""
+"""Trackers, which write a run's metrics on rank 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 class LoggerType(str, enum.Enum):
-    """The names of Accelerate's trackers. ``log_with`` refuses those that this package doesn't have."""
+    """The names of Accelerate's trackers. ``log_with`` refuses those that this package doesn't support."""
 
     ALL = "all"
     AIM = "aim"
@@ -48,7 +48,7 @@ class LoggerType(str, enum.Enum):
 
 
 class GeneralTracker:
-    """A tracker. Your own needs these attributes and methods, and needn't be a subclass.
+    """A tracker that writes nothing. Your own needs these attributes and methods, but needn't be a subclass.
 
     Attributes:
         name: The name for ``get_tracker``.
@@ -74,7 +74,7 @@ class GeneralTracker:
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Numbers and text in TensorBoard's format.
+    """A tracker that writes numbers and text in TensorBoard's format.
 
     Args:
         run_name: A folder below ``logging_dir``.
@@ -114,7 +114,7 @@ class TensorBoardTracker(GeneralTracker):
 
 
 class JSONLinesTracker(GeneralTracker):
-    """One line of JSON in ``metrics.jsonl`` for each ``log``. It needs no other package.
+    """A tracker that writes one line of JSON to ``metrics.jsonl`` for each ``log``. It needs no other package.
 
     Args:
         run_name: A folder below ``logging_dir``.
@@ -147,7 +147,7 @@ _KNOWN: dict[str, Any] = {"tensorboard": TensorBoardTracker, "jsonl": JSONLinesT
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorate a tracker's method that runs on rank 0 only and returns ``None`` on the others."""
+    """Decorate a tracker's method, to run it on rank 0 only and return ``None`` on the others."""
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -171,7 +171,7 @@ def register_tracker_class(tracker: type) -> None:
 
 
 def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[Any]:
-    """Check ``log_with``, and return names of trackers and the user's own trackers, for ``start``.
+    """Check ``log_with``, and return the names of trackers and the user's own trackers, as ``start`` takes them.
 
     Raises:
         ConfigError: There is no such tracker, it isn't installed, or it needs a folder and there is none.
@@ -180,23 +180,19 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[A
     found: list[Any] = []
     for item in asked:
         name = getattr(item, "value", item)  # of an enumeration
-        if name == "all":
-            found += _all(logging_dir)
-        else:
-            found.append(name)
+        found += _usable_names(logging_dir) if name == "all" else [name]
     found = [item for number, item in enumerate(found) if item not in found[:number]]
     for item in found:
         _check(item, logging_dir)
     return found
 
 
-def _all(logging_dir: str | os.PathLike[str] | None) -> list[str]:
+def _usable_names(logging_dir: str | os.PathLike[str] | None) -> list[str]:
     """Return the names of all trackers that can be used here."""
     usable = [
         name
         for name, kind in _KNOWN.items()
-        if (name != "tensorboard" or _has_tensorboard())
-        and (logging_dir is not None or not getattr(kind, "requires_logging_directory", False))
+        if (name != "tensorboard" or _has_tensorboard()) and (logging_dir is not None or not _needs_folder(kind))
     ]
     if not usable and process_group.rank_place().rank == 0:
         warnings.warn(
@@ -219,8 +215,7 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
         )
     if item == "tensorboard" and not _has_tensorboard():
         raise ConfigError("log_with='tensorboard' needs a package that isn't installed.", fix="pip install tensorboard")
-    kind = _KNOWN[item] if isinstance(item, str) else item
-    if getattr(kind, "requires_logging_directory", False) and logging_dir is None:
+    if _needs_folder(_KNOWN[item] if isinstance(item, str) else item) and logging_dir is None:
         raise ConfigError(
             f"The tracker {getattr(item, 'name', item)!r} writes files, and there is no folder for them.",
             fix='Accelerator(project_dir="runs/first", ...)',
@@ -231,22 +226,23 @@ def _has_tensorboard() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
+def _needs_folder(tracker: Any) -> bool:
+    return bool(getattr(tracker, "requires_logging_directory", False))
+
+
 def start(
     trackers: Sequence[Any],
     run_name: str,
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Mapping[str, Any]],
 ) -> list[Any]:
-    """Return the trackers of a run, and create those that are given by name."""
-    return [_create(item, run_name, logging_dir, options) if isinstance(item, str) else item for item in trackers]
+    """Return the trackers of a run. Those given by name are created, with the ``options`` under that name."""
 
+    def create(name: str) -> Any:
+        folder = [logging_dir] if _needs_folder(_KNOWN[name]) else []
+        return _KNOWN[name](run_name, *folder, **options.get(name, {}))
 
-def _create(
-    name: str, run_name: str, logging_dir: str | os.PathLike[str] | None, options: Mapping[str, Mapping[str, Any]]
-) -> Any:
-    kind = _KNOWN[name]
-    folder = [logging_dir] if getattr(kind, "requires_logging_directory", False) else []
-    return kind(run_name, *folder, **options.get(name, {}))
+    return [create(item) if isinstance(item, str) else item for item in trackers]
 
 
 def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:

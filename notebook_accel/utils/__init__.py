@@ -1,7 +1,4 @@
-"""The names that users of Accelerate import from ``accelerate.utils``, in modules named as there.
-
-Each module lists its names in ``__all__``; together they are this package's.
-"""
+"""The names that users of Accelerate import from ``accelerate.utils``, in modules of the same names."""
 
 from notebook_accel.training.refusals import infer_auto_device_map, load_checkpoint_in_model
 from notebook_accel.utils import dataclasses, environment, imports, memory, operations, other, random, versions

@@ -1,14 +1,8 @@
-"""Settings and enumerations; each is defined by the module of ``training`` that it configures."""
+"""Settings and enumerations. Each is defined in the module of ``training`` that it configures."""
 
-from notebook_accel.training.accumulation import (
-    GradientAccumulationPlugin,
-)
-from notebook_accel.training.checkpoint_folders import (
-    ProjectConfiguration,
-)
-from notebook_accel.training.data import (
-    DataLoaderConfiguration,
-)
+from notebook_accel.training.accumulation import GradientAccumulationPlugin
+from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -17,12 +11,8 @@ from notebook_accel.training.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from notebook_accel.training.precision import (
-    PrecisionType,
-)
-from notebook_accel.training.random_state import (
-    RNGType,
-)
+from notebook_accel.training.precision import PrecisionType
+from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import (
     AORecipeKwargs,
     DeepSpeedPlugin,
@@ -36,12 +26,8 @@ from notebook_accel.training.refusals import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
-from notebook_accel.training.states import (
-    DistributedType,
-)
-from notebook_accel.training.tracking import (
-    LoggerType,
-)
+from notebook_accel.training.states import DistributedType
+from notebook_accel.training.tracking import LoggerType
 
 __all__ = [
     "AORecipeKwargs",

@@ -1,4 +1,4 @@
-"""Environment variables."""
+"""Functions that set and read environment variables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Checks of what is available here. They import nothing to find out."""
+"""Checks of which devices and packages are available. They import no package to find out."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
@@ -50,11 +51,6 @@ def is_fp16_available() -> bool:
     return torch.cuda.is_available()
 
 
-def is_fp8_available() -> bool:
-    """Return whether ``mixed_precision="fp8"`` works here: never."""
-    return False
-
-
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Return whether torch_xla is installed.
 
@@ -65,75 +61,50 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return not check_is_gpu and _is_installed("torch_xla") and (not check_is_tpu or _is_installed("libtpu"))
 
 
-def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
-    """Return whether ranks compute on Apple's GPUs: never."""
-    return False
-
-
-def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return whether ranks compute on Ascend's NPUs: never."""
-    return False
-
-
-def is_xpu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return whether ranks compute on Intel's GPUs: never."""
-    return False
-
-
-def is_deepspeed_available() -> bool:
-    """Return whether models are trained by DeepSpeed: never, even if it is installed."""
-    return False
-
-
-def is_megatron_lm_available() -> bool:
-    """Return whether models are trained by Megatron-LM: never."""
-    return False
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether comet_ml is installed."""
-    return _is_installed("comet_ml")
-
-
-def is_datasets_available() -> bool:
-    """Return whether datasets is installed."""
-    return _is_installed("datasets")
-
-
-def is_matplotlib_available() -> bool:
-    """Return whether Matplotlib is installed."""
-    return _is_installed("matplotlib")
-
-
-def is_mlflow_available() -> bool:
-    """Return whether MLflow is installed."""
-    return _is_installed("mlflow")
-
-
-def is_pandas_available() -> bool:
-    """Return whether pandas is installed."""
-    return _is_installed("pandas")
-
-
-def is_rich_available() -> bool:
-    """Return whether Rich is installed."""
-    return _is_installed("rich")
-
-
 def is_tensorboard_available() -> bool:
     """Return whether ``log_with="tensorboard"`` works here."""
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
-def is_transformers_available() -> bool:
-    """Return whether Transformers is installed."""
-    return _is_installed("transformers")
-
-
-def is_wandb_available() -> bool:
-    """Return whether wandb is installed."""
-    return _is_installed("wandb")
-
-
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
+
+
+def _check_of(package: str) -> Callable[[], bool]:
+    def check() -> bool:
+        return _is_installed(package)
+
+    check.__name__ = check.__qualname__ = f"is_{package}_available"
+    check.__doc__ = f"Return whether {package} is installed."
+    return check
+
+
+is_comet_ml_available = _check_of("comet_ml")
+is_datasets_available = _check_of("datasets")
+is_matplotlib_available = _check_of("matplotlib")
+is_mlflow_available = _check_of("mlflow")
+is_pandas_available = _check_of("pandas")
+is_rich_available = _check_of("rich")
+is_transformers_available = _check_of("transformers")
+is_wandb_available = _check_of("wandb")
+
+
+def is_fp8_available() -> bool:
+    """Return ``False``: ranks don't compute in 8 bits, and don't train by DeepSpeed or Megatron-LM."""
+    return False
+
+
+is_deepspeed_available = is_megatron_lm_available = is_fp8_available
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
+    """Return ``False``: ranks don't compute on Apple's GPUs."""
+    return False
+
+
+def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
+    """Return ``False``: ranks don't compute on Ascend's NPUs or Intel's GPUs."""
+    return False
+
+
+is_xpu_available = is_npu_available

@@ -22,13 +22,13 @@ from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["find_executable_batch_size", "release_memory"]
 
-_REDUCTION = 0.9  # as Accelerate has it
+_REDUCTION = 0.9  # as in Accelerate
 _OUT_OF_MEMORY = (
     "out of memory",
     "DefaultCPUAllocator: can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN has no room for its workspace
 )
-_DEADLINE_S = 1800.0  # a rank may evaluate or save for long after the others have returned
+_DEADLINE_S = 1800.0  # one rank may evaluate or save for a long time after the others have returned
 _POLL_S = 0.05
 
 
@@ -39,20 +39,20 @@ def find_executable_batch_size(
     *,
     keep_effective_batch_size: bool = False,
 ) -> Any:
-    """Decorate a function of a batch size so that it is called again with a smaller one when memory runs out.
+    """Decorate a function of a batch size, to call it again with a smaller one when memory runs out.
 
     When memory runs out on one rank, all ranks give up the attempt, even in the middle of a step, and call the function
-    again with the same smaller size, in a new process group. Models that were prepared outside of the function go on in
-    the new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the
-    decorated function, and rank 0 prints it if it isn't the first one.
+    again with the same smaller size, in a new process group. Models that were prepared outside of the function join the
+    new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the decorated
+    function, and rank 0 prints it if it isn't the first one.
 
     Ranks can only agree once there is an ``Accelerator``. In a process group that the user's code has made without one,
-    a rank that waits for another does so until its deadline. So does a rank whose GPU waits in NCCL.
+    a rank that waits for another waits until the group's timeout. So does a rank whose GPU waits in NCCL.
 
     Args:
-        function: Its first parameter is the batch size; callers leave it out.
+        function: The function to decorate. Its first parameter is the batch size, which callers leave out.
         starting_batch_size: The first size.
-        reduce_batch_size_fn: Returns the next size; by default nine tenths of the last one.
+        reduce_batch_size_fn: A function that returns the next size, by default nine tenths of the last one.
         keep_effective_batch_size: Try the divisors of ``starting_batch_size`` from the largest down, and give the
             function a second argument, the number of micro-batches to accumulate. The product of both stays the same.
             The number is the attribute ``gradient_accumulation_steps`` of the decorated function.
@@ -65,7 +65,7 @@ def find_executable_batch_size(
     if keep_effective_batch_size and reduce_batch_size_fn is not None:
         raise ConfigError(
             "find_executable_batch_size has both reduce_batch_size_fn and keep_effective_batch_size=True.",
-            why="The second one decides on the sizes: they divide the first one.",
+            why="keep_effective_batch_size tries the divisors of the first size, and no others.",
             fix="leave out one of them",
         )
     if function is None:
@@ -93,7 +93,7 @@ def find_executable_batch_size(
             sizes = (size, steps) if keep_effective_batch_size else (size,)
             member = _join_existing()
             value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
-            outcome, error = _Outcome(error), None  # it holds the frames, and they hold the tensors
+            outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
             runs_out = _runs_out_anywhere(outcome)
             del member
             if not runs_out:
@@ -128,13 +128,14 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own: int) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    positional = [kind for kind in parameters if kind.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)]
-    if not any(kind.kind is kind.VAR_POSITIONAL for kind in parameters) and len(args) + own > len(positional):
+    """Raise ``TypeError`` if ``args`` are too many for the function after its first ``own`` arguments."""
+    try:
+        inspect.signature(function).bind_partial(*range(own), *args)
+    except TypeError:
         raise TypeError(
-            f"{function.__name__} was called with {len(args)} arguments and takes {len(positional)}, the first of "
-            "which is the batch size that find_executable_batch_size passes. Leave it out."
-        )
+            f"{function.__name__} was called with {len(args)} arguments, which are too many: "
+            "find_executable_batch_size passes the batch size itself. Leave it out."
+        ) from None
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -145,32 +146,22 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _join_existing() -> Backend | None:
-    """Join the group that exists already, so that it is renewed if it breaks even if nothing else uses it."""
+    """Join a group that exists already, so that it is renewed if it breaks, even if nothing else uses it."""
     if torch_group.made_here() is None:
         return None
     return process_group.current(cpu="nccl" not in dist.get_backend_config())
 
 
 class _Outcome:
-    """The end of a rank's attempt.
-
-    Args:
-        error: The exception that the attempt raised.
-
-    Attributes:
-        runs_out: True if memory ran out.
-        error: The exception, if it isn't about memory.
-        text: The exception's message.
-    """
+    """The end of a rank's attempt: ``runs_out`` is true if memory ran out, and ``error`` is any other exception."""
 
     def __init__(self, error: Exception | None) -> None:
         self.runs_out = error is not None and _is_about_memory(error)
         self.error = None if self.runs_out else error
-        self.text = "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
 
 
 def _runs_out_anywhere(outcome: _Outcome) -> bool:
-    """Return whether memory ran out on any rank. If so, all ranks are in a new group.
+    """Return whether memory ran out on any rank, in which case all ranks are in a new group now.
 
     Raises:
         Exception: The outcome's own exception, if it isn't about memory.
@@ -187,13 +178,13 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
         exchange.announce_out_of_memory()
     is_over = outcome.runs_out or (outcome.error is not None and exchange.has_memory_run_out())
     if is_over and group is not None:
-        group.give_up()  # ranks that wait for this one go on, and read what was announced
+        group.give_up()  # ends the waiting of the other ranks, which then read the announcement
     if outcome.error is not None and not is_over:
-        exchange.report(outcome.text, rejoins=False)
+        exchange.report(f"{type(outcome.error).__name__}: {outcome.error}", rejoins=False)
         raise outcome.error
     outcome.error = None  # an error here came from a peer without memory that gave up its group
-    gc.collect()  # objects of the failed attempt only aren't reconnected
-    texts, rejoins = exchange.exchange_reports("", rejoins=group is not None and bool(group.members))
+    gc.collect()  # so that objects of the failed attempt aren't reconnected
+    texts, rejoins = exchange.exchange_reports(rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
         if text:
             raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
@@ -206,17 +197,12 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
 
 
 class _Exchange:
-    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-    """
+    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        # Its own connection: another thread may wait on the other one.
+        # A connection of its own, since another thread may wait on the process group's.
         own: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store = PrefixStore("batch size", own)
         self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
@@ -233,12 +219,12 @@ class _Exchange:
         """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
         self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
 
-    def exchange_reports(self, text: str, *, rejoins: bool) -> tuple[list[str], bool]:
-        """Report, and return the exceptions by rank, and whether all ranks have an Accelerator.
+    def exchange_reports(self, *, rejoins: bool) -> tuple[list[str], bool]:
+        """Report no exception, and return the exceptions by rank, and whether all ranks have an Accelerator.
 
-        It returns as soon as one rank has reported an exception.
+        The method returns as soon as one rank has reported an exception.
         """
-        self.report(text, rejoins=rejoins)
+        self.report("", rejoins=rejoins)
         keys = [f"end of {rank}" for rank in range(self._world_size)]
         ends: dict[str, tuple[str, bool]] = {}
 
@@ -264,7 +250,7 @@ class _Exchange:
                 raise TrainingError(
                     f"Rank {self._rank} waited {_DEADLINE_S:.0f} s for the other ranks to return from the function "
                     f"whose batch size is sought; missing: {', '.join(missing)}.",
-                    fix="see that every rank calls it, and that all take as many steps",
+                    fix="make every rank call it, and take as many steps as the others",
                 )
             time.sleep(_POLL_S)
 
@@ -277,7 +263,7 @@ def _is_about_memory(error: Exception) -> bool:
 
 def _free_memory() -> None:
     gc.collect()
-    backend = process_group.joined()  # don't join a group: the function decides with which options
+    backend = process_group.joined()  # don't join a group: the function decides on its options
     if backend is not None:
         backend.release_memory()
     elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -105,7 +105,7 @@ def recursively_apply(
         func: The function to apply.
         data: The container, or a leaf.
         args: Further arguments of ``func``.
-        test_type: Returns whether to apply ``func`` to a leaf.
+        test_type: A predicate of the leaves to which ``func`` is applied.
         error_on_other_type: Refuse other leaves instead of leaving them as they are.
         kwargs: Keyword arguments of ``func``.
 
@@ -119,7 +119,7 @@ def recursively_apply(
         if error_on_other_type:
             raise TrainingError(
                 f"recursively_apply can't take a {type(leaf).__name__}.",
-                why=f"{getattr(test_type, '__name__', 'test_type')} says no to it.",
+                why=f"{getattr(test_type, '__name__', 'test_type')} returned False for it.",
                 fix="error_on_other_type=False leaves it as it is",
             )
         return leaf
@@ -161,7 +161,9 @@ def find_batch_size(data: Any) -> int:
     for leaf in trees.leaves_of(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return len(leaf)
-    raise TrainingError(f"There is no tensor with a length in this {type(data).__name__}.", fix="give it a batch")
+    raise TrainingError(
+        f"There is no tensor with a length in this {type(data).__name__}.", fix="pass a batch that has one"
+    )
 
 
 def find_device(data: Any) -> torch.device | None:

@@ -9,6 +9,7 @@ import torch
 
 from notebook_accel.launching.kernel.configuring import write_basic_config
 from notebook_accel.training import collectives, model_files, models, process_group
+from notebook_accel.training.models import is_compiled_module
 from notebook_accel.training.states import PartialState
 
 __all__ = [
@@ -50,11 +51,6 @@ def extract_model_from_parallel(
 ) -> torch.nn.Module:
     """Return a model as it was before ``prepare``; see ``Accelerator.unwrap_model``."""
     return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
-
-
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` has made a module."""
-    return models.is_compiled(module)
 
 
 def save(

@@ -1,4 +1,4 @@
-"""Seeds and random states; the work is in ``training.random_state``."""
+"""Seeds and random states, as in ``accelerate.utils.random``."""
 
 from notebook_accel.training.random_state import set_seed, synchronize_rng_state, synchronize_rng_states
 

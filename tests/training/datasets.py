@@ -1,4 +1,4 @@
-"""Datasets of numbers, in which a sample is its own index."""
+"""Datasets of numbers, each of which is its own index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Numbers(Dataset[int]):
-    """Remembers what was read and which epochs it was told."""
+    """A dataset that records the indices that were read, and the epochs that were set."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -28,7 +28,7 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Numbers in order, or in the order of a generator."""
+    """A stream of numbers in order, or in the order that a generator draws."""
 
     def __init__(self, length: int, generator: torch.Generator | None = None) -> None:
         self.length = length

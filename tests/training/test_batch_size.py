@@ -1,4 +1,4 @@
-"""All ranks find the same batch size, also when one of them runs out of memory in the middle of a step."""
+"""All ranks find the same batch size, even if one of them runs out of memory in the middle of a step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from notebook_accel.training.handlers import InitProcessGroupKwargs
 from tests.training import ranks
 from tests.training.ranks import Ranks
 
-# Of a group: what takes as long was not noticed.
+# The group's timeout: a failure that takes as long wasn't noticed.
 DEADLINE = datetime.timedelta(seconds=50)
 OWN_DEADLINE = InitProcessGroupKwargs(timeout=DEADLINE)
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:
-    """Ranks that have no group yet."""
+    """Yield three ranks that have no group yet."""
     with ranks.running(3) as running:
         yield running
 
 
 def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limits: list[int], where: str) -> Any:
-    """Five steps, in the third of which ranks run out of memory whose limit is below the size."""
+    """Take five steps; in the third, ranks whose limit is below the batch size run out of memory."""
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.01))
     rank = accelerator.process_index
     for step in range(5):
@@ -46,7 +46,7 @@ def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limit
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         optimizer.step()
         optimizer.zero_grad()
-        if where == "after backward":  # in which the others wait then
+        if where == "after backward":  # a collective in which the other ranks wait
             accelerator.gather(loss.detach())
     return [parameter.tolist() for parameter in accelerator.unwrap_model(net).parameters()]
 
@@ -61,7 +61,7 @@ def layer() -> torch.nn.Module:
 
 
 def search(kind: str, limits: list[int], where: str) -> Any:
-    """Tries sizes with an Accelerator, and perhaps a model, that were made before; returns how long that took too."""
+    """Search for a size with an Accelerator, and perhaps a model, from before; return also how long that took."""
     outer = None if kind == "all inside" else Accelerator(cpu=True, kwargs_handlers=[OWN_DEADLINE])
     prepared = outer.prepare(layer()) if outer is not None and kind == "model outside" else None
     tried: list[int] = []
@@ -87,14 +87,11 @@ def search(kind: str, limits: list[int], where: str) -> Any:
     return tried, training.batch_size, weights, total, took_s
 
 
-@pytest.mark.parametrize(
-    ("kind", "where", "limits"),
-    [
-        ("accelerator outside", "before backward", [8, 3, 8]),
-        ("model outside", "in backward", [8, 8, 5]),
-        ("all inside", "after backward", [4, 8, 8]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "where", "limits"), [
+    ("accelerator outside", "before backward", [8, 3, 8]),
+    ("model outside", "in backward", [8, 8, 5]),
+    ("all inside", "after backward", [4, 8, 8]),
+])  # fmt: skip
 def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str, limits: list[int]) -> None:
     outcomes = three.run(search, kind, limits, where)
     sizes = [8, 4, 2] if min(limits) < 4 else [8, 4]

@@ -1,6 +1,9 @@
+"""Prepared loaders: each rank's share of them, batch by batch and epoch by epoch."""
+
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -10,16 +13,18 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.reporting import Counter, Reporter
-from notebook_accel.training import process_group
+from notebook_accel.training import collectives, process_group
 from notebook_accel.training.accelerator import Accelerator
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.backends.backend import Backend
@@ -83,7 +88,7 @@ def test_steps_are_counted_as_they_come_out() -> None:
 
 
 class Row(Reporter):
-    """Remembers which counters were shown."""
+    """A reporter that records the counters that were shown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +107,7 @@ def test_the_row_shows_the_loader_that_is_running(monkeypatch: pytest.MonkeyPatc
     row = Row()
     monkeypatch.setattr(reporting, "_reporter", row)
     training, _ = prepare(DataLoader(Numbers(2)))
-    evaluation = shard_dataloader(
-        DataLoader(Numbers(1)),
-        backend=SingleProcess(RankPlace(), torch.device("cpu")),
-        config=DataLoaderConfiguration(),
-    )
-
+    evaluation, _ = prepare(DataLoader(Numbers(1)))
     for _ in training:
         assert row.rows[-1] is training.counter
         for _ in evaluation:
@@ -191,7 +191,7 @@ def test_loader_that_iterates_in_its_own_way() -> None:
 
 
 def own_samplers(kind: str) -> Any:
-    """Three epochs of what this rank reads."""
+    """Return the batches that this rank reads in each of three epochs."""
     backend = process_group.join(cpu=True)
     torch.manual_seed(backend.place.rank)
     data, generator = Numbers(24), torch.Generator().manual_seed(backend.place.rank)
@@ -247,21 +247,21 @@ def test_ranks_take_turns(two_ranks: Ranks, kind: str) -> None:
     assert two_ranks.run(read, kind, 3, None, {}) == [[0, 2], [1, 0]]
 
 
-def test_split_batches_that_do_not_divide(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(read, "dataset", 7, 3, {"split_batches": True}):
-        assert isinstance(error, ConfigError)
-        assert "a batch of 3 into 2 equal parts" in str(error)
-
-
-def share_twice() -> None:
+def prepare_refused(message: str) -> None:
     backend = process_group.join(cpu=True)
-    prepare(DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8))), backend)
+    loaders: dict[str, Any] = {
+        "a batch of 3 into 2 equal parts": lambda: DataLoader(Numbers(7), batch_size=3),
+        "DistributedSampler": lambda: DataLoader(Numbers(8), batch_size=2, sampler=DistributedSampler(Numbers(8))),
+        "in_order=True": lambda: DataLoader(Numbers(4), batch_size=2, in_order=False),
+    }
+    prepare(loaders[message](), backend, split_batches=True)
 
 
-def test_loader_that_is_shared_out_already(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(share_twice):
+@pytest.mark.parametrize("message", ["a batch of 3 into 2 equal parts", "DistributedSampler", "in_order=True"])
+def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str) -> None:
+    for error in two_ranks.replies(prepare_refused, message):
         assert isinstance(error, ConfigError)
-        assert "DistributedSampler" in str(error)
+        assert message in str(error)
 
 
 def test_data_seed() -> None:
@@ -326,16 +326,6 @@ def test_what_is_prepared_is_a_loader(given: Any) -> None:
         Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), given)
 
 
-def prepare_out_of_order() -> None:
-    prepare(DataLoader(Numbers(4), in_order=False), process_group.join(cpu=True))
-
-
-def test_batches_in_any_order_are_refused(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(prepare_out_of_order):
-        assert isinstance(error, ConfigError)
-        assert "in_order=True" in str(error)
-
-
 def test_an_evaluation_in_between_does_not_end_a_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     training, evaluation = accelerator.prepare(DataLoader(Numbers(6)), DataLoader(Numbers(2)))
@@ -349,3 +339,92 @@ def test_an_evaluation_in_between_does_not_end_a_window() -> None:
         with accelerator.accumulate(model):
             seen.append(accelerator.sync_gradients)
     assert seen == [False, False, False, True, False, True]
+
+
+def metrics_of_workers() -> Any:
+    backend = process_group.join(cpu=True)
+    loader = DataLoader(Stream(7), batch_size=2, num_workers=1)
+    shard, state = prepare(loader, backend, dispatch_batches=False)
+    return [collectives.gather_for_metrics(backend, batch, state.tail).tolist() for batch in shard]
+
+
+def test_each_sample_once_when_a_worker_reads_the_stream(two_ranks: Ranks) -> None:
+    assert two_ranks.run(metrics_of_workers) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
+
+
+def test_a_persistent_workers_stream_learns_its_epoch() -> None:
+    class Epochs(IterableDataset[int]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch])
+
+    shard, _ = prepare(DataLoader(Epochs(), num_workers=1, persistent_workers=True))
+    epochs = [next(iter(shard)).item() for _ in range(2)]
+    shard.set_epoch(7)
+    assert [*epochs, next(iter(shard)).item(), next(iter(shard)).item()] == [0, 1, 7, 8]
+
+
+class Drawing(IterableDataset[int]):
+    """A stream of numbers that the workers draw one by one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(12):
+            yield 100 * number + int(torch.randint(100, (), generator=self.generator))
+
+
+def persistent_streams() -> list[Any]:
+    """Return the samples of three epochs, the second of them left early."""
+    backend = process_group.join(cpu=True)
+    generator = torch.Generator().manual_seed(backend.place.rank)
+    loader = DataLoader(Drawing(generator), batch_size=2, num_workers=1, persistent_workers=True)
+    shard, state = prepare(loader, backend, dispatch_batches=False)
+    epochs: list[list[int]] = []
+    for epoch in range(3):
+        epochs.append([])
+        for batch in shard:
+            everybodys = collectives.gather_for_metrics(backend, batch, state.tail).tolist()
+            epochs[-1] += everybodys
+            if epoch == 1:
+                break
+    return epochs
+
+
+def test_persistent_workers_streams_stay_in_step(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(persistent_streams)
+    assert first == second
+    assert [[sample // 100 for sample in epoch] for epoch in first] == [list(range(12)), [0, 1, 2, 3], list(range(12))]
+    assert first[0] != first[2]
+
+
+class Halves(IterableDataset[int]):
+    """A stream whose ``worker_init_fn`` sets the part that each worker reads, as in torch's documentation."""
+
+    start, end = 0, 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def tell(worker: int) -> None:
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    middle = (dataset.start + dataset.end) // 2
+    dataset.start, dataset.end = [(dataset.start, middle), (middle, dataset.end)][worker]
+
+
+def workers_halves(dispatch: bool) -> list[int]:
+    backend = process_group.join(cpu=True)
+    loader = DataLoader(Halves(), batch_size=2, num_workers=2, worker_init_fn=tell)
+    shard, state = prepare(loader, backend, dispatch_batches=dispatch)
+    return [sample for batch in shard for sample in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
+
+
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_workers_are_told_what_to_read(two_ranks: Ranks, dispatch: bool) -> None:
+    assert [sorted(found) for found in two_ranks.run(workers_halves, dispatch)] == [list(range(8))] * 2

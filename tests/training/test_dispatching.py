@@ -1,4 +1,4 @@
-"""Batches that rank 0 reads for all, against those that each rank reads for itself."""
+"""Batches that rank 0 reads for all ranks are those that each rank would read by itself."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Failing(Numbers):
 
 
 class Many(Numbers):
-    """Reads several at once."""
+    """A dataset that reads several samples at once."""
 
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices
 
 
 class SharedStream(Stream):
-    """Each worker reads its part."""
+    """A stream of which each worker reads its part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -43,7 +43,7 @@ class SharedStream(Stream):
 
 
 class OfRank(Stream):
-    """Another stream in every rank: only one of them is right."""
+    """A stream that differs between ranks, so that rank 0's can be told from the others."""
 
     def __iter__(self) -> Iterator[int]:
         rank = int(os.environ["RANK"])
@@ -57,7 +57,7 @@ def share(loader: DataLoader[Any], **options: Any) -> tuple[DataLoaderShard, Gra
 
 
 def read(shard: DataLoaderShard, state: GradientState) -> list[Any]:
-    """For each batch: what is in it, and whether it is known as the last."""
+    """Return each batch as a list, and whether it is known as the last."""
     return [(batch.tolist() if isinstance(batch, torch.Tensor) else batch, state.end_of_dataloader) for batch in shard]
 
 
@@ -119,7 +119,7 @@ WORKERS: dict[str, Any] = {
 
 
 def gather_epochs(kind: str, options: dict[str, Any]) -> list[list[int]]:
-    """What the ranks gathered in each of two epochs."""
+    """Return the samples that the ranks gathered in each of two epochs."""
     backend = process_group.join(cpu=True)
     shard, state = share(WORKERS[kind](), **options)
     epochs = []

@@ -1,4 +1,4 @@
-"""Batches on their way to a device that takes them in turn."""
+"""The transfer of batches to a device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from notebook_accel.training.backends.devices import CudaUploader
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
-from notebook_accel.training.loaders import Uploading
+from notebook_accel.training.loaders import UploadingFeed
 
 
 class Doubler:
-    """An uploader to a device on which everything is twice as much."""
+    """An uploader that doubles the tensors."""
 
     def __init__(self) -> None:
         self.waiting: collections.deque[list[torch.Tensor]] = collections.deque()
@@ -42,7 +42,7 @@ class Doubler:
 
 
 class OnMeta(SingleProcess):
-    """A rank whose device is none that batches are on already."""
+    """A rank on the meta device, where no batch is yet."""
 
     def __init__(self) -> None:
         super().__init__(RankPlace(), torch.device("meta"))
@@ -55,7 +55,7 @@ class OnMeta(SingleProcess):
 
 def test_tensors_come_back_to_their_places() -> None:
     doubler = Doubler()
-    feed = Uploading(doubler, torch.device("cpu"))
+    feed = UploadingFeed(doubler, torch.device("cpu"))
     held = feed.send({"x": (torch.ones(2), "a name"), "y": torch.tensor(3)})
     taken = feed.take(held)
     assert taken["x"][0].tolist() == [2.0, 2.0] and taken["x"][1] == "a name" and int(taken["y"]) == 6
@@ -77,7 +77,7 @@ def test_a_pass_has_one_batch_on_its_way_and_ends_with_a_break_too() -> None:
 
 
 class Cuda:
-    """Streams in the place of CUDA's, which note what is asked of them."""
+    """A stand-in for CUDA's streams, which records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
@@ -105,7 +105,7 @@ class Cuda:
 
 
 class OnCudaUploader(OnMeta):
-    """A rank whose batches come by the uploader of GPUs, to where nothing is computed."""
+    """A rank whose batches are copied to the meta device by the uploader for GPUs."""
 
     def uploader(self, *, non_blocking: bool) -> CudaUploader:  # type: ignore[override]
         return CudaUploader(self.device, non_blocking=non_blocking)
@@ -117,7 +117,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
-    """No GPU: streams are replaced, and the copies, which are real, are to memory that there isn't."""
+    """It needs no GPU: streams are replaced, and batches are copied to the meta device."""
     backend = OnCudaUploader()
     loader = shard_dataloader(
         DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),

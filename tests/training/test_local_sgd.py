@@ -12,7 +12,7 @@ from tests.training.ranks import Ranks
 
 
 def train(steps: int, fails_at: int | None = None) -> list[Any]:
-    """The weight of each rank after each step; its gradient is the rank plus 1."""
+    """Return the rank's weight after each step; its gradient is the rank plus 1."""
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     weight = torch.zeros(1, requires_grad=True)

@@ -45,7 +45,7 @@ class Model(torch.nn.Module):
         return self(x)
 
     def note(self, *_: Any) -> None:
-        """A hook."""
+        """Serve as a hook."""
 
 
 def prepare(model: torch.nn.Module, precision: str = "bf16") -> torch.nn.Module:
@@ -66,7 +66,7 @@ def test_alone_and_in_float32_it_is_the_model_itself() -> None:
 
 
 def is_rounded(outputs: dict[str, torch.Tensor]) -> bool:
-    """Whether the model has computed in bf16, and given float32."""
+    """Return whether the model has computed in bf16; its outputs have to be float32."""
     logits = outputs["logits"]
     assert logits.dtype is torch.float32
     return torch.equal(logits, logits.bfloat16().float())
@@ -268,23 +268,18 @@ def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
 
 
 class Placed(torch.nn.Linear):
-    """Refuses to be moved, as quantised models do and models that are on several devices."""
+    """A model that refuses to be moved, as quantised models do, and those on several devices."""
 
     def to(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
         raise ValueError("`.to` is not supported")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        {"hf_device_map": {"first": 0, "second": "cpu"}},
-        {"is_loaded_in_8bit": True},
-        {"is_loaded_in_4bit": True},
-        {"hf_device_map": {"": 0}, "is_quantized": True},
-    ],
-)
+@pytest.mark.parametrize("names", [
+    {"hf_device_map": {"first": 0, "second": "cpu"}}, {"is_loaded_in_8bit": True}, {"is_loaded_in_4bit": True},
+    {"hf_device_map": {"": 0}, "is_quantized": True},
+])  # fmt: skip
 def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[str, Any]) -> None:
-    """The names are those that Transformers gives its models."""
+    """The attributes are those that Transformers sets on its models."""
     model = Placed(2, 2)
     vars(model).update(names)
     assert prepare(model, "no") is model
@@ -295,7 +290,7 @@ def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[
 
 
 def trained_in_shards() -> Any:
-    """What an error advises, beside training that isn't sharded; and that error."""
+    """Return weights that were trained sharded, those trained without, and the advice of the error in between."""
     accelerator = Accelerator(cpu=True)
     trained = []
     for sharded in (True, False):

@@ -1,4 +1,4 @@
-"""Tests that resumed training computes the same bits as uninterrupted training."""
+"""Training that was interrupted and resumed gives the same weights as uninterrupted training, to the bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # the usual name
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -23,7 +23,7 @@ _EPOCHS = 2
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, an operation's threads spend most of the time waiting for each other."""
+    """Use one thread, since threads that wait for each other take most of the time on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +35,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Augmented(Dataset[Batch]):
-    """A dataset whose samples are drawn from all generators each time they are read."""
+    """A dataset whose samples are drawn anew from all generators each time they are read."""
 
     def __len__(self) -> int:
         return _SAMPLES
@@ -56,12 +56,12 @@ class Stream(IterableDataset[Batch]):
 
 
 class Program:
-    """A training program that can be stopped after any micro-batch, and that another object can resume.
+    """A training program. It can be stopped after any micro-batch, and another instance goes on from the checkpoint.
 
     Args:
         kind: The kind of loader.
-        steps: Micro-batches in an accumulation window.
-        options: Options of the loaders.
+        steps: Number of micro-batches in an accumulation window.
+        options: Options of ``DataLoaderConfiguration``.
     """
 
     def __init__(self, kind: str = "map", steps: int = 1, **options: Any) -> None:
@@ -73,7 +73,7 @@ class Program:
         loaders: dict[str, Any] = {
             "map": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True),
             "generator": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, generator=generator),
-            "workers": lambda: DataLoader(Stream2(), batch_size=2, shuffle=True, num_workers=1),
+            "workers": lambda: DataLoader(Fixed(), batch_size=2, shuffle=True, num_workers=1),
             "stream": lambda: DataLoader(Stream(generator), batch_size=2),
         }
         config = DataLoaderConfiguration(**options)
@@ -90,14 +90,14 @@ class Program:
         self.micro_batches = state["micro_batches"]
 
     def run(self, folder: pathlib.Path | None = None, *, stop_after: int | None = None) -> list[torch.Tensor]:
-        """Train to the end, or until the checkpoint after so many micro-batches; return the weights."""
+        """Train to the end, or save a checkpoint after ``stop_after`` micro-batches; return the weights."""
         for _ in range(self.loader.epoch, _EPOCHS):
             for x, y in self.loader:
                 self.step(x, y)
                 if self.micro_batches == stop_after:
                     self.accelerator.save_state(folder)
                     return []
-            self.scheduler.scheduler.step()  # once more in each epoch
+            self.scheduler.scheduler.step()  # once an epoch besides
         return [parameter.detach().clone() for parameter in self.accelerator.unwrap_model(self.net).parameters()]
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -109,8 +109,8 @@ class Program:
         self.micro_batches += 1
 
 
-class Stream2(Dataset[Batch]):
-    """A dataset whose samples are equal each time."""
+class Fixed(Dataset[Batch]):
+    """A dataset whose samples are the same each time."""
 
     def __len__(self) -> int:
         return _SAMPLES
@@ -120,14 +120,14 @@ class Stream2(Dataset[Batch]):
 
 
 def resumed(folder: str, stop_after: int, kind: str, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Stop a program, let another one with new objects finish it, and return the weights."""
+    """Return the weights of a program that is stopped, and finished by a new one from its checkpoint."""
     first = Program(kind, steps, **options)
     first.accelerator.register_for_checkpointing(first)
     first.run(pathlib.Path(folder), stop_after=stop_after)
     assert first.micro_batches == stop_after
     second = Program(kind, steps, **options)
     second.accelerator.register_for_checkpointing(second)
-    torch.rand(5), random.random(), np.random.rand()  # numbers drawn before have no effect
+    torch.rand(5), random.random(), np.random.rand()  # whatever happens before doesn't matter
     second.accelerator.load_state(folder)
     assert second.micro_batches == stop_after
     return second.run()
@@ -169,7 +169,7 @@ def test_on_two_ranks(two_ranks: Ranks, tmp_path: pathlib.Path, kind: str, steps
 
 
 def finish(program: Program, batches: Any) -> list[torch.Tensor]:
-    """Finish two epochs, of which the first goes on with ``batches``."""
+    """Finish two epochs, the first of which goes on with ``batches``."""
     for batches_of_epoch in (batches, program.loader):
         for x, y in batches_of_epoch:
             program.step(x, y)
@@ -188,7 +188,7 @@ def test_batches_that_are_skipped_by_hand_are_skipped_once(tmp_path: pathlib.Pat
 
 
 def test_programs_that_count_batches_over_all_epochs(tmp_path: pathlib.Path) -> None:
-    """A state that was saved after the last batch of an epoch skips no batch of the next."""
+    """After the last batch of an epoch, there is none to skip in the next one."""
     Program().run(tmp_path / "state", stop_after=11)
     program = Program()
     program.accelerator.load_state(tmp_path / "state")

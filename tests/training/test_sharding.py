@@ -1,4 +1,4 @@
-"""Which samples each rank gets, against a plain statement of what each should get."""
+"""The samples that each rank gets, compared with a plain computation of those that it should get."""
 
 from __future__ import annotations
 
@@ -9,35 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    Tail,
-    dispatched_rounds,
-)
+from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Tail, dispatched_rounds
+from tests.training.datasets import Numbers, SizedStream
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 5)
 worlds = st.integers(1, 4)
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 def shards(samples: int, batch_size: int, world_size: int, *, drop_last: bool = False, **options: Any) -> list[Any]:
@@ -46,7 +27,7 @@ def shards(samples: int, batch_size: int, world_size: int, *, drop_last: bool = 
 
 
 def filled(samples: list[int], multiple: int) -> list[int]:
-    """The samples, and then the first ones again until their number is a multiple."""
+    """Return the samples, with the first ones repeated until their number is a multiple."""
     missing = -len(samples) % multiple
     return [*samples, *itertools.islice(itertools.cycle(samples[:multiple]), missing)] if samples else []
 
@@ -119,7 +100,7 @@ def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
 
 
 def test_a_last_round_that_is_dispatched_as_accelerate_does_it() -> None:
-    (shard, *_), stream = shards(13, 4, 2), IterableDatasetShard(Stream(13), 4, num_processes=2)
+    (shard, *_), stream = shards(13, 4, 2), IterableDatasetShard(SizedStream(13), 4, num_processes=2)
     for dealt in (shard, stream):
         assert [shares for shares, _ in dispatched_rounds(dealt)][1] == [[8, 9, 10, 11], [12, 0, 1, 2]]
         with environment.patched({environment.COMPAT: "accelerate"}):
@@ -134,7 +115,7 @@ def test_rows_are_kept_by_whole_samples(gathered: int, kept: int) -> None:
 
 
 class Buckets:
-    """A batch sampler of its own kind: no batch size, batches of different sizes."""
+    """A batch sampler without a batch size, whose batches differ in size."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[0, 1, 2], [3], [4, 5]])
@@ -185,7 +166,7 @@ def test_stream_is_shared_out_like_a_dataset(
     elif even:
         samples = filled(samples, size * world)
     for rank in range(world):
-        shard = IterableDatasetShard(Stream(n), batch_size, drop_last, world, rank, split, even)
+        shard = IterableDatasetShard(SizedStream(n), batch_size, drop_last, world, rank, split, even)
         own = slice(rank * size, (rank + 1) * size)
         expected = [sample for taken in chunks(samples, size * world) for sample in taken[own]]
         assert list(shard) == expected
@@ -193,7 +174,7 @@ def test_stream_is_shared_out_like_a_dataset(
 
 
 def test_stream_is_told_its_epoch() -> None:
-    stream = Stream(3)
-    IterableDatasetShard(stream).set_epoch(4)
+    dataset = Numbers(3)
+    IterableDatasetShard(dataset).set_epoch(4)
     IterableDatasetShard(iter([1])).set_epoch(4)
-    assert stream.epochs == [4]
+    assert dataset.epochs == [4]

@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch."""
+"""Loaders that skip the first batches of an epoch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_no_loader() -> None:
 
 
 def rests(kind: str, shuffle: bool, options: dict[str, Any]) -> list[Any]:
-    """For each number of batches that are skipped: an epoch, and the rest of the same epoch."""
+    """Return, for each number of skipped batches, an epoch and the rest of the same epoch."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     found = []
     for skipped in range(5):

@@ -103,7 +103,7 @@ def test_tensorboard(tmp_path: pathlib.Path) -> None:
 
 
 class Registered(tracking.GeneralTracker):
-    """As Accelerate's documentation writes one."""
+    """A tracker that is written as in Accelerate's documentation."""
 
     name = "registered"
 

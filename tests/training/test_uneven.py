@@ -1,4 +1,4 @@
-"""Tests of ranks with different numbers of batches, none of which waits in vain."""
+"""Ranks with different numbers of batches: no rank waits for a collective that another never calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepared(samples: int, *, flow: bool = False, steps: int = 1, **options: Any
 
 
 def epoch(accelerator: Any, net: Any, optimizer: Any, loader: Any) -> list[int]:
-    """Train, and return the number of samples in each batch."""
+    """Train, and return the number of samples of each batch."""
     sizes = []
     for (x,) in loader:
         sizes.append(len(x))
@@ -46,31 +46,25 @@ def epoch(accelerator: Any, net: Any, optimizer: Any, loader: Any) -> list[int]:
     return sizes
 
 
-def train_alone(**options: Any) -> list[int]:
+def train_unjoined(options: dict[str, Any]) -> list[int]:
     return epoch(*prepared(5, even_batches=False, **options))
 
 
 @pytest.mark.parametrize("flow", [False, True])
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_training_in_a_round_that_others_do_not_have(two_ranks: Ranks, flow: bool, dispatch: bool) -> None:
-    first, second = two_ranks.replies(train_by_options, {"flow": flow, "dispatch_batches": dispatch})
+    first, second = two_ranks.replies(train_unjoined, {"flow": flow, "dispatch_batches": dispatch})
     assert isinstance(first, TrainingError)
     assert "1 of the ranks have no batch" in str(first)
     assert "join_uneven_inputs" in str(first)
     assert second == [2]
 
 
-def train_by_options(options: dict[str, Any]) -> list[int]:
-    return train_alone(**options)
-
-
 def evaluate() -> Any:
     accelerator, net, _, loader = prepared(5, even_batches=False)
     net.eval()
-    sizes = []
     with torch.no_grad():
-        for (x,) in loader:
-            sizes.append(len(net(x)))
+        sizes = [len(net(x)) for (x,) in loader]
     return accelerator.gather_for_metrics([sizes], use_gather_object=True)
 
 
@@ -100,7 +94,7 @@ def train_joined(samples: int, steps: int, options: dict[str, Any], even: bool |
 
 
 def reference(samples: int, windows: list[list[list[slice]]]) -> list[torch.Tensor]:
-    """Train in one process, where a rank without a batch contributes a gradient of zero."""
+    """Train in one process, in which a rank without a batch counts as a gradient of zero; return the weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     x = torch.randn(samples, 3)

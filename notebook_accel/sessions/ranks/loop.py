@@ -244,7 +244,7 @@ class _SessionRank:
                     return request.line
 
     def _inspect_group(self, _request: messages.InspectGroup, _: Message) -> dict[str, Any]:
-        _import_training("loader_position").abandon_iterations()
+        _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
 
     def _renew_group(self, request: messages.RenewGroup, _: Message) -> dict[str, Any]:
