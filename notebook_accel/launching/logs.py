@@ -1,4 +1,4 @@
-"""The ranks' log files: their places, and reading them.
+"""The ranks' log files: their places, reading them, and removing old ones.
 
 Each run has a folder with one file for each rank. By default it is in the system's folder for temporary files, which
 is local and fast even where the user's home isn't.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import pathlib
 import re
+import shutil
 import stat
 import tempfile
 import time
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 
-__all__ = ["KEPT_RUNS", "log_file", "make_folder", "read", "root"]
+__all__ = ["KEPT_RUNS", "hold", "log_file", "make_folder", "read", "remove_old", "root"]
 
 KEPT_RUNS = 20
 _BLOCK_BYTES = 1 << 16
@@ -37,7 +39,7 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
         ConfigError: The folder can't be made in ``log_dir``.
     """
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # ``log_keeping`` reads the process id
+    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # ``remove_old`` reads the process id
     if not log_dir:
         with contextlib.suppress(OSError):
             return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
@@ -104,3 +106,43 @@ def _last_lines(descriptor: int, count: int) -> bytes:
         if start == 0 or len(lines) - is_ended > count:  # the first one may be cut off
             return b"\n".join(lines[-count - is_ended :]) if count > 0 else b""
         step *= 4
+
+
+def hold(folder: str) -> int | None:
+    """Return a descriptor that keeps a run's folder from removal, also by other kernels, as long as it is open."""
+    fcntl = importlib.import_module("fcntl")
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return descriptor
+    return None
+
+
+def remove_old(kernel_pid: int, kept: int = KEPT_RUNS) -> None:
+    """Remove temporary folders but a kernel's newest ones, and those of kernels that are gone but their newest ones.
+
+    Folders of other living kernels are left to these, and folders that are held stay.
+    """
+    with contextlib.suppress(OSError):
+        oldest_first = sorted(entry for entry in root().iterdir() if entry.is_dir() and not entry.is_symlink())
+        mine = [folder for folder in oldest_first if _owner(folder) == str(kernel_pid)]
+        orphaned = [folder for folder in oldest_first if not os.path.exists(f"/proc/{_owner(folder)}")]
+        for folder in (*mine[: max(len(mine) - kept, 0)], *orphaned[: max(len(orphaned) - kept, 0)]):
+            _remove_unless_held(folder)
+
+
+def _owner(folder: pathlib.Path) -> str:
+    """Return the process id of the kernel whose run it was, as text."""
+    return folder.name.rpartition("-")[0].rpartition("-")[2]
+
+
+def _remove_unless_held(folder: pathlib.Path) -> None:
+    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)

@@ -1,1 +1,1 @@
-"""What processes say to each other: framed messages, the events of a rank, and one file of messages for each pair."""
+"""Messages between processes: frames, the events of a rank, and one file of messages for each pair of processes."""

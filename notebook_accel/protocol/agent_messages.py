@@ -20,7 +20,7 @@ __all__ = [
     "ELASTIC",
     "AboutNodes",
     "Broken",
-    "Elastic",
+    "ElasticOptions",
     "End",
     "Exited",
     "Failure",
@@ -67,7 +67,7 @@ ELASTIC = -1  # the rank number of a run's elastic process in messages
 Condition = Literal["said", "stopped", "mute", "unarmed", "ended"]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
@@ -99,7 +99,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str] = {}
 
 
-class Elastic(msgspec.Struct, frozen=True, kw_only=True):
+class ElasticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a run's elastic process, with the names that they have in ``LaunchConfig``."""
 
     max_restarts: int
@@ -108,7 +108,7 @@ class Elastic(msgspec.Struct, frozen=True, kw_only=True):
     meeting: Meeting
 
 
-class Prepare(_Message, frozen=True, kw_only=True):
+class Prepare(_AgentMessage, frozen=True, kw_only=True):
     """Get a template ready, started with this environment and import path. Later launches use it.
 
     Attributes:
@@ -122,7 +122,7 @@ class Prepare(_Message, frozen=True, kw_only=True):
     idle_timeout_s: float
 
 
-class Launch(_Message, frozen=True, kw_only=True):
+class Launch(_AgentMessage, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` replaces the earlier one.
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
@@ -144,47 +144,47 @@ class Launch(_Message, frozen=True, kw_only=True):
     on_death: OnDeath = "stop"
     template_pid: int = 0
     max_restarts: int = 0
-    elastic: Elastic | None = None
+    elastic: ElasticOptions | None = None
     places: list[Place] = []
 
 
-class Interrupt(_Message, frozen=True, kw_only=True):
+class Interrupt(_AgentMessage, frozen=True, kw_only=True):
     """Raise KeyboardInterrupt in the ranks of a run, and do nothing more: what they do then is up to them."""
 
     job_id: str
 
 
-class Respawn(_Message, frozen=True, kw_only=True):
+class Respawn(_AgentMessage, frozen=True, kw_only=True):
     """Fork a dead rank once more."""
 
     job_id: str
     rank: int
 
 
-class End(_Message, frozen=True, kw_only=True):
+class End(_AgentMessage, frozen=True, kw_only=True):
     """End a run by SIGINT, SIGTERM or SIGKILL. The stronger signals follow by themselves after the grace."""
 
     job_id: str
     how: How
 
 
-class Release(_Message, frozen=True):
+class Release(_AgentMessage, frozen=True):
     """Release the ranks of a run here: every rank on all nodes has finished."""
 
     job_id: str
 
 
-class Inspect(_Message, frozen=True):
+class Inspect(_AgentMessage, frozen=True):
     """Ask the ranks of a run for their stacks. One answer may serve several questions."""
 
     job_id: str
 
 
-class Quit(_Message, frozen=True):
+class Quit(_AgentMessage, frozen=True):
     """Stop all runs, with their grace, and end."""
 
 
-class Said(_Message, frozen=True, kw_only=True):
+class Said(_AgentMessage, frozen=True, kw_only=True):
     """An encoded event of a rank."""
 
     job_id: str
@@ -209,7 +209,7 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-class Inspected(_Message, frozen=True, kw_only=True):
+class Inspected(_AgentMessage, frozen=True, kw_only=True):
     """The stacks of a run's ranks."""
 
     job_id: str
@@ -242,7 +242,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return f"{who}: {self.what}" if who else self.what
 
 
-class Starting(_Message, frozen=True, kw_only=True):
+class Starting(_AgentMessage, frozen=True, kw_only=True):
     """The ranks of a run are started again, or those of a run on several nodes for the first time; none is left.
 
     Attributes:
@@ -259,7 +259,7 @@ class Starting(_Message, frozen=True, kw_only=True):
     cause: Failure | None = None
 
 
-class AboutNodes(_Message, frozen=True, kw_only=True):
+class AboutNodes(_AgentMessage, frozen=True, kw_only=True):
     """The status of a run's other nodes, one line for each, or the nodes for which this one waits.
 
     Attributes:
@@ -271,7 +271,7 @@ class AboutNodes(_Message, frozen=True, kw_only=True):
     is_news: bool
 
 
-class RunEnded(_Message, frozen=True, kw_only=True):
+class RunEnded(_AgentMessage, frozen=True, kw_only=True):
     """Every process of the run is gone, and all its events and output were sent.
 
     Attributes:
@@ -283,7 +283,7 @@ class RunEnded(_Message, frozen=True, kw_only=True):
     elsewhere: Failure | None = None
 
 
-class Broken(_Message, frozen=True, kw_only=True):
+class Broken(_AgentMessage, frozen=True, kw_only=True):
     """There is no template, or a run couldn't be started or go on. ``why`` and ``fix`` are those of an error.
 
     Attributes:
@@ -297,11 +297,11 @@ class Broken(_Message, frozen=True, kw_only=True):
     was_running: bool = False
 
 
-class Idle(_Message, frozen=True):
+class Idle(_AgentMessage, frozen=True):
     """Nothing has run for the idle timeout: agent and template should end, unless a launch is on its way."""
 
 
-class Fork(_Message, frozen=True, kw_only=True):
+class Fork(_AgentMessage, frozen=True, kw_only=True):
     """Fork one rank.
 
     Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if it
@@ -320,7 +320,7 @@ class Fork(_Message, frozen=True, kw_only=True):
     variables: dict[str, str] = {}
 
 
-class ForkElastic(_Message, frozen=True, kw_only=True):
+class ForkElastic(_AgentMessage, frozen=True, kw_only=True):
     """Fork a run's elastic process. Messages about it have the rank ``ELASTIC``.
 
     Descriptor: its connection to the agent.
@@ -332,12 +332,12 @@ class ForkElastic(_Message, frozen=True, kw_only=True):
     """
 
     job_id: str
-    options: Elastic
+    options: ElasticOptions
     world_size: int
     grace_s: float
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+class Ready(_AgentMessage, frozen=True, kw_only=True):
     """Ranks can be forked. The template sends it again when it has imported more.
 
     Attributes:
@@ -347,13 +347,13 @@ class Ready(_Message, frozen=True, kw_only=True):
     files: dict[str, tuple[int, int]]
 
 
-class Unusable(_Message, frozen=True, kw_only=True):
+class Unusable(_AgentMessage, frozen=True, kw_only=True):
     """The template ends because a module can't be preloaded. ``why`` names the module and the reason."""
 
     why: str
 
 
-class Forked(_Message, frozen=True, kw_only=True):
+class Forked(_AgentMessage, frozen=True, kw_only=True):
     """The rank exists and leads a process group of its own, of the same number."""
 
     job_id: str
@@ -361,7 +361,7 @@ class Forked(_Message, frozen=True, kw_only=True):
     pid: int
 
 
-class NotForked(_Message, frozen=True, kw_only=True):
+class NotForked(_AgentMessage, frozen=True, kw_only=True):
     """The rank couldn't be forked. ``why`` is the system's message."""
 
     job_id: str
@@ -369,7 +369,7 @@ class NotForked(_Message, frozen=True, kw_only=True):
     why: str
 
 
-class Exited(_Message, frozen=True, kw_only=True):
+class Exited(_AgentMessage, frozen=True, kw_only=True):
     """The rank is gone, and so is every process of its group.
 
     ``status`` is that of ``os.waitstatus_to_exitcode``; ``peak_bytes`` is its peak memory.

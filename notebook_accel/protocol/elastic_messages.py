@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _ElasticMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
-class _OfAttempt(_Message, frozen=True, kw_only=True):
+class _OfAttempt(_ElasticMessage, frozen=True, kw_only=True):
     """A message about the ranks of one attempt. The elastic process counts its attempts from 1."""
 
     attempt: int
@@ -62,7 +62,7 @@ class StopRanks(_OfAttempt, frozen=True, kw_only=True):
     """Stop the ranks of this node, and send ``RanksEnded`` when they are gone."""
 
 
-class Over(_Message, frozen=True, kw_only=True):
+class Over(_ElasticMessage, frozen=True, kw_only=True):
     """The elastic process ends and starts nothing more.
 
     Attributes:
@@ -96,7 +96,7 @@ class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class Leave(_Message, frozen=True, kw_only=True):
+class Leave(_ElasticMessage, frozen=True, kw_only=True):
     """End, because somebody ends the run here, and tell the other nodes why."""
 
     why: str

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launching import logs
-from notebook_accel.launching.agent import log_keeping
 from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
@@ -75,7 +74,7 @@ class Listener:
             )
         self.folder: pathlib.Path = folder
         self.secret = secrets.token_bytes(32)
-        self._hold = log_keeping.hold(str(folder))
+        self._hold = logs.hold(str(folder))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short_path(folder) as path:
             self._socket.bind(path)

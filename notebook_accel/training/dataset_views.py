@@ -37,7 +37,7 @@ class ReadRound(NamedTuple):
     tail: Tail | None
 
 
-class _View:
+class _DatasetView:
     """A dataset wrapper that forwards reading and setting of attributes, but for its ``own`` ones.
 
     So a ``worker_init_fn`` that sets attributes of its worker's dataset, which is the wrapper, reaches the dataset.
@@ -58,14 +58,14 @@ class _View:
         setattr(self._dataset, name, value)
 
 
-class LoaderStream(_View, IterableDataset[Any]):
+class LoaderStream(_DatasetView, IterableDataset[Any]):
     """A stream of the batches of a loader with an ``__iter__`` of its own."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._dataset)
 
 
-class EpochStream(_View, IterableDataset[Any]):
+class EpochStream(_DatasetView, IterableDataset[Any]):
     """A stream whose ``set_epoch`` is called in the process that reads it, with the epoch of a shared counter.
 
     A worker process that outlives an epoch has a copy of the stream, which ``set_epoch`` of the original doesn't reach.
@@ -79,7 +79,7 @@ class EpochStream(_View, IterableDataset[Any]):
         return iter(self._dataset)
 
 
-class MarkedStream(_View, IterableDataset[Any]):
+class MarkedStream(_DatasetView, IterableDataset[Any]):
     """One rank's share of a stream, each sample with the ``Tail`` of its round.
 
     Only the process that reads the stream notices its last round: a worker tells the loader together with the samples.
@@ -110,7 +110,7 @@ class MarkedCollate:
         return MarkedBatch(self.collate([sample for sample, _ in marked]), marked[-1].tail)
 
 
-class RoundDataset(_View, Dataset[ReadRound]):
+class RoundDataset(_DatasetView, Dataset[ReadRound]):
     """A dataset whose items are rounds of all ranks, read and collated. Its indices are rounds of indices.
 
     With ``is_batch`` a rank's share is a list of indices, otherwise a single index.
@@ -131,7 +131,7 @@ class RoundDataset(_View, Dataset[ReadRound]):
         return [self._dataset[index] for index in share]
 
 
-class RoundStream(_View, IterableDataset[ReadRound]):
+class RoundStream(_DatasetView, IterableDataset[ReadRound]):
     """A stream of the rounds of all ranks, read and collated. Without ``is_batch`` a share is a single sample."""
 
     def __init__(self, shard: IterableDatasetShard, collate: Callable[[Any], Any], *, is_batch: bool) -> None:

@@ -303,7 +303,7 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.fill_(1.0)
-        parallel = xla_collectives.DataParallel(net, 2, xla_collectives.BetweenDevices(rank, 2))
+        parallel = xla_collectives.XlaDataParallel(net, 2, xla_collectives.BetweenDevices(rank, 2))
         x = torch.full((1, 2), 1.0 + rank).to(device)
         with parallel.no_sync():
             parallel(x).sum().backward()

@@ -33,7 +33,7 @@ _MOST_TRACEBACK_CHARACTERS = 20_000
 
 
 @dataclasses.dataclass(eq=False)
-class _Elastic:
+class _ElasticProcess:
     """One elastic process, as the agent sees it.
 
     Attributes:
@@ -103,14 +103,14 @@ class ElasticRuns:
         self._owning_errors = owning_errors
         self._start_ranks = start_ranks
         self._tell_kernel = tell_kernel
-        self._all: dict[str, _Elastic] = {}
+        self._all: dict[str, _ElasticProcess] = {}
         self._next_look_s = 0.0
 
     def begin(self, run: Run, template: TemplateProcess) -> None:
         """Order the fork of a run's elastic process. The run is held until that process is gone."""
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
-        elastic = _Elastic(run, ours)
+        elastic = _ElasticProcess(run, ours)
         self._loop.watch(ours.fileno(), lambda: self._read(elastic))
         self._all[run.launch.job_id] = elastic
         run.is_held = True
@@ -174,7 +174,7 @@ class ElasticRuns:
         """Forget a run that is over."""
         self._all.pop(run.launch.job_id, None)
 
-    def _look(self, elastic: _Elastic, now_s: float) -> None:
+    def _look(self, elastic: _ElasticProcess, now_s: float) -> None:
         run = elastic.run
         if elastic.pid is not None:
             elastic.flush()
@@ -196,7 +196,7 @@ class ElasticRuns:
             run.rest()
             elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
-    def _read(self, elastic: _Elastic) -> None:
+    def _read(self, elastic: _ElasticProcess) -> None:
         with self._owning_errors(elastic.run):
             try:
                 while frames := elastic.line.receive():
@@ -206,7 +206,7 @@ class ElasticRuns:
                 self._loop.unwatch(elastic.line.fileno())
                 elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
-    def _heard(self, elastic: _Elastic, message: Message) -> None:
+    def _heard(self, elastic: _ElasticProcess, message: Message) -> None:
         said = elastic_messages.for_agent.decode(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
@@ -235,7 +235,9 @@ class ElasticRuns:
         for sock in listening:
             sock.close()
 
-    def _start(self, elastic: _Elastic, said: elastic_messages.StartRanks, listening: socket.socket | None) -> None:
+    def _start(
+        self, elastic: _ElasticProcess, said: elastic_messages.StartRanks, listening: socket.socket | None
+    ) -> None:
         run = elastic.run
         run.begin_at(said.places, listening)
         elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
@@ -251,7 +253,7 @@ class ElasticRuns:
         elastic.tell(elastic_messages.RanksStand(attempt=said.attempt))
         self._start_ranks(run)
 
-    def _gone(self, elastic: _Elastic) -> None:
+    def _gone(self, elastic: _ElasticProcess) -> None:
         elastic.pid = None
         self._read(elastic)  # its last message
         if not elastic.is_ending:
@@ -262,7 +264,7 @@ class ElasticRuns:
         elastic.line.close()
 
 
-def _tell_steps(elastic: _Elastic) -> None:
+def _tell_steps(elastic: _ElasticProcess) -> None:
     """Send an elastic process the ranks' steps, for other nodes."""
     counted = [rank.steps for rank in elastic.run.ranks if rank.steps is not None]
     if not counted or not elastic.has_ranks:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching.agent import log_keeping
+from notebook_accel.launching import logs
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
 from notebook_accel.launching.processes import close_all, dump_file, kill_group, state
 from notebook_accel.protocol import agent_messages as messages
@@ -227,7 +227,7 @@ class Run:
 
     def started(self) -> None:
         """Start its clock and hold its log folder."""
-        self._log_folder = log_keeping.hold(self.launch.log_folder)
+        self._log_folder = logs.hold(self.launch.log_folder)
         if self.launch.timeout_s is not None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
@@ -315,7 +315,7 @@ class Run:
     def ended(self) -> None:
         """Release its logs and remove the oldest logs of others. The run is over."""
         self._let_go_of_logs()
-        log_keeping.remove_old(kernel_pid=os.getppid())
+        logs.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
         """Close the descriptors that came with the launch, and the store's socket."""

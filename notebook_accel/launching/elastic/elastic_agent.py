@@ -30,7 +30,7 @@ import notebook_accel
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching.elastic import nodes, rendezvous
-from notebook_accel.launching.elastic.nodes import GoneError, Guarded, Nodes, Patience, Standing
+from notebook_accel.launching.elastic.nodes import GoneError, Guarded, NodeRound, NodeStatus, Patience
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
@@ -116,8 +116,8 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._order = order
         self._meeting = order.options.meeting
         self._patience = Patience()
-        self._nodes: Nodes | None = None
-        self._here = Standing(beat=0, state="starting", ranks=order.world_size)
+        self._nodes: NodeRound | None = None
+        self._here = NodeStatus(beat=0, state="starting", ranks=order.world_size)
         self._failed_s = 0.0
         self._states: dict[int, str] = {}
         self._listening: socket.socket | None = None
@@ -181,8 +181,8 @@ class ElasticAgent(api.SimpleElasticAgent):
         else:
             port, _, host = nodes.wait_for(store, "master", soon_s).decode().partition(" ")
             self._listening, self._master = None, (host, int(port))
-        self._here = Standing(beat=0, state="starting", ranks=self._order.world_size)
-        self._nodes = Nodes(store, rank, cards, meeting.silence_s)
+        self._here = NodeStatus(beat=0, state="starting", ranks=self._order.world_size)
+        self._nodes = NodeRound(store, rank, cards, meeting.silence_s)
 
     def _shown_cards(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> dict[int, nodes.Card]:
         card = nodes.Card(
@@ -232,7 +232,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                 self._line.say(start, (listening.fileno(),))
         self.elsewhere, self._are_there, self._are_stopped = None, True, False
         self._answer_due_s = time.monotonic() + _ANSWER_S
-        self._here = Standing(beat=0, state="running", ranks=self._order.world_size)
+        self._here = NodeStatus(beat=0, state="running", ranks=self._order.world_size)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _place(self, group: api.WorkerGroup, worker: api.Worker) -> tuple[RankPlace, dict[str, str]]:
@@ -265,7 +265,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                     worker_group.spec.rdzv_handler.forget_store()
                 return api.RunResult(api.WorkerState.FAILED)
             self._look_around(self._nodes)
-        states = [standing.state for _, _, standing in self._others() if standing is not None]
+        states = [status.state for _, _, status in self._others() if status is not None]
         if self.elsewhere is not None or self._has_failed_for_good():
             return api.RunResult(api.WorkerState.FAILED)
         if self._here.state == "finished" and states.count("finished") == len(list(self._others())):
@@ -301,15 +301,15 @@ class ElasticAgent(api.SimpleElasticAgent):
         stopped = messages.Failure(what=why, is_wanted=True)
         self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
 
-    def _others(self) -> list[tuple[int, str, Standing | None]]:
+    def _others(self) -> list[tuple[int, str, NodeStatus | None]]:
         return [] if self._nodes is None else list(self._nodes.others)
 
-    def _look_around(self, around: Nodes) -> None:
+    def _look_around(self, around: NodeRound) -> None:
         """Take failures on other nodes, and report their status."""
         failures = []
-        for rank, _, standing in around.others:
-            if standing is not None and standing.state == "failed" and standing.failure is not None:
-                failures.append(msgspec.structs.replace(standing.failure, where=around.name(rank)))
+        for rank, _, status in around.others:
+            if status is not None and status.state == "failed" and status.failure is not None:
+                failures.append(msgspec.structs.replace(status.failure, where=around.name(rank)))
         is_only_lost = self._here.state == "failed" and self._here.failure is not None and self._here.failure.lost_peer
         for failure in sorted(failures, key=lambda failure: (not failure.is_wanted, failure.lost_peer)):
             if self._here.state != "failed" or (is_only_lost and not failure.lost_peer) or failure.is_wanted:
@@ -317,11 +317,11 @@ class ElasticAgent(api.SimpleElasticAgent):
             if failure.is_wanted:
                 self._remaining_restarts = 0
         states: dict[int, str] = {
-            rank: standing.state if standing is not None else "starting" for rank, _, standing in around.others
+            rank: status.state if status is not None else "starting" for rank, _, status in around.others
         }
         is_news, self._states = states != self._states, states
         self._line.say_about_nodes(
-            [_in_words(around.name(rank), standing) for rank, _, standing in around.others], is_news=is_news
+            [_in_words(around.name(rank), status) for rank, _, status in around.others], is_news=is_news
         )
 
     def _has_failed_for_good(self) -> bool:
@@ -361,16 +361,16 @@ class ElasticAgent(api.SimpleElasticAgent):
                 around.leave(time.monotonic() + _LEAVING_S, serves=self._serves(around.rank))
 
 
-def _in_words(name: str, standing: Standing | None) -> str:
-    if standing is None:
+def _in_words(name: str, status: NodeStatus | None) -> str:
+    if status is None:
         return f"{name}: starting"
-    ranks = "1 rank" if standing.ranks == 1 else f"{standing.ranks} ranks"
-    words = f"{name}: {ranks} {standing.state}"
-    if standing.steps is not None:
-        least, most = standing.steps
+    ranks = "1 rank" if status.ranks == 1 else f"{status.ranks} ranks"
+    words = f"{name}: {ranks} {status.state}"
+    if status.steps is not None:
+        least, most = status.steps
         words += f", step {least:,}" if least == most else f", steps {least:,} to {most:,}"
-    if standing.state == "failed" and standing.failure is not None:
-        words += f": {standing.failure.what}"
+    if status.state == "failed" and status.failure is not None:
+        words += f": {status.failure.what}"
     return words
 
 

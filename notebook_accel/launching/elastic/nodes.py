@@ -24,9 +24,9 @@ __all__ = [
     "GoneError",
     "Guarded",
     "MisfitError",
-    "Nodes",
+    "NodeRound",
+    "NodeStatus",
     "Patience",
-    "Standing",
     "Store",
     "leave",
     "show_cards",
@@ -97,7 +97,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(found)
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's status.
 
     Attributes:
@@ -116,7 +116,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _card = msgspec.msgpack.Decoder(Card)
-_standing = msgspec.msgpack.Decoder(Standing)
+_status = msgspec.msgpack.Decoder(NodeStatus)
 
 
 class Patience:
@@ -225,7 +225,7 @@ def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
     return store.get(key)
 
 
-class Nodes:
+class NodeRound:
     """The status of each node in one round.
 
     Args:
@@ -244,24 +244,24 @@ class Nodes:
         self._cards = cards
         self._silence_s = silence_s
         self._beat = 0
-        self._said: Standing | None = None
+        self._said: NodeStatus | None = None
         self._due_s = 0.0
         now_s = time.monotonic()
-        self._standings: dict[int, tuple[Standing | None, float]] = {
+        self._statuses: dict[int, tuple[NodeStatus | None, float]] = {
             other: (None, now_s) for other in cards if other != rank
         }
 
     @property
-    def others(self) -> Iterator[tuple[int, str, Standing | None]]:
+    def others(self) -> Iterator[tuple[int, str, NodeStatus | None]]:
         """Each other node with its host and its status, ``None`` before its first report."""
-        for rank, (standing, _) in self._standings.items():
-            yield rank, self._cards[rank].host, standing
+        for rank, (status, _) in self._statuses.items():
+            yield rank, self._cards[rank].host, status
 
     def name(self, rank: int) -> str:
         """Return a node's name for messages, such as ``node 1 (HOST)``."""
         return f"node {rank} ({self._cards[rank].host})"
 
-    def pulse(self, mine: Standing) -> None:
+    def pulse(self, mine: NodeStatus) -> None:
         """Write this node's status and read those of the others, if that is due or this node's state has changed.
 
         Raises:
@@ -274,16 +274,16 @@ class Nodes:
         self._beat += 1
         self._said = mine
         said = msgspec.structs.replace(mine, beat=self._beat)
-        self._store.set(f"standing/{self.rank}", msgspec.msgpack.encode(said))
-        for rank in self._standings:
+        self._store.set(f"status/{self.rank}", msgspec.msgpack.encode(said))
+        for rank in self._statuses:
             self._hear(rank, now_s)
 
     def _hear(self, rank: int, now_s: float) -> None:
-        before, heard_s = self._standings[rank]
-        if self._store.check([f"standing/{rank}"]):
-            standing = _standing.decode(self._store.get(f"standing/{rank}"))
-            if before is None or standing.beat != before.beat:
-                self._standings[rank] = standing, now_s
+        before, heard_s = self._statuses[rank]
+        if self._store.check([f"status/{rank}"]):
+            status = _status.decode(self._store.get(f"status/{rank}"))
+            if before is None or status.beat != before.beat:
+                self._statuses[rank] = status, now_s
                 return
         is_done = before is not None and before.state == "finished" and self._store.check([f"left/{rank}"])
         if now_s - heard_s > self._silence_s and not is_done:

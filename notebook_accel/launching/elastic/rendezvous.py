@@ -1,4 +1,4 @@
-"""How the nodes of a run meet, each time before their ranks are started.
+"""The rendezvous of a run's nodes, each time before their ranks are started.
 
 Numbered nodes meet at a port of node 0. Node 0 counts the rounds, so that a node whose kernel was restarted joins the
 round in which the others are. A number of nodes that may change meets by torch elastic's own rendezvous.
@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from notebook_accel import environment
 from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
-from notebook_accel.protocol.agent_messages import Broken, Elastic, Meeting
+from notebook_accel.protocol.agent_messages import Broken, ElasticOptions, Meeting
 
 __all__ = ["RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
 
@@ -56,7 +56,9 @@ class Static(RendezvousHandler):
         waits: Called with a line that says for which node this one waits.
     """
 
-    def __init__(self, options: Elastic, meeting: Meeting, patience: Patience, waits: Callable[[str], None]) -> None:
+    def __init__(
+        self, options: ElasticOptions, meeting: Meeting, patience: Patience, waits: Callable[[str], None]
+    ) -> None:
         self._run_id = options.run_id
         self._meeting = meeting
         self._patience = patience
@@ -193,7 +195,7 @@ def waiting_for(missing: list[int], meeting: Meeting) -> str:
 
 
 def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
-    """The error of a node that has waited in vain."""
+    """Return the error of a node that has waited in vain."""
     who = " and ".join(f"node {rank}" for rank in missing)
     return RefusedError(
         f"{who.capitalize()} {'has' if len(missing) == 1 else 'have'} not come to {meeting.host}:{meeting.port} within "
@@ -205,7 +207,7 @@ def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
 
 
 def without_others(size: int, meeting: Meeting) -> RefusedError:
-    """The error of a node that torch elastic's rendezvous lets start with fewer nodes than there have to be.
+    """Return the error of a node that torch elastic's rendezvous lets start with too few nodes.
 
     It dates signs of life by each node's wall clock, and drops nodes whose last one seems old from a group that is
     complete already (seen with torch 2.13).
@@ -217,7 +219,7 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
     )
 
 
-def dynamic(options: Elastic, meeting: Meeting, local_addr: str) -> RendezvousHandler:
+def dynamic(options: ElasticOptions, meeting: Meeting, local_addr: str) -> RendezvousHandler:
     """Torch elastic's own rendezvous, for a number of nodes that may change."""
     parameters = RendezvousParameters(
         backend=meeting.backend,
@@ -234,7 +236,7 @@ def dynamic(options: Elastic, meeting: Meeting, local_addr: str) -> RendezvousHa
 
 @contextlib.contextmanager
 def refusals(meeting: Meeting) -> Iterator[None]:
-    """What torch elastic's rendezvous raises, as an error that says what to do."""
+    """Turn the exceptions of torch elastic's rendezvous into errors that say what to do."""
     place = f"{meeting.host}:{meeting.port}"
     try:
         yield

@@ -26,7 +26,7 @@ from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.agent_messages import Elastic
+from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
@@ -129,7 +129,9 @@ class AgentProcess:
         """Descriptor of the file that the agent and the templates write to."""
         return self._errors
 
-    def launch(self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
+    def launch(
+        self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+    ) -> None:
         """Start a run, from a template of its own if there is a line to one."""
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         files = [prepared.payload, *prepared.result_files, *own_template]
@@ -146,7 +148,7 @@ class AgentProcess:
         files: Sequence[int],
         *,
         template_pid: int = 0,
-        elastic: Elastic | None = None,
+        elastic: ElasticOptions | None = None,
         places: Sequence[messages.Place] = (),
     ) -> None:
         job.attach(_LocalControl(self, job.id))

@@ -11,7 +11,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.protocol.agent_messages import Elastic, Meeting
+from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 
 __all__ = ["ElasticEngine", "check", "is_wanted"]
 
@@ -61,7 +61,7 @@ class ElasticEngine:
     def launch(self, request: LaunchRequest) -> Job:
         """Start the run's elastic process, which has the ranks started. See ``Engine``."""
         config = request.config
-        options = Elastic(
+        options = ElasticOptions(
             max_restarts=config.max_restarts,
             monitor_interval_s=config.monitor_interval,
             run_id=config.rdzv_id,

@@ -19,7 +19,7 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.payload import serialization
-from notebook_accel.protocol.agent_messages import Elastic
+from notebook_accel.protocol.agent_messages import ElasticOptions
 
 __all__ = ["LocalEngine", "check_size", "engine"]
 
@@ -68,7 +68,7 @@ class LocalEngine:
         """Start ranks that are forked from the template. See ``Engine``."""
         return self.launch_elastic(request, None)
 
-    def launch_elastic(self, request: LaunchRequest, elastic: Elastic | None) -> Job:
+    def launch_elastic(self, request: LaunchRequest, elastic: ElasticOptions | None) -> Job:
         """Start this node's ranks of a run on several nodes, if there are options for one. See ``Engine``."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         return uninterruptible.call(
@@ -80,7 +80,7 @@ class LocalEngine:
         request: LaunchRequest,
         pickled: serialization.Pickled,
         unsent: Mapping[str, str],
-        elastic: Elastic | None,
+        elastic: ElasticOptions | None,
     ) -> Job:
         with run_payload.prepared_run(request, pickled, unsent) as prepared:
             check_size(len(prepared.result_files))

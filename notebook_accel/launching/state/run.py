@@ -1,8 +1,8 @@
 """The state of a run, reduced from the events of its ranks, without input, output or a clock.
 
-``RunState.apply`` takes events in the order of arrival; stored events give the same state again. The state is bounded,
-however long the run is and however much it prints: it keeps only the output that errors and the table need, and views
-read the rest from the stream of events.
+``RunState.apply`` takes events in the order of arrival; ``RunState.replay`` makes the same state of stored ones. The
+state is bounded, however long the run is and however much it prints: it keeps only the output that errors and the table
+need, and views read the rest from the stream of events.
 
 Times are the seconds of ``time.monotonic()`` that events carry; methods that need the present take it as ``now_s``.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from notebook_accel.formatting import clipped, plain_text
@@ -62,6 +62,19 @@ class RunState:
         self.working_since_s = 0.0
         self.first_step_s: float | None = None
         self._restarts = 0
+
+    @classmethod
+    def replay(cls, world_size: int, stored: Iterable[tuple[int, events.Event]]) -> RunState:
+        """Return the state after stored events.
+
+        Args:
+            world_size: Number of ranks on this node.
+            stored: Rank and event, in the order of arrival.
+        """
+        state = cls(world_size)
+        for rank, event in stored:
+            state.apply(rank, event)
+        return state
 
     def apply(self, rank: int, event: events.Event) -> None:
         """Take in one event of one rank, or one of the whole run, for which the rank doesn't matter."""

@@ -85,7 +85,7 @@ class Parcel:
 
 
 @dataclasses.dataclass
-class _RankState:
+class _SentVariables:
     """The state of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects."""
 
     own: set[str] = dataclasses.field(default_factory=set)
@@ -97,7 +97,7 @@ class NamespaceSync:
     """Keeps track of what the ranks of a session have. Used by the thread that runs cells."""
 
     def __init__(self, world_size: int) -> None:
-        self._ranks = [_RankState() for _ in range(world_size)]
+        self._ranks = [_SentVariables() for _ in range(world_size)]
         self._objects: dict[int, Callable[[], Any]] = {}
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -112,7 +112,7 @@ class NamespaceSync:
 
     def forget(self, rank: int) -> None:
         """Forget what a rank had. A fresh process has taken its place."""
-        self._ranks[rank] = _RankState()
+        self._ranks[rank] = _SentVariables()
 
     @property
     def origins(self) -> Mapping[int, Any]:

@@ -236,7 +236,7 @@ class XlaDevice:
             )
         self._collectives.broadcast([*model.parameters(), *model.buffers()], source=0)
         self._compute()
-        return xla_collectives.DataParallel(model, self.place.world_size, self._collectives)
+        return xla_collectives.XlaDataParallel(model, self.place.world_size, self._collectives)
 
 
 class _XlaUploader:

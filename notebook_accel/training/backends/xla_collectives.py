@@ -21,7 +21,7 @@ import torch
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
 
-__all__ = ["BetweenDevices", "Collectives", "DataParallel", "ThroughHost"]
+__all__ = ["BetweenDevices", "Collectives", "ThroughHost", "XlaDataParallel"]
 
 
 class Collectives(Protocol):
@@ -132,7 +132,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype)
 
 
-class DataParallel(torch.nn.Module):
+class XlaDataParallel(torch.nn.Module):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
     It pickles and copies as the model in it, since it means nothing outside its ranks.

@@ -10,7 +10,6 @@ import tempfile
 import pytest
 
 from notebook_accel.launching import logs
-from notebook_accel.launching.agent import log_keeping
 
 
 @pytest.fixture
@@ -32,23 +31,23 @@ def aged(root: pathlib.Path, owner_pid: int, count: int) -> list[pathlib.Path]:
 
 def test_a_kernels_oldest_folders_go_and_those_of_runs_that_go_on_stay(root: pathlib.Path) -> None:
     folders = aged(root, os.getpid(), 6)
-    held = log_keeping.hold(str(folders[1]))
+    held = logs.hold(str(folders[1]))
     assert held is not None
-    log_keeping.remove_old(os.getpid(), kept=3)
+    logs.remove_old(os.getpid(), kept=3)
     assert sorted(root.iterdir()) == [folders[1], *folders[3:]]
     os.close(held)
-    log_keeping.remove_old(os.getpid(), kept=3)
+    logs.remove_old(os.getpid(), kept=3)
     assert sorted(root.iterdir()) == folders[3:]
     newest = logs.make_folder("", "train")
-    log_keeping.remove_old(os.getpid(), kept=1)
+    logs.remove_old(os.getpid(), kept=1)
     assert list(root.iterdir()) == [newest]
 
 
 def test_folders_of_another_kernel_go_when_it_is_gone(root: pathlib.Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         theirs = aged(root, other.pid, 4)
-        log_keeping.remove_old(os.getpid(), kept=1)
+        logs.remove_old(os.getpid(), kept=1)
         assert sorted(root.iterdir()) == theirs
         other.kill()
-    log_keeping.remove_old(os.getpid(), kept=1)
+    logs.remove_old(os.getpid(), kept=1)
     assert sorted(root.iterdir()) == theirs[3:]

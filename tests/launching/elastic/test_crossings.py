@@ -25,7 +25,7 @@ from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
-from notebook_accel.protocol.agent_messages import Elastic, Meeting
+from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 from notebook_accel.protocol.channel import Connection, EventLoop
 
 
@@ -59,7 +59,7 @@ class Agent:
             start_ranks=self._start,
             tell_kernel=self.told.append,
         )
-        options = Elastic(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting())
+        options = ElasticOptions(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting())
         self.run = Run(
             messages.Launch(
                 job_id="1", world_size=2, port=0, grace_s=5, timeout_s=None, log_folder="", idle_timeout_s=60,

@@ -203,9 +203,7 @@ def test_a_state_is_made_again_from_stored_events(sequence: list[tuple[int, even
     for rank, event in sequence:
         state.apply(rank, event)
         stored.append((rank, events.encode(event)))
-    again = RunState(3)
-    for rank, data in stored:
-        again.apply(rank, events.decode(data))
+    again = RunState.replay(3, ((rank, events.decode(data)) for rank, data in stored))
     assert _all_of(again) == _all_of(state)
 
 
