@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.errors import PayloadError
+from notebook_accel.errors import PayloadError, RunStoppedError, RunTimeoutError
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel import background
@@ -39,6 +39,18 @@ def test_at_every_moment_a_cell_has_ended_in_all_ways_or_in_none(capsys: pytest.
     assert set(seen) <= {("waiting", False), ("succeeded", True)} and ("waiting", False) in seen
     assert (cell.status, cell.results(0)) == ("succeeded", [1])
     assert "[the cell has ended" in capsys.readouterr().out
+
+
+def test_cell_is_stopped_as_a_job_is(session: Session) -> None:
+    cell = session.start("time.sleep(100)")
+    with pytest.raises(RunTimeoutError, match="has not ended after 0 s"):
+        cell.results(0)
+    assert (cell.status, cell.done, cell.error) == ("running", False, None)
+    cell.stop()
+    with pytest.raises(RunStoppedError, match="was interrupted") as raised:
+        cell.results(60)
+    assert (cell.status, cell.done, cell.error) == ("stopped", True, raised.value)
+    assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
 
 
 def test_what_can_not_be_sent_is_said_by_whoever_is_there_to_say_it(

@@ -99,7 +99,7 @@ class Interrupts:
 
     def _arrive(self, number: int, frame: types.FrameType | None) -> None:
         """Note an interrupt, as the signal's handler. A second one may arrive in the middle of it."""
-        is_allowed, self._is_allowed = self._is_allowed, False  # the next one would strike the cleanup after this one
+        is_allowed, self._is_allowed = self._is_allowed, False  # the next one would break the cleanup after this one
         assert callable(self._handler)
         try:
             self._handler(number, frame)

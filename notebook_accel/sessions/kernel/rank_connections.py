@@ -73,7 +73,7 @@ class RankRequest:
         return [rank for rank in self.outgoing if rank not in self.answers and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for news such as an answer or a rank's death, at most so long; without limit if negative."""
+        """Wait for news, such as an answer or a rank's death, for at most ``timeout_s``; without limit if negative."""
         self._news.acquire(timeout=timeout_s)
 
     def notify(self) -> None:

@@ -82,7 +82,7 @@ class _SessionRank:
         do = _HANDLERS[type(request)]
         with contextlib.ExitStack() as opened:
             descriptors: list[int] = []
-            # Until the delivery is opened: an interrupt may come before.
+            # True until the delivery is opened, since an interrupt may come before that.
             self._lacks_delivery = getattr(request, "delivery", None) is not None
             fields = self._run(lambda: do(self, request, message), request.sent_s, type(request) in _INTERRUPTIBLE)
             if fields.get("breaks_group"):  # a GPU kernel may wait in the group for ever
@@ -128,11 +128,11 @@ class _SessionRank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {}
         self._keep(error)
-        said = failure.describe(error, self._spec, self._tracker.definitions)
+        failed = failure.describe(error, self._spec, self._tracker.definitions)
         frames = traceback.walk_tb(error.__traceback__)
-        breaks = isinstance(error, KeyboardInterrupt) or said.lost_peer
+        breaks = isinstance(error, KeyboardInterrupt) or failed.lost_peer
         return {
-            "failed": said,
+            "failed": failed,
             "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
             "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
         }
@@ -275,7 +275,7 @@ def _import_training(module: str) -> Any:
 class _TorchModes:
     """Grad mode and autocast of this thread, as they are now; nothing where torch hasn't been imported.
 
-    An interrupt may strike in the middle of a context's exit and leave its mode on. A rank without gradients, or with
+    An interrupt may come in the middle of a context's exit and leave its mode on. A rank without gradients, or with
     autocast on cached weights, would be useless from then on without anybody noticing.
     """
 
