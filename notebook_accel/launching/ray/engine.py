@@ -13,8 +13,8 @@ from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ray import cluster, connecting, options
-from notebook_accel.launching.ray.run import ClusterRun
+from notebook_accel.launching.ray import cluster, connection, options
+from notebook_accel.launching.ray.run import RayRun
 
 __all__ = ["RayEngine"]
 
@@ -43,7 +43,7 @@ class RayEngine:
                 why="It has ranks in this kernel, or as forks of it.",
                 fix="leave out start_method, or engine",
             )
-        return cls(cluster.Cluster(uninterruptible.call(lambda: connecting.connect(wanted.address)), wanted))
+        return cls(cluster.Cluster(uninterruptible.call(lambda: connection.connect(wanted.address)), wanted))
 
     def devices(self, config: LaunchConfig) -> Devices:
         """What ranks run on: the cluster's GPUs if it has any."""
@@ -68,7 +68,7 @@ class RayEngine:
 
         def start() -> Job:
             with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as prepared:
-                run = ClusterRun(
+                run = RayRun(
                     prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
                 )
                 prepared.job.attach(run)

@@ -1,43 +1,56 @@
-"""A node's host: the one actor that a notebook has on a node. It has an agent and a template, as a kernel has.
+"""The one actor that a notebook has on a node. It runs an agent there, and forwards that agent's frames unread.
 
 So ranks are started, read, interrupted, stopped and reaped on a node as on the kernel's machine, by the same code, and
-as fast. Ray does what it is there for: it reserves what the ranks need, brings the payload, and kills the host when the
-notebook or the node goes. The agent sees that its parent has gone, and ends the ranks.
+as fast. The host adds what can't come from another machine: it opens a run's files, which go to the agent with the
+Launch message, and says what the node has. Ray reserves what the ranks need, brings the payload, and kills the host
+when the notebook or the node goes. The agent sees that its parent has gone, and ends the ranks.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import importlib.metadata
 import os
 import pickle
 import platform
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from notebook_accel import environment
-from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import interfaces, logs
-from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.agent_process import NodePart
-from notebook_accel.launching.kernel.engine import RunControl
+from notebook_accel.launching.kernel.agent_process import last_words, start_process
+from notebook_accel.launching.processes import close_all, resume_if_stopped
 from notebook_accel.payload import memory_files
-from notebook_accel.protocol import events, ray_messages
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["NodeHost", "versions"]
+__all__ = ["Facts", "NodeHost", "versions"]
 
-_BATCH_PAUSE_S = 0.05
+_SEND_DEADLINE_S = 10.0
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has of its own.
+
+    Attributes:
+        versions: Versions of Python, torch and this package, by name; empty for what isn't installed.
+        variables: Environment variables for the ranks.
+        sys_path: The import path.
+    """
+
+    versions: dict[str, str]
+    variables: dict[str, str]
+    sys_path: list[str]
 
 
 def versions() -> dict[str, str]:
-    """Of what has to be the same in the notebook and on the nodes."""
+    """Return the versions that have to be the same in the notebook and on the nodes."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("torch", "notebook-accel"):
         found[name] = ""
@@ -50,149 +63,168 @@ class NodeHost:
     """Runs the parts of runs that are on its node. An actor; the kernel calls its methods, several at a time.
 
     Args:
-        address: Of this node, as other nodes reach it.
+        address: The node's address, as other nodes reach it.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._engine = local.LocalEngine()
-        self._runs: dict[str, _NodeRun] = {}
-        self._listening: dict[str, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._agent: _Agent | None = None
+        self._parts: dict[str, _Part] = {}
+        self._idle_timer: threading.Timer | None = None
 
     def facts(self) -> bytes:
-        """What the kernel compares before it starts anything."""
-        return ray_messages.encode(
-            ray_messages.Facts(versions=versions(), address=self._address, host=socket.gethostname(), pid=os.getpid())
-        )
-
-    def listen(self, job_id: str, port: int) -> int:
-        """Opens the socket of a run's store, which is on this node; its port.
-
-        Raises:
-            OSError: The port can't be used.
-        """
-        self._listening[job_id] = listening = socket.create_server((self._address, port), backlog=4096)
-        return int(listening.getsockname()[1])
-
-    def launch(self, encoded: bytes, payload: Any) -> None:
-        """Starts this node's ranks of a run.
-
-        Args:
-            encoded: The ``Part``.
-            payload: The run's sealed payload, a buffer in the node's object store.
-        """
-        part = msgspec.msgpack.decode(encoded, type=ray_messages.Part)
-        run = self._runs[part.job_id] = _NodeRun(part, msgspec.json.decode(part.options, type=LaunchConfig))
+        """Return the encoded ``Facts``."""
         interface = interfaces.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        variables = {**environment.sendable(), **of_interface, **part.environment}
+        variables = {**environment.sendable(), **of_interface}
+        return msgspec.msgpack.encode(
+            Facts(versions=versions(), variables=variables, sys_path=environment.import_path())
+        )
+
+    def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
+        """Open the files of a part of a run, and start the agent unless it runs.
+
+        Args:
+            part_id: The part.
+            name: The run's name.
+            log_dir: The run's option of that name.
+            ranks: Number of ranks.
+            port: The port for the ranks' store, 0 for any; ``None`` if the store is on another node.
+
+        Returns:
+            The agent's process, the folder of the logs, empty if there was no room for one, and the store's port.
+
+        Raises:
+            OSError: The port can't be used, or the system refuses what is needed.
+        """
+        listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
+        with self._lock:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+            if self._agent is None or self._agent.process.returncode is not None:
+                self._drop_agent()
+                self._agent = _Agent()
+            files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(ranks)]
+            self._parts[part_id] = _Part(self._agent, files, listening)
+        folder = logs.make_folder(log_dir, name)
+        used_port = 0 if listening is None else int(listening.getsockname()[1])
+        return self._agent.process.pid, "" if folder is None else str(folder), used_port
+
+    def launch(self, part_id: str, body: bytes, payload: Any) -> None:
+        """Send the agent a part's Launch message, with the descriptors that belong to it.
+
+        Args:
+            part_id: The part.
+            body: The encoded message.
+            payload: The run's sealed payload, a buffer in the node's object store.
+        """
+        part = self._parts[part_id]
         copied = memory_files.memory_file("notebook-accel-payload")
-        listening = self._listening.pop(part.job_id, None)
         try:
             memory_files.fill(copied, memoryview(payload))
             memory_files.make_unwritable(copied)
-            places = [(place, variables) for place in part.places]
-            self._engine.launch_part(NodePart(run, copied, run.result_files, places, listening))
+            listening = [] if part.listening is None else [part.listening.fileno()]
+            part.agent.connection.send(body, [copied, *part.result_files, *listening])
         finally:
             os.close(copied)
-            if listening is not None:
-                listening.close()
+        if part.listening is not None:
+            part.listening.close()
 
-    def news(self, job_id: str, patience_s: float) -> bytes:
-        """What has happened to a run since the last call: waits for it, but no longer than that."""
-        said = self._runs[job_id].outbox.take(patience_s)
-        return ray_messages.encode(ray_messages.News(time_s=time.monotonic(), said=said))
+    def write(self, agent_pid: int, body: bytes) -> None:
+        """Send the agent a message. Raise ``ClosedError`` if it has gone."""
+        self._running(agent_pid).connection.send(body)
 
-    def tell(self, job_id: str, what: ray_messages.Tell) -> None:
-        """Passes on what the notebook wants."""
-        run = self._runs.get(job_id)
-        if run is None or run.control is None:
-            return
-        if what == "interrupt":
-            run.control.interrupt(escalate=True)
-        elif what == "interrupt only":
-            run.control.interrupt(escalate=False)
-        else:
-            getattr(run.control, what)()
+    def read(self, agent_pid: int, patience_s: float) -> tuple[float, bytes]:
+        """Wait for bytes from the agent, and return the time here and what has come. Raise ``ClosedError`` at its end.
 
-    def results(self, job_id: str, *, as_buffers: bool) -> list[Any]:
-        """Each rank's result as it was written: as buffers, which Ray sends beside its pickle, or as bytes."""
-        written = [memory_files.whole(file) for file in self._runs[job_id].result_files]
+        Only one thread may read at a time, so that the bytes stay in order.
+        """
+        agent = self._running(agent_pid)
+        agent.connection.set_receive_deadline(patience_s)
+        data = agent.connection.receive_bytes()
+        if not data:
+            resume_if_stopped(agent_pid)
+        return time.monotonic(), data
+
+    def last_words(self) -> str:
+        """Return what the agent and the templates wrote last."""
+        return "" if self._agent is None else last_words(self._agent.log)
+
+    def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
+        """Return each rank's result as it was written: as buffers, which Ray sends beside its pickle, or as bytes."""
+        written = [memory_files.whole(file) for file in self._parts[part_id].result_files]
         return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
-    def forget(self, job_id: str) -> None:
-        """The kernel has all that it wants of a run. What is still there of it is killed."""
-        run = self._runs.pop(job_id, None)
-        listening = self._listening.pop(job_id, None)
-        if listening is not None:
-            listening.close()
-        if run is not None:
-            if run.control is not None:
-                run.control.kill()
-            run.close()
+    def close(self, part_id: str, kill: bytes, idle_timeout_s: float) -> None:
+        """Forget a part, of which the kernel wants no more.
+
+        Args:
+            part_id: The part.
+            kill: The message that kills what still runs.
+            idle_timeout_s: Time after which an agent without a run ends.
+        """
+        with self._lock:
+            part = self._parts.pop(part_id, None)
+            if part is None:
+                return
+            part.close()
+            with contextlib.suppress(OSError):  # the agent has gone
+                part.agent.connection.send(kill)
+            if not self._parts:
+                self._idle_timer = threading.Timer(idle_timeout_s, self._end_idle_agent)
+                self._idle_timer.daemon = True
+                self._idle_timer.start()
+
+    def _end_idle_agent(self) -> None:
+        with self._lock:
+            if not self._parts:
+                self._drop_agent()
+
+    def _drop_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.connection.shutdown()
+            self._agent.connection.close()
+            os.close(self._agent.log)
+            self._agent = None
+
+    def _running(self, agent_pid: int) -> _Agent:
+        agent = self._agent
+        if agent is None or agent.process.pid != agent_pid:
+            raise ClosedError("the agent has gone")
+        return agent
 
 
-class _Outbox:
-    """What is to be told, in order. Samples that a newer one of the same rank has replaced are left out."""
+class _Agent:
+    """The node's agent, and the thread that starts it and waits for its end, with which Linux would kill it."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[ray_messages.FromHost, tuple[int, type] | None]] = []
-        self._has_news = threading.Condition()
+        self.log = memory_files.memory_file("notebook-accel-agent-log")
+        self.connection, theirs = Connection.pair()
+        self.connection.set_send_deadline(_SEND_DEADLINE_S)
+        started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(theirs, started), name="notebook-accel-agent", daemon=True).start()
+        self.process = started.result()
 
-    def put(self, said: ray_messages.FromHost, sample_of: tuple[int, type] | None = None) -> None:
-        with self._has_news:
-            self._waiting.append((said, sample_of))
-            self._has_news.notify_all()
-
-    def take(self, patience_s: float) -> list[ray_messages.FromHost]:
-        with self._has_news:
-            self._has_news.wait_for(lambda: self._waiting, patience_s)
-            is_urgent = any(sample_of is None for _, sample_of in self._waiting)
-        if not is_urgent:
-            time.sleep(_BATCH_PAUSE_S)  # then one message has the samples of many ranks
-        with self._has_news:
-            waiting, self._waiting = self._waiting, []
-        newest = {sample_of: number for number, (_, sample_of) in enumerate(waiting) if sample_of is not None}
-        return [
-            said for number, (said, sample_of) in enumerate(waiting) if sample_of is None or newest[sample_of] == number
-        ]
+    def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
+        with contextlib.closing(theirs):
+            try:
+                process = start_process(theirs, self.log)
+            except OSError as error:
+                started.set_exception(error)
+                return
+        started.set_result(process)
+        process.wait()
 
 
-class _NodeRun:
-    """Takes the place of a job for the agent's connection: what it is fed goes to the kernel."""
+class _Part(NamedTuple):
+    """A part of a run: its agent, its ranks' result files and the listening socket of the ranks' store, if here."""
 
-    on_death: OnDeath = "stop"
-
-    def __init__(self, part: ray_messages.Part, config: LaunchConfig) -> None:
-        self.id = part.job_id
-        self.config = config
-        self.world_size = len(part.places)
-        self.log_folder = logs.make_folder(config.log_dir, part.name)
-        self.result_files = [memory_files.memory_file(f"notebook-accel-result-{place.rank}") for place in part.places]
-        self.outbox = _Outbox()
-        self.control: RunControl | None = None
-
-    def attach(self, control: RunControl) -> None:
-        self.control = control
+    agent: _Agent
+    result_files: Sequence[int]
+    listening: socket.socket | None
 
     def close(self) -> None:
-        for descriptor in self.result_files:
-            os.close(descriptor)
-
-    def deliver(self, rank: int, event: events.Event) -> None:
-        is_sample = isinstance(event, events.SAMPLES)
-        said = ray_messages.Said(rank, msgspec.Raw(events.encode(event)))
-        self.outbox.put(said, (rank, type(event)) if is_sample else None)
-
-    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        self.outbox.put(ray_messages.Dumped(list(dumps)))
-
-    def start(self, starting: Starting) -> None:
-        raise NotImplementedError(f"{starting}: only elastic processes say this, and no part has one")
-
-    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        assert elsewhere is None, "only elastic processes know of other nodes"
-        if error is None:
-            self.outbox.put(ray_messages.Ended(reason=reason))
-        else:
-            self.outbox.put(ray_messages.Ended(reason=reason, what=error.what, why=error.why, fix=error.fix))
+        close_all(self.result_files)
+        if self.listening is not None:
+            self.listening.close()
