@@ -67,10 +67,9 @@ class AgentLink(Generic[_Handle]):
 
         One that has preloaded more than is asked for is as good.
         """
-        wanted = self._import_settings()
-        if wanted == self._prepared_for and self._preloaded.issuperset(options.preload):
+        settings, variables, sys_path = self._environment()
+        if settings == self._prepared_for and self._preloaded.issuperset(options.preload):
             return
-        variables, sys_path = self._environment()
         self._send(
             messages.Prepare(
                 environment=dict(variables),
@@ -79,7 +78,7 @@ class AgentLink(Generic[_Handle]):
                 idle_timeout_s=options.idle_timeout_s,
             )
         )
-        self._prepared_for, self._preloaded = wanted, set(options.preload)
+        self._prepared_for, self._preloaded = settings, set(options.preload)
 
     def expect(self, job: _Handle) -> None:
         """Register the job before its Launch message, so that its events can be routed."""
@@ -89,10 +88,6 @@ class AgentLink(Generic[_Handle]):
         """Unregister a job whose launch failed."""
         self._jobs.pop(job.id, None)
 
-    def tell(self, message: messages.ToAgent) -> None:
-        """Send a message if the agent is still there."""
-        raise NotImplementedError
-
     def _launch_message(
         self,
         job: _Handle,
@@ -101,8 +96,7 @@ class AgentLink(Generic[_Handle]):
         elastic: Elastic | None = None,
         places: Sequence[messages.Place] = (),
     ) -> messages.Launch:
-        """Attach the job's control, and return the message that starts its ranks."""
-        job.attach(_AgentControl(self.tell, job.id))
+        """Return the message that starts a job's ranks."""
         return messages.Launch(
             job_id=job.id,
             world_size=job.world_size,
@@ -119,12 +113,8 @@ class AgentLink(Generic[_Handle]):
 
     # What differs with where the agent is ---------------------------------------------------------------------------
 
-    def _import_settings(self) -> object:
-        """Return what a template's imports depend on, to be compared."""
-        raise NotImplementedError
-
-    def _environment(self) -> tuple[Mapping[str, str], Sequence[str]]:
-        """Return the variables and the import path of a template."""
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        """Return a template's variables and import path; before them what a template's imports depend on."""
         raise NotImplementedError
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
@@ -140,8 +130,7 @@ class AgentLink(Generic[_Handle]):
         raise NotImplementedError
 
     def _became_idle(self) -> None:
-        """React to an agent that has had no run for ``idle_timeout_s``."""
-        raise NotImplementedError
+        """React to an agent that has had no run for ``idle_timeout_s``, if nobody else does."""
 
     def _last_words(self) -> str:
         """Return what the agent wrote last, for an error's ``why``."""
@@ -160,37 +149,32 @@ class AgentLink(Generic[_Handle]):
 
     def _heard(self, said: messages.ToKernel) -> bool:
         """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
+        if isinstance(said, messages.Idle):
+            self._became_idle()
+            return False
+        if isinstance(said, messages.Broken) and not said.job_id:
+            self._prepared_for = None  # the next launch tries again, and says why if that fails too
+            return False
+        job = self._jobs.get(said.job_id)
+        if isinstance(said, messages.RunEnded | messages.Broken):
+            self._jobs.pop(said.job_id, None)
+        if job is None:
+            return False
         if isinstance(said, messages.Said):
             event = events.decode(bytes(said.event))
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.deliver(said.rank, event)
+            job.deliver(said.rank, event)
             return isinstance(event, events.SAMPLES)
         if isinstance(said, messages.Inspected):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.take_dumps(said.ranks)
+            job.take_dumps(said.ranks)
         elif isinstance(said, messages.Starting):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.start(said)
+            job.start(said)
         elif isinstance(said, messages.AboutNodes):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
+            job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
         elif isinstance(said, messages.RunEnded):
-            job = self._jobs.pop(said.job_id, None)
-            if job is not None:
-                job.end(said.reason, elsewhere=said.elsewhere)
-        elif isinstance(said, messages.Idle):
-            self._became_idle()
-        elif said.job_id:
-            job = self._jobs.pop(said.job_id, None)
-            if job is not None:
-                kind = RunError if said.was_running else ProcessStartError
-                job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
+            job.end(said.reason, elsewhere=said.elsewhere)
         else:
-            self._prepared_for = None  # the next launch tries again, and says why if that fails too
+            kind = RunError if said.was_running else ProcessStartError
+            job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
         return False
 
 
@@ -215,11 +199,9 @@ class AgentProcess(AgentLink[RunHandle]):
         if self._process is None:
             raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
-    def _import_settings(self) -> object:
-        return environment.import_time_variables(), sys.prefix
-
-    def _environment(self) -> tuple[Mapping[str, str], Sequence[str]]:
-        return environment.sendable(), environment.import_path()
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        settings = environment.import_time_variables(), sys.prefix
+        return settings, environment.sendable(), environment.import_path()
 
     @property
     def is_expecting(self) -> bool:
@@ -233,6 +215,7 @@ class AgentProcess(AgentLink[RunHandle]):
 
     def launch(self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: Elastic | None = None) -> None:
         """Start a run, from a template of its own if there is a line to one."""
+        prepared.job.attach(_LocalControl(self, prepared.job.id))
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
         try:
@@ -376,28 +359,25 @@ def agent_lost_error(why: str) -> SupervisorLostError:
     )
 
 
-class _AgentControl:
-    def __init__(self, tell: Callable[[messages.ToAgent], None], job_id: str) -> None:
-        self._tell = tell
+class _LocalControl:
+    def __init__(self, agent: AgentProcess, job_id: str) -> None:
+        self._agent = agent
         self._job_id = job_id
 
     def interrupt(self, *, escalate: bool) -> None:
         if escalate:
-            self._tell(messages.End(job_id=self._job_id, how="interrupt"))
+            self._agent.tell(messages.End(job_id=self._job_id, how="interrupt"))
         else:
-            self._tell(messages.Interrupt(job_id=self._job_id))
+            self._agent.tell(messages.Interrupt(job_id=self._job_id))
 
     def stop(self) -> None:
-        self._tell(messages.End(job_id=self._job_id, how="stop"))
+        self._agent.tell(messages.End(job_id=self._job_id, how="stop"))
 
     def kill(self) -> None:
-        self._tell(messages.End(job_id=self._job_id, how="kill"))
+        self._agent.tell(messages.End(job_id=self._job_id, how="kill"))
 
     def respawn(self, rank: int) -> None:
-        self._tell(messages.Respawn(job_id=self._job_id, rank=rank))
+        self._agent.tell(messages.Respawn(job_id=self._job_id, rank=rank))
 
     def inspect(self) -> None:
-        self._tell(messages.Inspect(job_id=self._job_id))
-
-    def release(self) -> None:
-        self._tell(messages.Release(job_id=self._job_id))
+        self._agent.tell(messages.Inspect(job_id=self._job_id))

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
-from notebook_accel.launching.kernel.remote import NotWantedError, RemoteAgent
 from notebook_accel.launching.ray.connection import Connection
-from notebook_accel.launching.ray.host import NodeHost
 from notebook_accel.launching.ray.options import RayOptions
+from notebook_accel.launching.remote.host import NodeHost
+from notebook_accel.launching.remote.run import AgentSlot, NotWantedError
 
 __all__ = ["Cluster", "Host", "Node", "Placement"]
 
@@ -59,13 +59,11 @@ class Host:
 
     Attributes:
         actor: The actor.
-        agent_pid: The process of the agent that runs there, 0 before one was started.
-        agent: That agent.
+        slot: The agent that it runs.
     """
 
     actor: Any
-    agent_pid: int = 0
-    agent: RemoteAgent | None = None
+    slot: AgentSlot = dataclasses.field(default_factory=AgentSlot)
 
 
 _hosts: dict[tuple[str, str, str], Host] = {}  # by connection, node and runtime environment

@@ -32,7 +32,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
-from notebook_accel.launching.kernel.remote import NotWantedError
+from notebook_accel.launching.remote.run import NotWantedError
 from notebook_accel.uninterruptible import Latch
 
 __all__ = ["Answer", "Connection", "connect", "last_line", "why_not_reached"]

@@ -8,15 +8,13 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import agent_lost_error
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.remote import NodePart, RemoteAgent, RemoteRun
-from notebook_accel.launching.ray import host
 from notebook_accel.launching.ray.cluster import Cluster, Host, Node, Placement
 from notebook_accel.launching.ray.connection import Answer, last_line
+from notebook_accel.launching.remote import host
+from notebook_accel.launching.remote.run import NodePart, RemoteRun
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -96,15 +94,13 @@ class RayRun(RemoteRun):
         first = 0
         for (node, there), answer, fact in zip(self._on_nodes, opened, facts, strict=True):
             agent_pid, log_folder, store_port = self._answer(node, answer, _START_DEADLINE_S, self._is_wanted)
-            if there.agent is None or there.agent_pid != agent_pid:
-                stream = _Stream(self._cluster, node, there.actor, agent_pid)
-                there.agent_pid, there.agent = agent_pid, RemoteAgent(stream, fact.variables, fact.sys_path)
+            make_stream = functools.partial(_Stream, self._cluster, node, there.actor, agent_pid)
             ranks = range(first, first + len(node.bundles))
             first = ranks.stop
             parts.append(
                 NodePart(
                     self,
-                    there.agent,
+                    there.slot.agent(agent_pid, fact, make_stream),
                     part_id=attempt_id,
                     address=node.address,
                     ranks=ranks,
@@ -162,8 +158,8 @@ class RayRun(RemoteRun):
     def _facts(self, there: Host) -> host.Facts:
         asked = [self._connection.ask(there.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
-        [encoded] = self._connection.answers(asked, patience_s, self._is_wanted)
-        return msgspec.msgpack.decode(encoded, type=host.Facts)
+        [facts] = self._connection.answers(asked, patience_s, self._is_wanted)
+        return host.Facts(*facts)
 
     def _gpu_variables(self, node: Node) -> dict[str, str]:
         gpus = self._resources.get("GPU", 0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 
-import msgspec
 import pytest
 
 from notebook_accel import notebook_launcher
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import connection, host, options
+from notebook_accel.launching.ray import connection, options
 from tests.launching import functions
 
 
@@ -46,13 +45,6 @@ def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:
         assert connection.why_not_reached(address) == ""
     assert "Connection refused" in connection.why_not_reached(address)
     assert connection.why_not_reached("auto") == ""  # which Ray knows what to do with
-
-
-def test_host_says_what_its_node_has() -> None:
-    found = host.versions()
-    assert set(found) == {"Python", "torch", "notebook-accel"} and all(found.values())
-    facts = msgspec.msgpack.decode(host.NodeHost("127.0.0.1").facts(), type=host.Facts)
-    assert facts.versions == found and facts.variables["GLOO_SOCKET_IFNAME"] == "lo" and facts.sys_path
 
 
 class _Library:

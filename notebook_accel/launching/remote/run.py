@@ -26,15 +26,15 @@ import msgspec
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
-from notebook_accel.launching.kernel.engine import RunControl
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.remote.host import Facts
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.channel import take_frames
 
-__all__ = ["AgentStream", "NodeClock", "NodePart", "NotWantedError", "RemoteAgent", "RemoteRun"]
+__all__ = ["AgentSlot", "AgentStream", "NodeClock", "NodePart", "NotWantedError", "RemoteAgent", "RemoteRun"]
 
 
 class NotWantedError(Exception):
@@ -104,16 +104,14 @@ class RemoteAgent(AgentLink["NodePart"]):
 
     Args:
         stream: The way to it.
-        variables: The environment variables of its node.
-        sys_path: The import path there.
+        facts: The facts of its node.
     """
 
-    def __init__(self, stream: AgentStream, variables: Mapping[str, str], sys_path: Sequence[str]) -> None:
+    def __init__(self, stream: AgentStream, facts: Facts) -> None:
         super().__init__()
         self.clock = NodeClock()
-        self.variables = variables
+        self.facts = facts
         self._stream = stream
-        self._sys_path = sys_path
         self._received = bytearray()
         self._lock = threading.Lock()
         self._prepare_lock = threading.Lock()
@@ -134,13 +132,11 @@ class RemoteAgent(AgentLink["NodePart"]):
         return messages.encode(self._launch_message(part, places=places))
 
     def tell(self, message: messages.ToAgent) -> None:
+        """Send a message soon, if the agent is still there. Doesn't wait."""
         self._stream.post(messages.encode(message))
 
-    def _import_settings(self) -> object:
-        return ()  # they stay as they are as long as the agent lives
-
-    def _environment(self) -> tuple[Mapping[str, str], Sequence[str]]:
-        return self.variables, self._sys_path
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        return True, self.facts.variables, self.facts.sys_path  # they stay as they are as long as the agent lives
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         assert not descriptors
@@ -174,6 +170,22 @@ class RemoteAgent(AgentLink["NodePart"]):
         return self._is_reading
 
 
+class AgentSlot:
+    """A node's agent, which is replaced when the node has started another one. Runs in several threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._agent: RemoteAgent | None = None
+
+    def agent(self, pid: int, facts: Facts, make_stream: Callable[[], AgentStream]) -> RemoteAgent:
+        """Return the agent that is this process on the node."""
+        with self._lock:
+            if self._agent is None or self._pid != pid:
+                self._pid, self._agent = pid, RemoteAgent(make_stream(), facts)
+            return self._agent
+
+
 class NodePart:
     """The part of a run that is on one node: passes on what the node's agent says of it.
 
@@ -185,7 +197,6 @@ class NodePart:
         variables: Environment variables of these ranks alone.
         store_port: The port of the ranks' store, if this is the first part.
         log_folder: Folder of the logs on the node; ``None`` if there was no room for one.
-        control: The agent's control of the part.
         dumps: The ranks' stacks, until those of the other nodes are there.
         has_ended: True if nothing more will come.
     """
@@ -213,7 +224,6 @@ class NodePart:
         self.variables = variables
         self.store_port = store_port
         self.log_folder = pathlib.Path(log_folder) if log_folder else None
-        self.control: RunControl | None = None
         self.dumps: list[RankDump] | None = None
         self.has_ended = False
         self._run = run
@@ -223,9 +233,6 @@ class NodePart:
         """The ranks as an error names them, such as ``ranks 2 to 3 of 4``."""
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
         return f"{ranks} of {self._run.job.world_size}"
-
-    def attach(self, control: RunControl) -> None:
-        self.control = control
 
     def deliver(self, rank: int, event: events.Event) -> None:
         self._run.deliver(self, self.ranks[rank], self.agent.clock.event_by_our_clock(event))
@@ -311,7 +318,7 @@ class RemoteRun:
         if escalate:
             self._end_by("interrupt")
         else:
-            self._tell_parts(lambda control: control.interrupt(escalate=False))
+            self._tell_parts(lambda part_id: messages.Interrupt(job_id=part_id))
 
     def stop(self) -> None:
         self._end_by("stop")
@@ -324,10 +331,7 @@ class RemoteRun:
             self.job.take_dumps(())
         for part in self._parts:
             part.dumps = None
-        self._tell_parts(lambda control: control.inspect())
-
-    def release(self) -> None:
-        self._tell_parts(lambda control: control.release())
+        self._tell_parts(lambda part_id: messages.Inspect(job_id=part_id))
 
     def respawn(self, rank: int) -> None:
         raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
@@ -337,17 +341,12 @@ class RemoteRun:
         self._end_parts(how)
 
     def _end_parts(self, how: messages.How) -> None:
-        if how == "interrupt":
-            self._tell_parts(lambda control: control.interrupt(escalate=True))
-        elif how == "stop":
-            self._tell_parts(lambda control: control.stop())
-        else:
-            self._tell_parts(lambda control: control.kill())
+        self._tell_parts(lambda part_id: messages.End(job_id=part_id, how=how))
 
-    def _tell_parts(self, what: Callable[[RunControl], None]) -> None:
+    def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
         for part in self._parts:
-            if part.control is not None and not part.has_ended:
-                what(part.control)
+            if not part.has_ended:
+                part.agent.tell(message_to(part.id))
 
     # What the agents' threads say -----------------------------------------------------------------------------------
 
@@ -363,7 +362,7 @@ class RemoteRun:
                 self._finished.add(rank)
                 have_all_finished = len(self._finished) == self.job.world_size
             if have_all_finished:
-                self.release()
+                self._tell_parts(lambda part_id: messages.Release(job_id=part_id))
 
     def take_dumps(self, part: NodePart, dumps: Sequence[RankDump]) -> None:
         """Take the stacks of a part's ranks, and pass on all once they are there."""
@@ -457,7 +456,7 @@ class RemoteRun:
         bodies = []
         for number, part in enumerate(self._parts):
             variables = {
-                **part.agent.variables,
+                **part.agent.facts.variables,
                 **self._variables,
                 **part.variables,
                 "GROUP_RANK": str(number),

@@ -1,9 +1,9 @@
-"""The one actor that a notebook has on a node. It runs an agent there, and forwards that agent's frames unread.
+"""The kernel's one host on another machine. It runs an agent there, and forwards that agent's frames unread.
 
 So ranks are started, read, interrupted, stopped and reaped on a node as on the kernel's machine, by the same code, and
 as fast. The host adds what can't come from another machine: it opens a run's files, which go to the agent with the
-Launch message, and says what the node has. Ray reserves what the ranks need, brings the payload, and kills the host
-when the notebook or the node goes. The agent sees that its parent has gone, and ends the ranks.
+Launch message, and says what the node has. Whatever reaches the node has to bring the payload, and to end the host when
+the kernel goes. The agent sees that its parent has gone, and ends the ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from notebook_accel import environment
 from notebook_accel.launching import interfaces, logs
 from notebook_accel.launching.kernel.agent_process import last_words, start_process
@@ -35,7 +33,7 @@ __all__ = ["Facts", "NodeHost", "versions"]
 _SEND_DEADLINE_S = 10.0
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Facts(NamedTuple):
     """What a node has of its own.
 
     Attributes:
@@ -60,7 +58,7 @@ def versions() -> dict[str, str]:
 
 
 class NodeHost:
-    """Runs the parts of runs that are on its node. An actor; the kernel calls its methods, several at a time.
+    """Runs the parts of runs that are on its node. The kernel calls its methods, several at a time.
 
     Args:
         address: The node's address, as other nodes reach it.
@@ -73,14 +71,11 @@ class NodeHost:
         self._parts: dict[str, _Part] = {}
         self._idle_timer: threading.Timer | None = None
 
-    def facts(self) -> bytes:
-        """Return the encoded ``Facts``."""
+    def facts(self) -> Facts:
+        """Return what the node has of its own."""
         interface = interfaces.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        variables = {**environment.sendable(), **of_interface}
-        return msgspec.msgpack.encode(
-            Facts(versions=versions(), variables=variables, sys_path=environment.import_path())
-        )
+        return Facts(versions(), {**environment.sendable(), **of_interface}, environment.import_path())
 
     def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
         """Open the files of a part of a run, and start the agent unless it runs.
@@ -117,7 +112,7 @@ class NodeHost:
         Args:
             part_id: The part.
             body: The encoded message.
-            payload: The run's sealed payload, a buffer in the node's object store.
+            payload: The run's sealed payload, a buffer.
         """
         part = self._parts[part_id]
         copied = memory_files.memory_file("notebook-accel-payload")
@@ -152,7 +147,7 @@ class NodeHost:
         return "" if self._agent is None else last_words(self._agent.log)
 
     def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
-        """Return each rank's result as it was written: as buffers, which Ray sends beside its pickle, or as bytes."""
+        """Return each rank's result as it was written: as buffers for a pickle, or as bytes."""
         written = [memory_files.whole(file) for file in self._parts[part_id].result_files]
         return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
