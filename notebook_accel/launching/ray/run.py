@@ -77,9 +77,11 @@ class RayRun(RemoteRun):
             job.world_size, self._resources, notice=self._notice, is_wanted=self._is_wanted
         )
         self._notice()  # it waits no more
+        for node in self._placement.nodes:
+            self._cluster.host(node)  # all start at the same time
+        checked = [self._checked_host(node) for node in self._placement.nodes]
         self._attempt_id = attempt_id
-        self._on_nodes = [(node, self._cluster.host(node)) for node in self._placement.nodes]
-        facts = [self._checked_facts(number) for number in range(len(self._on_nodes))]
+        self._on_nodes = [(node, there) for node, (there, _) in zip(self._placement.nodes, checked, strict=True)]
         opened = []
         for number, (node, there) in enumerate(self._on_nodes):
             port = None if number else job.config.main_process_port or 0  # the first one has the ranks' store
@@ -92,7 +94,7 @@ class RayRun(RemoteRun):
             )
         parts: list[NodePart] = []
         first = 0
-        for (node, there), answer, fact in zip(self._on_nodes, opened, facts, strict=True):
+        for node, (there, facts), answer in zip(self._placement.nodes, checked, opened, strict=True):
             agent_pid, log_folder, store_port = self._answer(node, answer, _START_DEADLINE_S, self._is_wanted)
             make_stream = functools.partial(_Stream, self._cluster, node, there.actor, agent_pid)
             ranks = range(first, first + len(node.bundles))
@@ -100,7 +102,7 @@ class RayRun(RemoteRun):
             parts.append(
                 NodePart(
                     self,
-                    there.slot.agent(agent_pid, fact, make_stream),
+                    there.slot.agent(agent_pid, facts, make_stream),
                     part_id=attempt_id,
                     address=node.address,
                     ranks=ranks,
@@ -111,15 +113,15 @@ class RayRun(RemoteRun):
             )
         return parts
 
-    def _checked_facts(self, number: int) -> host.Facts:
-        """Return what a host says of its node. One that has died since the last run is replaced once.
+    def _checked_host(self, node: Node) -> tuple[Host, host.Facts]:
+        """Return a node's host, and what it says of the node. One that has died since the last run is replaced once.
 
         Raises:
             LaunchError: It can't be started, or has other versions than the notebook.
             SupervisorLostError: The node, or the cluster, has gone.
             NotWantedError: Nobody wants the run any more.
         """
-        node, there = self._on_nodes[number]
+        there = self._cluster.host(node)
         try:
             facts = self._facts(there)
         except self._cluster.ray.exceptions.RuntimeEnvSetupError as error:
@@ -132,7 +134,6 @@ class RayRun(RemoteRun):
         except (self._cluster.ray.exceptions.RayError, TimeoutError):
             self._cluster.drop(there.actor)
             there = self._cluster.host(node)
-            self._on_nodes[number] = node, there
             try:
                 facts = self._facts(there)
             except (self._cluster.ray.exceptions.RayError, TimeoutError) as error:
@@ -153,7 +154,7 @@ class RayRun(RemoteRun):
                     why="What is sent to the ranks is read by another version than has written it.",
                     fix=f"the same {name} on both, or engine_options={{'runtime_env': {{'pip': [...]}}}}",
                 )
-        return facts
+        return there, facts
 
     def _facts(self, there: Host) -> host.Facts:
         asked = [self._connection.ask(there.actor.facts.remote)]

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from notebook_accel import uninterruptible
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
@@ -344,9 +345,12 @@ class RemoteRun:
         self._tell_parts(lambda part_id: messages.End(job_id=part_id, how=how))
 
     def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
-        for part in self._parts:
-            if not part.has_ended:
-                part.agent.tell(message_to(part.id))
+        def tell() -> None:
+            for part in self._parts:
+                if not part.has_ended:
+                    part.agent.tell(message_to(part.id))
+
+        uninterruptible.call(tell)
 
     # What the agents' threads say -----------------------------------------------------------------------------------
 
