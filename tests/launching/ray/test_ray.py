@@ -1,4 +1,4 @@
-"""What of the engine for clusters needs no cluster. ``tests/launching/ray`` has the rest."""
+"""Tests of the engine for Ray clusters that need no cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:
 
 
 class _Library:
-    """Stands for Ray, of whose client's server the process for a notebook fails so many times."""
+    """Stands for Ray, with a client's server whose process for a notebook fails so many times."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures
