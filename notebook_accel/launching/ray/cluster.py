@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
-from notebook_accel.launching.ray.connection import Connection
+from notebook_accel.launching.ray.connection import ClusterConnection
 from notebook_accel.launching.ray.options import RayOptions
 from notebook_accel.launching.remote.host import NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NotWantedError
@@ -78,7 +78,7 @@ class Cluster:
         options: The launch's options.
     """
 
-    def __init__(self, connection: Connection, options: RayOptions) -> None:
+    def __init__(self, connection: ClusterConnection, options: RayOptions) -> None:
         self.connection = connection
         self.ray = connection.ray
         self._options = options

@@ -35,7 +35,7 @@ from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
 from notebook_accel.launching.remote.run import NotWantedError
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Answer", "Connection", "connect", "last_line", "why_not_reached"]
+__all__ = ["Answer", "ClusterConnection", "connect", "last_line", "why_not_reached"]
 
 _T = TypeVar("_T")
 Answer: TypeAlias = "concurrent.futures.Future[Any]"
@@ -51,7 +51,7 @@ _LEAVE_DEADLINE_S = 10.0
 _LEAVE_PERIOD_S = 0.01
 
 
-class Connection:
+class ClusterConnection:
     """A connection to a cluster, watched until it ends.
 
     Args:
@@ -274,7 +274,7 @@ class _Call(Generic[_T]):
         self.raised: BaseException | None = None
         self.is_done = Latch()
 
-    def make(self, connection: Connection) -> None:
+    def make(self, connection: ClusterConnection) -> None:
         """Ask. Runs in the thread."""
         try:
             with connection.used(), connection.held():
@@ -351,11 +351,11 @@ class _ClientLink:
 
 # Connecting ---------------------------------------------------------------------------------------------------------
 
-_current: Connection | None = None
+_current: ClusterConnection | None = None
 _lock = threading.Lock()
 
 
-def connect(address: str) -> Connection:
+def connect(address: str) -> ClusterConnection:
     """Return the notebook's connection, a new one if it has none.
 
     Args:
@@ -379,7 +379,7 @@ def connect(address: str) -> Connection:
         if not ray.is_initialized():
             _give_up_lost_client()
             _connect(ray, address)
-        _current = Connection(ray)
+        _current = ClusterConnection(ray)
         _have_shutdown_wait(ray)
         return _current
 

@@ -96,7 +96,7 @@ class RayRun(RemoteRun):
         first = 0
         for node, (there, facts), answer in zip(self._placement.nodes, checked, opened, strict=True):
             agent_pid, log_folder, store_port = self._answer(node, answer, _START_DEADLINE_S, self._is_wanted)
-            make_stream = functools.partial(_Stream, self._cluster, node, there.actor, agent_pid)
+            make_stream = functools.partial(_ActorStream, self._cluster, node, there.actor, agent_pid)
             ranks = range(first, first + len(node.bundles))
             first = ranks.stop
             parts.append(
@@ -113,7 +113,7 @@ class RayRun(RemoteRun):
             )
         return parts
 
-    def _checked_host(self, node: Node) -> tuple[Host, host.Facts]:
+    def _checked_host(self, node: Node) -> tuple[Host, host.NodeFacts]:
         """Return a node's host, and what it says of the node. One that has died since the last run is replaced once.
 
         Raises:
@@ -156,11 +156,11 @@ class RayRun(RemoteRun):
                 )
         return there, facts
 
-    def _facts(self, there: Host) -> host.Facts:
+    def _facts(self, there: Host) -> host.NodeFacts:
         asked = [self._connection.ask(there.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
         [facts] = self._connection.answers(asked, patience_s, self._is_wanted)
-        return host.Facts(*facts)
+        return host.NodeFacts(*facts)
 
     def _gpu_variables(self, node: Node) -> dict[str, str]:
         gpus = self._resources.get("GPU", 0)
@@ -225,7 +225,7 @@ class RayRun(RemoteRun):
         return self._connection.is_there
 
 
-class _Stream:
+class _ActorStream:
     """The way to a node's agent: each call of its host takes bytes there, or brings those that have come."""
 
     def __init__(self, cluster: Cluster, node: Node, actor: Any, agent_pid: int) -> None:

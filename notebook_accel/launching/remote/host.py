@@ -28,12 +28,12 @@ from notebook_accel.launching.processes import close_all, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["Facts", "NodeHost", "versions"]
+__all__ = ["NodeFacts", "NodeHost", "versions"]
 
 _SEND_DEADLINE_S = 10.0
 
 
-class Facts(NamedTuple):
+class NodeFacts(NamedTuple):
     """What a node has of its own.
 
     Attributes:
@@ -67,15 +67,15 @@ class NodeHost:
     def __init__(self, address: str) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._agent: _Agent | None = None
-        self._parts: dict[str, _Part] = {}
+        self._agent: _NodeAgent | None = None
+        self._parts: dict[str, _OpenPart] = {}
         self._idle_timer: threading.Timer | None = None
 
-    def facts(self) -> Facts:
+    def facts(self) -> NodeFacts:
         """Return what the node has of its own."""
         interface = interfaces.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        return Facts(versions(), {**environment.sendable(), **of_interface}, environment.import_path())
+        return NodeFacts(versions(), {**environment.sendable(), **of_interface}, environment.import_path())
 
     def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
         """Open the files of a part of a run, and start the agent unless it runs.
@@ -99,9 +99,9 @@ class NodeHost:
                 self._idle_timer.cancel()
             if self._agent is None or self._agent.process.returncode is not None:
                 self._drop_agent()
-                self._agent = _Agent()
+                self._agent = _NodeAgent()
             files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(ranks)]
-            self._parts[part_id] = _Part(self._agent, files, listening)
+            self._parts[part_id] = _OpenPart(self._agent, files, listening)
         folder = logs.make_folder(log_dir, name)
         used_port = 0 if listening is None else int(listening.getsockname()[1])
         return self._agent.process.pid, "" if folder is None else str(folder), used_port
@@ -183,14 +183,14 @@ class NodeHost:
             os.close(self._agent.log)
             self._agent = None
 
-    def _running(self, agent_pid: int) -> _Agent:
+    def _running(self, agent_pid: int) -> _NodeAgent:
         agent = self._agent
         if agent is None or agent.process.pid != agent_pid:
             raise ClosedError("the agent has gone")
         return agent
 
 
-class _Agent:
+class _NodeAgent:
     """The node's agent, and the thread that starts it and waits for its end, with which Linux would kill it."""
 
     def __init__(self) -> None:
@@ -212,10 +212,10 @@ class _Agent:
         process.wait()
 
 
-class _Part(NamedTuple):
+class _OpenPart(NamedTuple):
     """A part of a run: its agent, its ranks' result files and the listening socket of the ranks' store, if here."""
 
-    agent: _Agent
+    agent: _NodeAgent
     result_files: Sequence[int]
     listening: socket.socket | None
 

@@ -28,7 +28,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.remote.host import Facts
+from notebook_accel.launching.remote.host import NodeFacts
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -108,7 +108,7 @@ class RemoteAgent(AgentLink["NodePart"]):
         facts: The facts of its node.
     """
 
-    def __init__(self, stream: AgentStream, facts: Facts) -> None:
+    def __init__(self, stream: AgentStream, facts: NodeFacts) -> None:
         super().__init__()
         self.clock = NodeClock()
         self.facts = facts
@@ -179,7 +179,7 @@ class AgentSlot:
         self._pid = 0
         self._agent: RemoteAgent | None = None
 
-    def agent(self, pid: int, facts: Facts, make_stream: Callable[[], AgentStream]) -> RemoteAgent:
+    def agent(self, pid: int, facts: NodeFacts, make_stream: Callable[[], AgentStream]) -> RemoteAgent:
         """Return the agent that is this process on the node."""
         with self._lock:
             if self._agent is None or self._pid != pid:
