@@ -85,7 +85,7 @@ class AgentLink(Generic[_Handle]):
         self._jobs[job.id] = job
 
     def forget(self, job: _Handle) -> None:
-        """Unregister a job whose launch failed."""
+        """Unregister a job whose launch failed, or of which nothing more is wanted."""
         self._jobs.pop(job.id, None)
 
     def _launch_message(

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -147,18 +147,6 @@ class ClusterConnection:
         """Call an actor soon, in another thread, without an answer: the kernel's main thread must not be in Ray."""
         self._posted.put(what)
 
-    def _first_of(self, answers: Collection[Answer], patience_s: float) -> set[Answer]:
-        """Wait for the first answer for so long at most, and return those that are there."""
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            self.check()
-            left_s = deadline_s - time.monotonic()
-            done, _ = concurrent.futures.wait(
-                answers, max(0.0, min(left_s, _LOOK_PERIOD_S)), concurrent.futures.FIRST_COMPLETED
-            )
-            if done or left_s <= 0:
-                return done
-
     def answers(
         self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> list[Any]:
@@ -181,7 +169,9 @@ class ClusterConnection:
                 raise NotWantedError
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"It has not answered for {patience_s:g} s.")
-            for answer in self._first_of(pending, _LOOK_PERIOD_S):
+            self.check()
+            done, _ = concurrent.futures.wait(pending, _LOOK_PERIOD_S, concurrent.futures.FIRST_COMPLETED)
+            for answer in done:
                 try:
                     answer.result()  # raises what speaks against waiting for the others
                 except Exception as error:

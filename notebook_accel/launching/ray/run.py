@@ -159,8 +159,8 @@ class RayRun(RemoteRun):
     def _facts(self, there: Host) -> host.NodeFacts:
         asked = [self._connection.ask(there.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
-        [facts] = self._connection.answers(asked, patience_s, self._is_wanted)
-        return host.NodeFacts(*facts)
+        facts: list[host.NodeFacts] = self._connection.answers(asked, patience_s, self._is_wanted)
+        return facts[0]
 
     def _gpu_variables(self, node: Node) -> dict[str, str]:
         gpus = self._resources.get("GPU", 0)
