@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["ClosedError", "Connection", "EventLoop", "Message"]
+__all__ = ["ClosedError", "Connection", "EventLoop", "Message", "take_frames"]
 
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 18
@@ -177,14 +177,25 @@ class Connection:
             ClosedError: The other end has gone, and everything that it sent has been returned.
         """
         while not (frames := self._complete_frames()):
-            try:
-                data = self._read()
-            except BlockingIOError:
-                return []
+            data = self.receive_bytes()
             if not data:
-                raise ClosedError(_GONE)
+                return []
             self._received += data
         return frames
+
+    def receive_bytes(self) -> bytes:
+        """Return what has come, whole frames or parts of them, to forward them unread; none if reading would block.
+
+        Raises:
+            ClosedError: The other end has gone and everything that it sent has been returned.
+        """
+        try:
+            data = self._read()
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise ClosedError(_GONE)
+        return data
 
     def _read(self) -> bytes:
         try:
@@ -203,21 +214,28 @@ class Connection:
 
     def _complete_frames(self) -> list[Message]:
         frames: list[Message] = []
-        start = 0
-        while len(self._received) - start >= _HEADER.size:
-            length, count = _HEADER.unpack_from(self._received, start)
-            end = start + _HEADER.size + length
-            if len(self._received) < end:
-                break
-            body = bytes(memoryview(self._received)[start + _HEADER.size : end])
+        for body, count in take_frames(self._received):
             descriptors = self._descriptors.popleft() if count else []
             is_whole = len(descriptors) == count
             if not is_whole:
                 _close_all(descriptors)
             frames.append(Message(body, descriptors if is_whole else [], is_whole=is_whole))
-            start = end
-        del self._received[:start]
         return frames
+
+
+def take_frames(received: bytearray) -> list[tuple[bytes, int]]:
+    """Take the complete frames off the start of what was received; return each one's body and number of descriptors."""
+    frames: list[tuple[bytes, int]] = []
+    start = 0
+    while len(received) - start >= _HEADER.size:
+        length, count = _HEADER.unpack_from(received, start)
+        end = start + _HEADER.size + length
+        if len(received) < end:
+            break
+        frames.append((bytes(memoryview(received)[start + _HEADER.size : end]), count))
+        start = end
+    del received[:start]
+    return frames
 
 
 class EventLoop:

@@ -1,4 +1,4 @@
-"""The agent as the kernel sees it: its process, and the thread that starts it and reads its messages.
+"""The agent as the kernel sees it: its messages, and on this machine its process and the thread that starts it.
 
 That thread never ends before the agent does, because the signal that Linux sends a process when its parent dies is
 really sent when the parent's *thread* ends.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
@@ -30,7 +29,9 @@ from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["AgentProcess", "NodePart", "TemplateLine"]
+__all__ = ["AgentLink", "AgentProcess", "TemplateLine", "agent_lost_error", "last_words", "start_process"]
+
+_Handle = TypeVar("_Handle", bound=RunHandle)
 
 _SEND_DEADLINE_S = 10.0
 _CLOSE_DEADLINE_S = 5.0
@@ -52,107 +53,51 @@ class TemplateLine:
         os.close(self.pidfd)
 
 
-class NodePart(NamedTuple):
-    """The ranks of a run that are on this node.
+class AgentLink(Generic[_Handle]):
+    """Sends an agent its messages, wherever it runs, and hands what it says to the runs' jobs."""
 
-    Attributes:
-        job: The receiver of the ranks' events.
-        payload: Descriptor of the run's payload.
-        result_files: One empty memory file for each rank of this node.
-        places: The ranks' places in the run, and their own environment variables.
-        listening: The listening socket of the ranks' store, if the store is on this node.
-    """
-
-    job: RunHandle
-    payload: int
-    result_files: list[int]
-    places: list[messages.Place]
-    listening: socket.socket | None
-
-
-class AgentProcess:
-    """The agent's process and the thread that starts it and reads its messages."""
-
-    def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
-        self.is_lost = False
-        self._is_idle = is_idle
-        self._is_closing = False
-        self._jobs: dict[str, RunHandle] = {}
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Handle] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
-        self._connection, self._theirs = Connection.pair()
-        self._connection.set_send_deadline(_SEND_DEADLINE_S)
-        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self._errors = memory_files.memory_file("notebook-accel-agent-log")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start_error: OSError | None = None
-        self._has_started = Latch()
-        self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
-        self._thread.start()
-        self._has_started.wait(_SEND_DEADLINE_S)
-        if self._process is None:
-            raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
+        self._were_samples = False
 
     def prepare(self, options: LaunchConfig) -> None:
         """Ask for a template, unless one was started with today's values of the import-time variables.
 
         One that has preloaded more than is asked for is as good.
         """
-        wanted = (environment.import_time_variables(), sys.prefix)
-        if wanted == self._prepared_for and self._preloaded.issuperset(options.preload):
+        settings, variables, sys_path = self._environment()
+        if settings == self._prepared_for and self._preloaded.issuperset(options.preload):
             return
         self._send(
             messages.Prepare(
-                environment=environment.sendable(),
-                sys_path=environment.import_path(),
+                environment=dict(variables),
+                sys_path=list(sys_path),
                 preload=list(options.preload),
                 idle_timeout_s=options.idle_timeout_s,
             )
         )
-        self._prepared_for, self._preloaded = wanted, set(options.preload)
+        self._prepared_for, self._preloaded = settings, set(options.preload)
 
-    @property
-    def is_expecting(self) -> bool:
-        """True if a run is on its way or runs."""
-        return bool(self._jobs)
-
-    def expect(self, job: RunHandle) -> None:
+    def expect(self, job: _Handle) -> None:
         """Register the job before its Launch message, so that its events can be routed."""
         self._jobs[job.id] = job
 
-    def forget(self, job: RunHandle) -> None:
-        """Unregister a job whose launch failed."""
+    def forget(self, job: _Handle) -> None:
+        """Unregister a job whose launch failed, or of which nothing more is wanted."""
         self._jobs.pop(job.id, None)
 
-    @property
-    def log(self) -> int:
-        """Descriptor of the file that the agent and the templates write to."""
-        return self._errors
-
-    def launch(
-        self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
-    ) -> None:
-        """Start a run, from a template of its own if there is a line to one."""
-        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        files = [prepared.payload, *prepared.result_files, *own_template]
-        self._launch(prepared.job, files, template_pid=0 if line is None else line.pid, elastic=elastic)
-
-    def launch_part(self, part: NodePart) -> None:
-        """Start the part of a run that is on this node."""
-        listening = [] if part.listening is None else [part.listening.fileno()]
-        self._launch(part.job, [part.payload, *part.result_files, *listening], places=part.places)
-
-    def _launch(
+    def _launch_message(
         self,
-        job: RunHandle,
-        files: Sequence[int],
+        job: _Handle,
         *,
         template_pid: int = 0,
         elastic: ElasticOptions | None = None,
         places: Sequence[messages.Place] = (),
-    ) -> None:
-        job.attach(_LocalControl(self, job.id))
-        launch = messages.Launch(
+    ) -> messages.Launch:
+        """Return the message that starts a job's ranks."""
+        return messages.Launch(
             job_id=job.id,
             world_size=job.world_size,
             port=job.config.main_process_port or 0,
@@ -166,10 +111,120 @@ class AgentProcess:
             elastic=elastic,
             places=list(places),
         )
+
+    # What differs with where the agent is ---------------------------------------------------------------------------
+
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        """Return a template's variables and import path; before them what a template's imports depend on."""
+        raise NotImplementedError
+
+    def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
+        """Send a message.
+
+        Raises:
+            NotebookAccelError: The agent has gone.
+        """
+        raise NotImplementedError
+
+    def _receive(self) -> Sequence[bytes]:
+        """Return the next messages, or none if none have come for a while. Raise if the agent has gone."""
+        raise NotImplementedError
+
+    def _became_idle(self) -> None:
+        """React to an agent that has had no run for ``idle_timeout_s``, if nobody else does."""
+
+    def _last_words(self) -> str:
+        """Return what the agent wrote last, for an error's ``why``."""
+        raise NotImplementedError
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Read the next messages and hand them on."""
+        bodies = self._receive()
+        are_samples = [self._heard(messages.decode_for_kernel(body)) for body in bodies]
+        # Not after the first ones: they may be the last words of a short run, whose end is on its way.
+        if bodies and self._were_samples and all(are_samples):
+            time.sleep(_SAMPLES_PAUSE_S)
+        self._were_samples = bool(bodies) and all(are_samples)
+
+    def _heard(self, said: messages.ToKernel) -> bool:
+        """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
+        if isinstance(said, messages.Idle):
+            self._became_idle()
+            return False
+        if isinstance(said, messages.Broken) and not said.job_id:
+            self._prepared_for = None  # the next launch tries again, and says why if that fails too
+            return False
+        job = self._jobs.get(said.job_id)
+        if isinstance(said, messages.RunEnded | messages.Broken):
+            self._jobs.pop(said.job_id, None)
+        if job is None:
+            return False
+        if isinstance(said, messages.Said):
+            event = events.decode(bytes(said.event))
+            job.deliver(said.rank, event)
+            return isinstance(event, events.SAMPLES)
+        if isinstance(said, messages.Inspected):
+            job.take_dumps(said.ranks)
+        elif isinstance(said, messages.Starting):
+            job.start(said)
+        elif isinstance(said, messages.AboutNodes):
+            job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
+        elif isinstance(said, messages.RunEnded):
+            job.end(said.reason, elsewhere=said.elsewhere)
+        else:
+            kind = RunError if said.was_running else ProcessStartError
+            job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
+        return False
+
+
+class AgentProcess(AgentLink[RunHandle]):
+    """This machine's agent: its process and the thread that starts it and reads its messages."""
+
+    def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
+        super().__init__()
+        self.is_lost = False
+        self._is_idle = is_idle
+        self._is_closing = False
+        self._connection, self._theirs = Connection.pair()
+        self._connection.set_send_deadline(_SEND_DEADLINE_S)
+        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
+        self._errors = memory_files.memory_file("notebook-accel-agent-log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_error: OSError | None = None
+        self._has_started = Latch()
+        self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
+        self._thread.start()
+        self._has_started.wait(_SEND_DEADLINE_S)
+        if self._process is None:
+            raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
+
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        settings = environment.import_time_variables(), sys.prefix
+        return settings, environment.sendable(), environment.import_path()
+
+    @property
+    def is_expecting(self) -> bool:
+        """True if a run is on its way or runs."""
+        return bool(self._jobs)
+
+    @property
+    def log(self) -> int:
+        """Descriptor of the file that the agent and the templates write to."""
+        return self._errors
+
+    def launch(
+        self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+    ) -> None:
+        """Start a run, from a template of its own if there is a line to one."""
+        prepared.job.attach(_LocalControl(self, prepared.job.id))
+        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
+        message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
         try:
-            self._send(launch, files)
+            self._send(message, [prepared.payload, *prepared.result_files, *own_template])
         except LaunchError:
-            self.forget(job)
+            self.forget(prepared.job)
             raise
 
     def tell(self, message: messages.ToAgent) -> None:
@@ -221,14 +276,7 @@ class AgentProcess:
     def _run(self) -> None:
         """Start the agent and read its messages until it has gone. Runs in the thread."""
         try:
-            self._process = subprocess.Popen(
-                bootstrap("notebook_accel.launching.agent.agent", str(self._theirs.fileno()), str(os.getpid())),
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=[self._theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C, or an interrupt of the kernel's group, is not for it
-            )
+            self._process = start_process(self._theirs, self._errors)
         except OSError as error:
             self._start_error = error
             return
@@ -237,53 +285,19 @@ class AgentProcess:
             self._has_started.set()
         try:
             with contextlib.suppress(ClosedError, OSError):
-                were_samples = False
                 while True:
-                    frames = self._connection.receive()
-                    are_samples = [self._heard(messages.decode_for_kernel(frame.body)) for frame in frames]
-                    # Not after the first ones: they may be the last words of a short run, whose end is on its way.
-                    if frames and were_samples and all(are_samples):
-                        time.sleep(_SAMPLES_PAUSE_S)
-                    were_samples = bool(frames) and all(are_samples)
-                    if not frames and self._jobs:
-                        self._resume()
+                    self._read()
         finally:
             self._lost()
 
-    def _heard(self, said: messages.ToKernel) -> bool:
-        """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
-        if isinstance(said, messages.Said):
-            event = events.decode(bytes(said.event))
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.deliver(said.rank, event)
-            return isinstance(event, events.SAMPLES)
-        if isinstance(said, messages.Inspected):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.take_dumps(said.ranks)
-        elif isinstance(said, messages.Starting):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.start(said)
-        elif isinstance(said, messages.AboutNodes):
-            job = self._jobs.get(said.job_id)
-            if job is not None:
-                job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
-        elif isinstance(said, messages.RunEnded):
-            job = self._jobs.pop(said.job_id, None)
-            if job is not None:
-                job.end(said.reason, elsewhere=said.elsewhere)
-        elif isinstance(said, messages.Idle):
-            self._is_idle(self)
-        elif said.job_id:
-            job = self._jobs.pop(said.job_id, None)
-            if job is not None:
-                kind = RunError if said.was_running else ProcessStartError
-                job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
-        else:
-            self._prepared_for = None  # the next launch tries again, and says why if that fails too
-        return False
+    def _receive(self) -> Sequence[bytes]:
+        frames = self._connection.receive()
+        if not frames and self._jobs:
+            self._resume()
+        return [frame.body for frame in frames]
+
+    def _became_idle(self) -> None:
+        self._is_idle(self)
 
     def _lost(self) -> None:
         self.is_lost = True
@@ -295,7 +309,7 @@ class AgentProcess:
             if self._is_closing:
                 job.end("stopped")
             else:
-                job.end("", self._loss())
+                job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
         os.close(self._errors)
         self._errors = -1  # the number may soon be another file's
@@ -309,19 +323,43 @@ class AgentProcess:
             self._process.kill()
             self._process.wait()
 
-    def _loss(self) -> SupervisorLostError:
-        return SupervisorLostError(
-            "The agent process, which supervises the ranks, has gone, and the ranks with it.",
-            why=self._last_words(),
-            fix="run the cell again: a new one is started",
-        )
-
     def _last_words(self) -> str:
-        with contextlib.suppress(ValueError, OSError):
-            size = os.fstat(self._errors).st_size
-            text = os.pread(self._errors, 4000, max(0, size - 4000)).decode(errors="replace").strip()
-            return f"It last wrote:\n{text}" if text else ""
-        return ""
+        return last_words(self._errors)
+
+
+def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
+    """Start an agent for this process, which is killed when the calling thread ends.
+
+    Args:
+        theirs: Its end of the connection.
+        log: Descriptor of the file that it and the templates write to.
+    """
+    return subprocess.Popen(
+        bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # a terminal's Ctrl-C, or an interrupt of the kernel's group, is not for it
+    )
+
+
+def last_words(log: int) -> str:
+    """Return the end of an agent's log, for an error's ``why``; empty if the log is empty or closed."""
+    with contextlib.suppress(ValueError, OSError):
+        size = os.fstat(log).st_size
+        text = os.pread(log, 4000, max(0, size - 4000)).decode(errors="replace").strip()
+        return f"It last wrote:\n{text}" if text else ""
+    return ""
+
+
+def agent_lost_error(why: str) -> SupervisorLostError:
+    """Return the error of a run whose agent has gone."""
+    return SupervisorLostError(
+        "The agent process, which supervises the ranks, has gone, and the ranks with it.",
+        why=why,
+        fix="run the cell again: a new one is started",
+    )
 
 
 class _LocalControl:
@@ -346,6 +384,3 @@ class _LocalControl:
 
     def inspect(self) -> None:
         self._agent.tell(messages.Inspect(job_id=self._job_id))
-
-    def release(self) -> None:
-        self._agent.tell(messages.Release(job_id=self._job_id))

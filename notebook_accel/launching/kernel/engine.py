@@ -36,15 +36,12 @@ class RunControl(Protocol):
     def inspect(self) -> None:
         """Ask the ranks for their stacks, without waiting. The answer goes to ``take_dumps``."""
 
-    def release(self) -> None:
-        """Release the ranks of a part of a run: every rank has finished, on all nodes."""
-
     def respawn(self, rank: int) -> None:
         """Start a dead rank once more."""
 
 
 class RunHandle(Protocol):
-    """The receiver of an engine's events: a run's job, or a forwarder to a job in another process."""
+    """The receiver of an agent's events: a run's job, or the part of a run that is on another node."""
 
     @property
     def id(self) -> str:
@@ -65,9 +62,6 @@ class RunHandle(Protocol):
     @property
     def log_folder(self) -> pathlib.Path | None:
         """Folder for the ranks' logs, ``None`` without logs."""
-
-    def attach(self, control: RunControl) -> None:
-        """Take the engine's control of the run."""
 
     def deliver(self, rank: int, event: Event) -> None:
         """Take one event of a rank."""

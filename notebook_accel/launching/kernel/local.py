@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.agent_process import AgentProcess, NodePart, TemplateLine
+from notebook_accel.launching.kernel.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
@@ -90,14 +90,6 @@ class LocalEngine:
                 agent.prepare(request.config)
             agent.launch(prepared, elastic=elastic)
         return prepared.job
-
-    def launch_part(self, part: NodePart) -> None:
-        """Start the part of a run that is on this node."""
-        with self._lock:
-            agent = self._running_agent()
-            agent.expect(part.job)
-            agent.prepare(part.job.config)
-        agent.launch_part(part)
 
     def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
         """Start ranks that are forked from a template of their own.

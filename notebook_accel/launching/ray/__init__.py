@@ -1,1 +1,1 @@
-"""Ranks on the nodes of a Ray cluster. Ray itself is imported when a launch asks for it, and not before."""
+"""Runs on a Ray cluster. A launch imports Ray itself only when it asks for it."""

@@ -1,4 +1,4 @@
-"""What a cluster has, what it reserves for the ranks, and where they then are."""
+"""A Ray cluster: what it has, what it reserves for the ranks, and the notebook's actors on its nodes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import ConfigError, Finding, LaunchError, ProcessStartError
-from notebook_accel.launching.ray import host
-from notebook_accel.launching.ray.connection import Connection, NotWantedError
+from notebook_accel.launching.ray.connection import ClusterConnection
 from notebook_accel.launching.ray.options import RayOptions
+from notebook_accel.launching.remote.host import NodeHost
+from notebook_accel.launching.remote.run import AgentSlot, NotWantedError
 
-__all__ = ["Cluster", "Node", "Placement"]
+__all__ = ["Cluster", "Host", "Node", "Placement"]
 
 _FIRST_PERIOD_S = 0.01
 _LONGEST_PERIOD_S = 0.5
 _FIRST_NOTICE_S = 1.0
 _NOTICE_PERIOD_S = 5.0
-_SEAT_DEADLINE_S = 60.0
-
-_hosts: dict[tuple[str, str], Any] = {}  # the notebook's actors, by connection and node, and runtime environment
+_GPU_DEADLINE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Node:
 
     Attributes:
         id: Ray's name for it.
-        address: Where other nodes reach it.
+        address: Its address, as other nodes reach it.
         bundles: The reservations there, one a rank, by their numbers in the placement group.
     """
 
@@ -43,7 +42,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What the cluster has reserved.
+    """A reservation for a run.
 
     Attributes:
         group: Ray's placement group, one bundle a rank.
@@ -54,22 +53,39 @@ class Placement:
     nodes: tuple[Node, ...]
 
 
+@dataclasses.dataclass(eq=False)
+class Host:
+    """The notebook's ``NodeHost`` on a node.
+
+    Attributes:
+        actor: The actor.
+        slot: The agent that it runs.
+    """
+
+    actor: Any
+    slot: AgentSlot = dataclasses.field(default_factory=AgentSlot)
+
+
+_hosts: dict[tuple[str, str, str], Host] = {}  # by connection, node and runtime environment
+_deputies: dict[str, Any] = {}  # by connection
+
+
 class Cluster:
     """A cluster that this process is connected to.
 
     Args:
-        connection: To it.
-        options: Of the launch.
+        connection: The connection.
+        options: The launch's options.
     """
 
-    def __init__(self, connection: Connection, options: RayOptions) -> None:
+    def __init__(self, connection: ClusterConnection, options: RayOptions) -> None:
         self.connection = connection
         self.ray = connection.ray
         self._options = options
 
     @property
     def gpus(self) -> int:
-        """How many GPUs it has in all."""
+        """Number of GPUs in all."""
         return int(self._has().get("GPU", 0))
 
     @property
@@ -82,7 +98,7 @@ class Cluster:
         return resources
 
     def resources_of_a_rank(self, *, use_cpu: bool) -> dict[str, float]:
-        """What is reserved for each rank, by Ray's names."""
+        """Return what is reserved for each rank, by Ray's names."""
         wanted = self._options
         gpus = (1.0 if self.gpus and not use_cpu else 0.0) if wanted.gpus_per_rank is None else wanted.gpus_per_rank
         cpus = (0.0 if gpus else 1.0) if wanted.cpus_per_rank is None else wanted.cpus_per_rank
@@ -90,7 +106,7 @@ class Cluster:
         return {name: amount for name, amount in amounts.items() if amount}
 
     def check(self, world_size: int, resources: Mapping[str, float]) -> tuple[Finding, ...]:
-        """What it could not reserve, whoever else uses it."""
+        """Return findings on what the cluster could not reserve even if nobody else used it."""
         has = self._has()
         return tuple(
             Finding(
@@ -102,6 +118,8 @@ class Cluster:
             if amount * world_size > has.get(name, 0)
         )
 
+    # Reservations ---------------------------------------------------------------------------------------------------
+
     def reserve(
         self,
         world_size: int,
@@ -110,32 +128,32 @@ class Cluster:
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
     ) -> Placement:
-        """Waits until the cluster has reserved what the ranks need.
+        """Wait until the cluster has reserved what the ranks need.
 
         Args:
             world_size: Number of ranks.
-            resources: What each needs.
-            notice: Is told, now and then, what is missing.
-            is_wanted: Whether anybody still waits for it.
+            resources: Needs of each rank.
+            notice: Called with what is missing, now and then.
+            is_wanted: Tells whether anybody still waits for it.
 
         Raises:
-            LaunchError: It can't have that, or not in time.
-            NotWantedError: Nobody does.
+            LaunchError: The cluster can't reserve it, or not in time.
+            NotWantedError: Nobody waits any more.
         """
-        group = self.connection.call(lambda: self._group(world_size, resources))
+        bundles = [dict(resources) for _ in range(world_size)]
+        strategy = self._options.strategy
+        group = self.connection.call(lambda: self._placement_call("placement_group", bundles, strategy=strategy))
         try:
-            nodes = self._wait_for(group, world_size, lambda: self._missing(world_size, resources), notice, is_wanted)
-            self._refuse_other_nodes(len(nodes))
+            return Placement(group, self._wait_for(group, world_size, resources, notice, is_wanted))
         except BaseException:
             self.release(group)
             raise
-        return Placement(group, nodes)
 
     def _wait_for(
         self,
         group: Any,
         world_size: int,
-        missing: Callable[[], str],
+        resources: Mapping[str, float],
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
     ) -> tuple[Node, ...]:
@@ -145,6 +163,12 @@ class Cluster:
         period_s = _FIRST_PERIOD_S
         while True:
             nodes = self.connection.call(lambda: self._nodes(group))
+            if nodes and self._options.nodes not in (None, len(nodes)):
+                raise LaunchError(
+                    f"The ranks would be on {len(nodes)} nodes, and nodes={self._options.nodes} was asked for.",
+                    why=f"Ray has placed them so with strategy={self._options.strategy!r}.",
+                    fix="strategy='SPREAD' for more nodes, 'PACK' for fewer, or another number of ranks",
+                )
             if nodes:
                 return nodes
             time.sleep(period_s)
@@ -155,107 +179,16 @@ class Cluster:
             if now_s > deadline_s:
                 raise ProcessStartError(
                     f"The cluster could not reserve what {world_size} ranks need within {wait_s:g} s.",
-                    why=missing(),
+                    why=self._missing(world_size, resources),
                     fix="fewer ranks, or other engine_options: strategy, cpus_per_rank, gpus_per_rank, wait_s",
                 )
             if now_s > next_notice_s:
                 next_notice_s = now_s + _NOTICE_PERIOD_S
-                notice(f"waiting for the cluster: {missing()}")
-
-    def _refuse_other_nodes(self, count: int) -> None:
-        wanted = self._options.nodes
-        if wanted is not None and count != wanted:
-            raise LaunchError(
-                f"The ranks would be on {count} nodes, and nodes={wanted} was asked for.",
-                why=f"Ray has placed them so with strategy={self._options.strategy!r}.",
-                fix="strategy='SPREAD' for more nodes, 'PACK' for fewer, or another number of ranks",
-            )
-
-    def release(self, group: Any) -> None:
-        """Gives back what was reserved."""
-        with contextlib.suppress(Exception):  # the cluster may be gone
-            self.connection.call(lambda: self._placed("remove_placement_group", group))
-
-    def host(self, node: Node) -> Any:
-        """The notebook's actor on a node, which may still have to start. It stays there for the next run.
-
-        What the ranks need is reserved by the placement group; the actor itself needs next to nothing.
-
-        Raises:
-            ConfigError: Ray takes no such runtime environment.
-        """
-        key = (
-            f"{self.connection.job_id} {node.id}",
-            json.dumps(self._options.runtime_env, sort_keys=True, default=str),
-        )
-        if key not in _hosts:
-            scheduling = importlib.import_module("ray.util.scheduling_strategies")
-            options: dict[str, Any] = {
-                "num_cpus": 0,
-                "scheduling_strategy": scheduling.NodeAffinitySchedulingStrategy(node.id, soft=False),
-                "max_concurrency": 16,
-                "max_restarts": 0,
-            }
-            if self._options.runtime_env:
-                options["runtime_env"] = self._options.runtime_env
-            try:
-                start = self.ray.remote(host.NodeHost).options(**options).remote
-                _hosts[key] = self.connection.call(lambda: start(node.address))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"The engine option runtime_env={self._options.runtime_env} can't be used.",
-                    why=str(error),
-                    fix="for a folder of this machine, ray.init(runtime_env=...) in the notebook before the launch",
-                ) from None
-        return _hosts[key]
-
-    def drop(self, actor: Any) -> None:
-        """Ends a host; the next run starts another one."""
-        for key in [key for key, known in _hosts.items() if known is actor]:
-            del _hosts[key]
-        with contextlib.suppress(Exception):  # it is gone already
-            self.connection.call(lambda: self.ray.kill(actor))
-
-    def gpus_of(self, placement: Placement, node: Node, gpus: float, is_wanted: Callable[[], bool]) -> list[str]:
-        """The GPUs that Ray has reserved for the ranks on a node. Only an actor in a reservation is told.
-
-        Raises:
-            NotWantedError: Nobody waits for them any more.
-            TimeoutError: They could not be asked in time.
-        """
-        seats: list[Any] = self.connection.call(lambda: self._seats(placement, node, gpus))
-        try:
-            found = self.connection.answers(
-                [self.connection.ask(seat.gpus.remote) for seat in seats], _SEAT_DEADLINE_S, is_wanted
-            )
-        finally:
-            for seat in seats:
-                self.drop(seat)
-        return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
-
-    def _seats(self, placement: Placement, node: Node, gpus: float) -> list[Any]:
-        scheduling = importlib.import_module("ray.util.scheduling_strategies")
-        seat = self.ray.remote(_Seat)
-        return [
-            seat.options(
-                num_cpus=0,
-                num_gpus=gpus,
-                scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(placement.group, bundle),
-            ).remote()
-            for bundle in node.bundles
-        ]
-
-    def is_alive(self, node: Node) -> bool:
-        """Return whether the cluster still has a node."""
-        return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
-
-    def _group(self, world_size: int, resources: Mapping[str, float]) -> Any:
-        bundles = [dict(resources) for _ in range(world_size)]
-        return self._placed("placement_group", bundles, strategy=self._options.strategy)
+                notice(f"waiting for the cluster: {self._missing(world_size, resources)}")
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
-        """Where the reservations are; nothing until they are, or if one of the nodes has just gone."""
-        table: dict[str, Any] = self._placed("placement_group_table", group)
+        """Return where the reservations are; nothing before they are made, or if one of the nodes has just gone."""
+        table: dict[str, Any] = self._placement_call("placement_group_table", group)
         if table.get("state") != "CREATED":
             return ()
         of_bundles: dict[int, str] = table["bundles_to_node_id"]
@@ -275,28 +208,109 @@ class Cluster:
         is_there = all(amount * world_size <= free.get(name, 0) for name, amount in resources.items())
         return f"{amounts}, but not as strategy={self._options.strategy!r} wants it" if is_there else amounts
 
-    def _placed(self, what: str, *args: Any, **options: Any) -> Any:
-        """What a function of ``ray.util.placement_group`` returns."""
+    def release(self, group: Any) -> None:
+        """Give back what was reserved."""
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            self.connection.call(lambda: self._placement_call("remove_placement_group", group))
+
+    def _placement_call(self, what: str, *args: Any, **options: Any) -> Any:
+        """Call a function of ``ray.util.placement_group``."""
         if self.connection.is_driver:
-            return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
-        key = (self.connection.job_id, "placing")
+            return _Deputy().call(what, args, options)
+        key = self.connection.job_id
+        if key not in _deputies:
+            _deputies[key] = self.ray.remote(_Deputy).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+        return self.ray.get(_deputies[key].call.remote(what, args, options))
+
+    # Nodes ----------------------------------------------------------------------------------------------------------
+
+    def host(self, node: Node) -> Host:
+        """Return the notebook's host on a node, which may still have to start. It stays there for the next run.
+
+        The placement group reserves what the ranks need; the actor itself needs next to nothing.
+
+        Raises:
+            ConfigError: Ray takes no such runtime environment.
+        """
+        key = (
+            self.connection.job_id,
+            node.id,
+            json.dumps(self._options.runtime_env, sort_keys=True, default=str),
+        )
         if key not in _hosts:
-            _hosts[key] = self.ray.remote(_Deputy).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
-        return self.ray.get(_hosts[key].placed.remote(what, args, options))
+            scheduling = importlib.import_module("ray.util.scheduling_strategies")
+            options: dict[str, Any] = {
+                "num_cpus": 0,
+                "scheduling_strategy": scheduling.NodeAffinitySchedulingStrategy(node.id, soft=False),
+                "max_concurrency": 16,
+                "max_restarts": 0,
+            }
+            if self._options.runtime_env:
+                options["runtime_env"] = self._options.runtime_env
+            try:
+                start = self.ray.remote(NodeHost).options(**options).remote
+                _hosts[key] = Host(self.connection.call(lambda: start(node.address)))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"The engine option runtime_env={self._options.runtime_env} can't be used.",
+                    why=str(error),
+                    fix="for a folder of this machine, ray.init(runtime_env=...) in the notebook before the launch",
+                ) from None
+        return _hosts[key]
+
+    def drop(self, actor: Any) -> None:
+        """End an actor. If it is a host, the next run starts another one."""
+        for key in [key for key, known in _hosts.items() if known.actor is actor]:
+            del _hosts[key]
+        with contextlib.suppress(Exception):  # it is gone already
+            self.connection.call(lambda: self.ray.kill(actor))
+
+    def gpus_of(self, placement: Placement, node: Node, gpus: float, is_wanted: Callable[[], bool]) -> list[str]:
+        """Return the GPUs that Ray has reserved for the ranks on a node. Ray tells them only an actor in a reservation.
+
+        Raises:
+            NotWantedError: Nobody waits any more.
+            TimeoutError: The actors have not answered in time.
+        """
+        scheduling = importlib.import_module("ray.util.scheduling_strategies")
+        actor_class = self.ray.remote(_GpuLister)
+
+        def start() -> list[Any]:
+            return [
+                actor_class.options(
+                    num_cpus=0,
+                    num_gpus=gpus,
+                    scheduling_strategy=scheduling.PlacementGroupSchedulingStrategy(placement.group, bundle),
+                ).remote()
+                for bundle in node.bundles
+            ]
+
+        listers = self.connection.call(start)
+        try:
+            asked = [self.connection.ask(lister.gpus.remote) for lister in listers]
+            found = self.connection.answers(asked, _GPU_DEADLINE_S, is_wanted)
+        finally:
+            for lister in listers:
+                self.drop(lister)
+        return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
+
+    def is_alive(self, node: Node) -> bool:
+        """Return whether the cluster still has a node."""
+        return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
 
 
 class _Deputy:
     """Calls Ray for a notebook that is connected by Ray Client, which would have a new process do so each time."""
 
-    def placed(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """What a function of ``ray.util.placement_group`` returns."""
+    def call(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Call a function of ``ray.util.placement_group``."""
         return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
 
 
-class _Seat:
+class _GpuLister:
     """An actor in a rank's reservation, as long as it takes to ask which GPUs are reserved there."""
 
     def gpus(self) -> list[str]:
-        """Their ids, as ``CUDA_VISIBLE_DEVICES`` has them."""
+        """Return the GPUs' ids, as ``CUDA_VISIBLE_DEVICES`` has them."""
         ids: dict[str, list[str]] = importlib.import_module("ray").get_runtime_context().get_accelerator_ids()
         return ids.get("GPU", [])

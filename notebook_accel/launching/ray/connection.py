@@ -1,33 +1,47 @@
-"""The notebook's connection to a cluster: how its end is noticed, and waits that end with it.
+"""The notebook's connection to a Ray cluster: making it, calls through it, and noticing its end.
 
-A wait inside Ray doesn't end when the notebook is disconnected, or ends the thread; and a process whose cluster has no
-head any more is ended by Ray after a minute, a notebook's kernel with all its variables too. So nothing here waits
-inside Ray, and a notebook is disconnected before that.
+A wait inside Ray doesn't end when the notebook is disconnected, or it ends the thread. And Ray ends a process whose
+cluster has had no head for a minute, a notebook's kernel with all its variables too. So nothing here waits inside Ray,
+and the notebook is disconnected before that minute is over.
 
-A call of Ray, or the end of a reference to an object of its, while ``ray.shutdown()`` runs in another thread ends the
-process at once; a call after it begins a cluster. So calls are made while the lock is held that Ray's connecting and
-disconnecting take, and ``ray.shutdown()`` first has runs come to their ends.
+A call of Ray, or the release of a reference to one of its objects, while ``ray.shutdown()`` runs in another thread ends
+the process at once. A call after the shutdown starts a cluster. So calls hold the lock that Ray takes to connect and
+disconnect, and ``ray.shutdown()`` first waits for runs to end.
+
+Ray connects in two ways. As a driver, the notebook has Ray in its own process. With Ray Client (``ray://``) a process
+beside the cluster's head does what the notebook asks for; it goes on for half a minute after the notebook has gone, in
+case the network comes back.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
+import importlib
+import logging
+import os
+import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-from notebook_accel.errors import LaunchError, SupervisorLostError
-from notebook_accel.launching.ray import links
+from notebook_accel import environment
+from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
+from notebook_accel.launching.remote.run import NotWantedError
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Answer", "Connection", "NotWantedError", "why_not_reached"]
+__all__ = ["Answer", "ClusterConnection", "connect", "last_line", "why_not_reached"]
 
 _T = TypeVar("_T")
 Answer: TypeAlias = "concurrent.futures.Future[Any]"
 
+_CLIENT = "ray://"
+_ATTEMPTS = 3
 _LOOK_PERIOD_S = 0.25
 _HEAD_PERIOD_S = 2.0
 _HEAD_PATIENCE_S = 30.0  # half of Ray's: a head that is started again in this time is the same to it
@@ -37,46 +51,45 @@ _LEAVE_DEADLINE_S = 10.0
 _LEAVE_PERIOD_S = 0.01
 
 
-class NotWantedError(Exception):
-    """Nobody wants what was waited for any more."""
-
-
-class Connection:
-    """A connection, which is watched until it ends.
+class ClusterConnection:
+    """A connection to a cluster, watched until it ends.
 
     Args:
         ray: The library, connected.
 
     Attributes:
-        ray: The same.
+        ray: The library.
         job_id: Ray's name for what belongs to this connection.
-        lock: Taken by calls, and by ``ray.shutdown()``.
-        is_driver: Whether Ray is in this process: calls are its own, and what actors return is in its memory.
+        lock: Held by calls and by ``ray.shutdown()``.
+        is_driver: True if Ray is in this process: calls are its own, and what actors return is in its memory.
     """
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
-        self._link = links.current(ray)
+        client = importlib.import_module("ray.util.client").ray
+        self._link: _Link = _ClientLink(ray, client) if client.is_connected() else _DriverLink(ray)
         self.job_id, self.lock, self.is_driver = self._link.job_id, self._link.lock, self._link.is_driver
         self._why_it_ended = ""
         self._users: set[object] = set()  # which needs no lock that an interrupt of the main thread could leave taken
         self._has_ended = Latch()
         self._is_lost = False
         self._leaving = threading.Lock()
+        self._posted: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, name="notebook-accel-ray-connection", daemon=True).start()
+        threading.Thread(target=self._make_posted, name="notebook-accel-ray-posts", daemon=True).start()
 
     @property
     def is_there(self) -> bool:
-        """True if the notebook is still connected, and has been since then."""
+        """True if the notebook has been connected ever since this connection was made."""
         if not self._has_ended.is_set and not self._link.is_there():
             self._end("ray.shutdown() was called, or Ray has lost the cluster.")
         return not self._has_ended.is_set
 
     def check(self) -> None:
-        """Raises what there is to say if it has ended.
+        """Raise if the connection has ended.
 
         Raises:
-            SupervisorLostError: It has.
+            SupervisorLostError: It has ended.
         """
         if not self.is_there:
             raise SupervisorLostError(
@@ -87,7 +100,7 @@ class Connection:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """For a thread that calls Ray, or has references to objects of its, which it gives up in here."""
+        """Enclose what a thread does with Ray, up to the release of its references to Ray's objects."""
         user = object()
         self._users.add(user)
         try:
@@ -96,7 +109,7 @@ class Connection:
             self._users.discard(user)
 
     def end(self, why: str) -> None:
-        """Ends it for those that use it, before the notebook is disconnected, and waits until they have noticed."""
+        """End the connection for its users, before the notebook is disconnected, and wait until they have noticed."""
         self._end(why)
         deadline_s = time.monotonic() + _LEAVE_DEADLINE_S
         while self._users and time.monotonic() < deadline_s:
@@ -104,7 +117,7 @@ class Connection:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Has another thread's ``ray.shutdown()`` wait, for calls that don't take long.
+        """Keep another thread from ``ray.shutdown()`` during calls that don't take long.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -118,10 +131,10 @@ class Connection:
                 raise
 
     def ask(self, what: Callable[[], Any]) -> Answer:
-        """What will come of a call of an actor.
+        """Call an actor, and return the answer to come.
 
         Args:
-            what: Calls it; gives Ray's reference to the answer.
+            what: Makes the call; returns Ray's reference to the answer.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -130,35 +143,25 @@ class Connection:
             answer: Answer = what().future()
         return answer
 
-    def first_of(self, answers: Collection[Answer], patience_s: float) -> set[Answer]:
-        """Those of some answers that are there; waits for the first of them, and no longer than that.
+    def post(self, what: Callable[[], object]) -> None:
+        """Call an actor soon, in another thread, without an answer: the kernel's main thread must not be in Ray."""
+        self._posted.put(what)
 
-        Raises:
-            SupervisorLostError: The connection has ended.
-        """
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            self.check()
-            left_s = deadline_s - time.monotonic()
-            done, _ = concurrent.futures.wait(
-                answers, max(0.0, min(left_s, _LOOK_PERIOD_S)), concurrent.futures.FIRST_COMPLETED
-            )
-            if done or left_s <= 0:
-                return done
-
-    def answers(self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool]) -> list[Any]:
-        """What actors answer.
+    def answers(
+        self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> list[Any]:
+        """Wait for actors' answers.
 
         Args:
-            answers: As ``ask`` gives them.
-            patience_s: How long to wait, in all.
-            is_wanted: Whether anybody still waits for them.
+            answers: The answers to come.
+            patience_s: Longest wait, in all.
+            is_wanted: Tells whether anybody still waits for them.
 
         Raises:
             SupervisorLostError: The connection has ended.
-            NotWantedError: Nobody does.
-            TimeoutError: They have not come in time.
-            RayError: What one of them is instead of an answer.
+            NotWantedError: Nobody waits any more.
+            TimeoutError: The answers have not come in time.
+            RayError: An actor can't answer.
         """
         pending, deadline_s = set(answers), time.monotonic() + patience_s
         while pending:
@@ -166,41 +169,34 @@ class Connection:
                 raise NotWantedError
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"It has not answered for {patience_s:g} s.")
-            for answer in self.first_of(pending, _LOOK_PERIOD_S):
-                self.result(answer)  # raises what speaks against waiting for the others
+            self.check()
+            done, _ = concurrent.futures.wait(pending, _LOOK_PERIOD_S, concurrent.futures.FIRST_COMPLETED)
+            for answer in done:
+                try:
+                    answer.result()  # raises what speaks against waiting for the others
+                except Exception as error:
+                    self._judge(error)
+                    raise
                 pending.discard(answer)
         return [answer.result() for answer in answers]
 
-    def result(self, answer: Answer) -> Any:
-        """What an actor has answered.
-
-        Raises:
-            SupervisorLostError: The connection has ended instead.
-            RayError: What it is instead of an answer.
-        """
-        try:
-            return answer.result()
-        except Exception as error:
-            self._judge(error)
-            raise
-
     def leave(self) -> None:
-        """Disconnects the notebook if what was lost of the connection is in the way of another one."""
+        """Disconnect the notebook if the rest of a lost connection is in the way of another one."""
         with self._leaving:
             if self._is_lost and self._link.is_there():
                 with contextlib.suppress(Exception):  # there is nobody who could hear of it
                     self.ray.shutdown()
 
     def call(self, what: Callable[[], _T], patience_s: float = _CALL_PATIENCE_S) -> _T:
-        """Asks Ray something for which it waits by itself: what the cluster has, for instance.
+        """Ask Ray something for which it waits by itself, such as what the cluster has.
 
         Args:
             what: Asks it.
-            patience_s: How long to wait.
+            patience_s: Longest wait.
 
         Raises:
-            SupervisorLostError: The connection has ended meanwhile, or before it.
-            LaunchError: Nothing has come of it in time.
+            SupervisorLostError: The connection has ended.
+            LaunchError: The cluster has not answered in time.
         """
         call = _Call(what)
         # Ray would ask for ever, even after a shutdown, and then end the process.
@@ -221,7 +217,7 @@ class Connection:
         return call.result()
 
     def _judge(self, error: Exception) -> None:
-        """Raises that the connection has ended if that is what an error of Ray's comes from."""
+        """Raise ``SupervisorLostError`` if an error of Ray's comes from the connection's end."""
         if isinstance(error, self._link.lost_errors) and not isinstance(error, self.ray.exceptions.RayError):
             self._lose(f"Ray Client has lost its server ({type(error).__name__}).")
         self.check()
@@ -233,6 +229,14 @@ class Connection:
     def _end(self, why: str) -> None:
         self._why_it_ended = self._why_it_ended or why
         self._has_ended.set()
+        self._posted.put(None)
+
+    def _make_posted(self) -> None:
+        for what in iter(self._posted.get, None):
+            with self.used():
+                with contextlib.suppress(Exception), self.held():  # whoever waits for answers learns of the end
+                    what()
+                del what
 
     def _watch(self) -> None:
         heard_s = dialled_s = time.monotonic()
@@ -252,7 +256,7 @@ class Connection:
 
 
 class _Call(Generic[_T]):
-    """Something that Ray is asked in a thread of its own."""
+    """A question to Ray, asked in a thread of its own."""
 
     def __init__(self, what: Callable[[], _T]) -> None:
         self._what = what
@@ -260,8 +264,8 @@ class _Call(Generic[_T]):
         self.raised: BaseException | None = None
         self.is_done = Latch()
 
-    def make(self, connection: Connection) -> None:
-        """In the thread."""
+    def make(self, connection: ClusterConnection) -> None:
+        """Ask. Runs in the thread."""
         try:
             with connection.used(), connection.held():
                 self._answers.append(self._what())
@@ -272,14 +276,211 @@ class _Call(Generic[_T]):
         self.is_done.set()
 
     def result(self) -> _T:
-        """What has come of it."""
+        """Return the answer, or raise the error."""
         if self.raised is not None:
             raise self.raised
         return self._answers[0]
 
 
+class _Link(Protocol):
+    """The way in which this process is connected.
+
+    Attributes:
+        job_id: Ray's name for what belongs to this connection.
+        head: The address of the cluster's head if Ray ends this process when nobody answers there; else empty.
+        lock: Held by calls and by ``ray.shutdown()``. The same thread may take it again.
+        is_driver: True if Ray is in this process: calls are its own, and what actors return is in its memory.
+        lost_errors: The errors of a Ray that can't be used any more; its own ``RayError`` are none of them.
+    """
+
+    job_id: str
+    head: str
+    lock: AbstractContextManager[Any]
+    is_driver: bool
+    lost_errors: tuple[type[Exception], ...]
+
+    def is_there(self) -> bool:
+        """Return whether it is still this connection."""
+
+
+class _DriverLink:
+    is_driver = True
+    lost_errors: tuple[type[Exception], ...] = ()
+
+    def __init__(self, ray: Any) -> None:
+        self._module = importlib.import_module("ray._private.worker")
+        self._node = weakref.ref(self._module.global_worker.node)
+        self.lock: AbstractContextManager[Any] = self._module._connect_or_shutdown_lock
+        context = ray.get_runtime_context()
+        self.job_id = str(context.get_job_id())
+        self.head = str(context.gcs_address)
+
+    def is_there(self) -> bool:
+        worker = self._module.global_worker
+        return bool(worker.connected) and worker.node is self._node()
+
+
+class _ClientLink:
+    head = ""  # Ray Client gives up by itself, and ends no process
+    is_driver = False
+
+    def __init__(self, ray: Any, client: Any) -> None:
+        self.lost_errors: tuple[type[Exception], ...] = (ConnectionError, importlib.import_module("grpc").RpcError)
+        self._context = client.get_context()
+        self._worker = weakref.ref(self._context.client_worker)
+        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self.job_id = str(ray.get_runtime_context().get_job_id())
+
+    def is_there(self) -> bool:
+        worker = self._worker()
+        if worker is None or worker is not self._context.client_worker:
+            return False
+        # The worker says that it is connected even when what has come from the server can't be repaired.
+        return bool(worker.is_connected()) and worker.data_client.data_thread.is_alive()
+
+
+# Connecting ---------------------------------------------------------------------------------------------------------
+
+_current: ClusterConnection | None = None
+_lock = threading.Lock()
+
+
+def connect(address: str) -> ClusterConnection:
+    """Return the notebook's connection, a new one if it has none.
+
+    Args:
+        address: The address, as ``RayOptions`` has it.
+
+    Raises:
+        ConfigError: Ray isn't installed, or there is no such cluster, or it can't be used from here.
+    """
+    global _current
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError(
+            "engine='ray' needs Ray, which isn't installed here.", fix="pip install 'notebook-accel[ray]'"
+        ) from None
+    with _lock:
+        if _current is not None and _current.is_there:
+            return _current
+        if _current is not None:
+            _current.leave()
+        if not ray.is_initialized():
+            _give_up_lost_client()
+            _connect(ray, address)
+        _current = ClusterConnection(ray)
+        _have_shutdown_wait(ray)
+        return _current
+
+
+@functools.cache  # once is enough
+def _have_shutdown_wait(ray: Any) -> None:
+    original = ray.shutdown
+
+    @functools.wraps(original)
+    def shutdown(*args: Any, **options: Any) -> None:
+        known = _current
+        if known is None or not known.is_there:
+            original(*args, **options)
+            return
+        known.end("ray.shutdown() was called.")
+        with known.lock:
+            original(*args, **options)
+
+    worker: Any = importlib.import_module("ray._private.worker")
+    ray.shutdown = worker.shutdown = shutdown
+
+
+def _give_up_lost_client() -> None:
+    """Disconnect a client that has lost its server: it is in the way of every other connection."""
+    client: Any = importlib.import_module("ray.util.client").ray
+    if client.get_context().client_worker is not None:
+        client.disconnect()
+
+
+def _connect(ray: Any, address: str) -> None:
+    asked = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    # Ray has breakpoint() open a debugger of its own, in the notebook too.
+    as_it_is = {"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT")}
+    if asked.startswith(_CLIENT):
+        _refuse_without_grpc(asked)
+    # Ray looks for a cluster that isn't there for minutes, and then ends the process.
+    why = why_not_reached(asked.removeprefix(_CLIENT))
+    if why:
+        raise _not_found(asked, why)
+    try:
+        with environment.patched(as_it_is), _errors_only():
+            _init(ray, address)
+    except ConnectionAbortedError as error:
+        raise ConfigError(
+            f"The Ray cluster at {asked!r} could not start a process for this notebook.",
+            why=last_line(error),
+            fix="ray_client_server.err in the logs of the head says more",
+        ) from None
+    except (ConnectionError, ValueError, SystemExit) as error:
+        raise _not_found(asked, (str(error).strip() or type(error).__name__).splitlines()[0]) from None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The Ray cluster at {asked!r} can't be used from here.",
+            why=" ".join(str(error).split()),
+            fix="the same versions of Ray and Python here as there",
+        ) from None
+
+
+def _init(ray: Any, address: str) -> None:
+    """Connect, again if Ray Client's server has failed.
+
+    The server forks a process for each client while some of its threads are in gRPC, and some of these processes end
+    at once.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        except ConnectionAbortedError:
+            if not left:
+                raise
+        else:
+            return
+
+
+def _refuse_without_grpc(address: str) -> None:
+    try:
+        importlib.import_module("grpc")
+    except ImportError:
+        raise ConfigError(
+            f"The address {address!r} is Ray Client's, which needs grpcio, and that isn't installed here.",
+            fix="pip install 'notebook-accel[ray]'",
+        ) from None
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """Silence Ray's warning of being initialised in a thread, of no interest to whoever reads the cell."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _not_found(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"No Ray cluster was found at {address!r}.",
+        why=why,
+        fix="ray start --head on a machine of yours, or engine_options={'address': 'host:port'}",
+    )
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text, which after a node's traceback names the cause."""
+    return [type(error).__name__, *str(error).strip().splitlines()][-1]
+
+
 def why_not_reached(address: str) -> str:
-    """Why nobody answers at an address; empty if somebody does, or if it is no address but a word of Ray's."""
+    """Return why nobody answers at an address; empty if somebody does, or if it is no address but a word of Ray's."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return ""

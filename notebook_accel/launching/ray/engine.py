@@ -1,4 +1,4 @@
-"""The engine for clusters: ranks where Ray has room for them, and otherwise as on one machine."""
+"""The engine for Ray clusters: Ray places the ranks, and all else is as on one machine."""
 
 from __future__ import annotations
 
@@ -13,50 +13,46 @@ from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ray import cluster, connecting, options
-from notebook_accel.launching.ray.run import ClusterRun
+from notebook_accel.launching.ray import cluster, connection, options
+from notebook_accel.launching.ray.run import RayRun
 
 __all__ = ["RayEngine"]
 
 
 class RayEngine:
-    """Runs ranks on a cluster.
+    """Runs ranks on a cluster that this process is connected to."""
 
-    Args:
-        reached: The cluster.
-    """
-
-    def __init__(self, reached: cluster.Cluster) -> None:
-        self._cluster = reached
+    def __init__(self, connected_cluster: cluster.Cluster) -> None:
+        self._cluster = connected_cluster
 
     @classmethod
     def connected(cls, config: LaunchConfig) -> RayEngine:
-        """The engine for a launch with these options.
+        """Return the engine for a launch with these options; connect to the cluster first.
 
         Raises:
-            ConfigError: Some of them have no meaning on a cluster, Ray isn't installed, or there is no cluster.
+            ConfigError: An option has no meaning on a cluster, Ray isn't installed, or there is no cluster.
         """
         wanted = options.read(config.engine_options)
         if config.start_method not in ("auto", "spawn"):
             raise ConfigError(
                 f"start_method={config.start_method!r} can't be used with engine='ray'.",
-                why="It has ranks in this kernel, or as forks of it.",
+                why="Its ranks are in this kernel, or forks of it.",
                 fix="leave out start_method, or engine",
             )
-        return cls(cluster.Cluster(uninterruptible.call(lambda: connecting.connect(wanted.address)), wanted))
+        return cls(cluster.Cluster(uninterruptible.call(lambda: connection.connect(wanted.address)), wanted))
 
     def devices(self, config: LaunchConfig) -> Devices:
-        """What ranks run on: the cluster's GPUs if it has any."""
+        """Return the ranks' devices: the cluster's GPUs if it has any."""
         gpus = 0 if config.use_cpu else self._cluster.gpus
         return Devices("GPU", gpus) if gpus else Devices("CPU", 1)
 
     def check(self, config: LaunchConfig) -> tuple[Finding, ...]:
-        """What speaks against a launch: the cluster hasn't got what the ranks would need."""
+        """Return findings on what the ranks need and the cluster doesn't have."""
         world_size = config.num_processes or self.devices(config).available
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Starts the run, which first waits for what the cluster has to reserve. See ``Engine``."""
+        """Start the run, which first waits for the cluster's reservation. See ``Engine``."""
         if request.on_death == "keep":
             raise ConfigError(
                 "A session's ranks stay on this machine.", fix="leave out engine, or --fresh for the cell"
@@ -68,7 +64,7 @@ class RayEngine:
 
         def start() -> Job:
             with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as prepared:
-                run = ClusterRun(
+                run = RayRun(
                     prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
                 )
                 prepared.job.attach(run)

@@ -1,4 +1,4 @@
-"""What a launch on a cluster can be told besides: ``engine_options``."""
+"""The options of a launch on a Ray cluster: ``engine_options``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where ranks run.
+    """Options for the place of the ranks.
 
     Attributes:
         address: The cluster: ``auto`` for the one that this machine belongs to or ``RAY_ADDRESS`` names, ``host:port``,
-            or ``ray://host:port``. A cluster that the notebook is connected to already is used as it is.
-        cpus_per_rank: CPUs that are reserved for each rank. Default: one where no GPU is.
-        gpus_per_rank: GPUs that are reserved for each rank. Default: one where the cluster has any.
-        resources: What else is reserved for each rank, by Ray's names.
-        strategy: How ranks are spread over nodes, as Ray's placement groups have it.
-        nodes: On how many nodes the ranks have to be; ``None``: on any number.
+            or ``ray://host:port``. Of no effect if the notebook is connected to a cluster already.
+        cpus_per_rank: CPUs to reserve for each rank. Default: one for a rank without a GPU.
+        gpus_per_rank: GPUs to reserve for each rank. Default: one if the cluster has any.
+        resources: Other resources to reserve for each rank, by Ray's names.
+        strategy: The spread of the ranks over nodes, as Ray's placement groups have it.
+        nodes: Number of nodes that the ranks have to be on; ``None`` for any.
         runtime_env: Ray's runtime environment for the nodes: variables, pip packages, a working directory's URI.
-        wait_s: How long to wait for what the cluster doesn't have free, in seconds.
+        wait_s: Longest wait for resources that are in use, in seconds.
     """
 
     address: str = "auto"
@@ -41,10 +41,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read(pairs: Sequence[str]) -> RayOptions:
-    """The options, from texts such as ``strategy=SPREAD``, whose values are YAML.
+    """Return the options from texts such as ``strategy=SPREAD``, whose values are YAML.
 
     Raises:
-        ConfigError: There is no such option, or it can't have that value.
+        ConfigError: An option doesn't exist, or can't have its value.
     """
     given: dict[str, Any] = {}
     known = RayOptions.__struct_fields__

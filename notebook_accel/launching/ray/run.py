@@ -1,51 +1,44 @@
-"""A run on a cluster, from the kernel: a thread that starts it on the nodes, hears of them, and makes one run of it.
-
-The job is fed here as an agent feeds it. What is decided for the whole run is decided here: the ranks are let go when
-all have finished, all are ended when one has failed, and it is over when every node has said so or is gone.
-"""
+"""A run on a Ray cluster: Ray's way to nodes, payload and results. ``RemoteRun`` has what any cluster needs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import pathlib
 import pickle
-import queue
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, SupervisorLostError
+from notebook_accel.launching.kernel.agent_process import agent_lost_error
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ray import losses
-from notebook_accel.launching.ray.cluster import Cluster, Placement
-from notebook_accel.launching.ray.connection import Answer, NotWantedError
-from notebook_accel.launching.ray.starting import NodePart, Starter
+from notebook_accel.launching.ray.cluster import Cluster, Host, Node, Placement
+from notebook_accel.launching.ray.connection import Answer, last_line
+from notebook_accel.launching.remote import host
+from notebook_accel.launching.remote.run import NodePart, RemoteRun
 from notebook_accel.payload import memory_files
-from notebook_accel.protocol import events, ray_messages
-from notebook_accel.protocol.agent_messages import Failure, Reason, Starting
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
 
-__all__ = ["ClusterRun"]
+__all__ = ["RayRun"]
 
-_PATIENCE_S = 1.0  # of a host that has nothing to say
-_SILENCE_S = 30.0  # after which one that should have answered is taken for dead
+_PATIENCE_S = 1.0  # of a host whose agent says nothing
+_SILENCE_S = 30.0  # after which a host that should have answered is taken for dead
+_START_DEADLINE_S = 120.0
+_INSTALL_DEADLINE_S = 660.0  # of a runtime environment; Ray itself gives up after 600 s
 _TRANSFER_DEADLINE_S = 1800.0  # of payload and results; Ray notices a node that has gone before
 _FAREWELL_S = 10.0
 
 
-class ClusterRun:
-    """One run on a cluster; also the job's control.
+class RayRun(RemoteRun):
+    """One run on a Ray cluster.
 
     Args:
-        job: What is fed.
-        cluster: Where it runs.
-        payload: The sealed payload's descriptor; it is put into the cluster's object store here.
-        result_files: The job's, one a rank.
-        resources: What is reserved for each rank.
-        environment: Variables of the launch's own.
+        job: The run's job.
+        cluster: The cluster.
+        payload: The sealed payload's descriptor; the payload is put into the cluster's object store here.
+        result_files: The job's memory files, one a rank.
+        resources: Reservation for each rank.
+        variables: Environment variables that the launch itself sets for the ranks.
     """
 
     def __init__(
@@ -55,265 +48,249 @@ class ClusterRun:
         payload: int,
         result_files: Sequence[int],
         resources: Mapping[str, float],
-        environment: Mapping[str, str],
+        variables: Mapping[str, str],
     ) -> None:
-        self._job = job
+        super().__init__(job, result_files, variables)
         self._cluster = cluster
         self._connection = cluster.connection
         self._payload = _put(cluster, payload)
-        self._result_files = result_files
         self._resources = resources
-        self._environment = environment
-        self._parts: list[NodePart] = []
-        self._is_launched = False
-        self._wanted: ray_messages.Tell | None = None  # by which somebody ends it
-        self._reason: Reason = ""
-        self._error: NotebookAccelError | None = None
-        self._finished: set[int] = set()
-        self._logs = _Logs(job.log_files)
-        self._orders: queue.SimpleQueue[ray_messages.Tell | None] = queue.SimpleQueue()
+        self._attempt_id = ""
+        self._placement: Placement | None = None
+        self._on_nodes: list[tuple[Node, Host]] = []
 
-    def start(self) -> None:
-        """Starts the threads. They end with the run."""
-        for number, act in enumerate((self._run, self._obey)):
-            name = f"notebook-accel-ray-{self._job.id}-{number}"
-            threading.Thread(target=act, name=name, daemon=True).start()
-
-    # What a job asks for -------------------------------------------------------------------------------------------
-
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._wanted = self._wanted or "interrupt"
-        self._orders.put("interrupt" if escalate else "interrupt only")
-
-    def stop(self) -> None:
-        self._wanted = self._wanted or "stop"
-        self._orders.put("stop")
-
-    def kill(self) -> None:
-        self._wanted = self._wanted or "kill"
-        self._orders.put("kill")
-
-    def inspect(self) -> None:
-        if not self._is_launched:  # there is nobody yet who could be asked
-            self._job.take_dumps(())
-        for part in self._parts:
-            part.dumps = None
-        self._orders.put("inspect")
-
-    def respawn(self, rank: int) -> None:
-        raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
-
-    def release(self) -> None:
-        self._orders.put("release")
-
-    def _obey(self) -> None:
-        """Passes on what the job was asked for: who asks may be the kernel's main thread, which must not be in Ray."""
-        while (what := self._orders.get()) is not None:
-            with self._connection.used():
-                self._tell(what)
-
-    # The thread ----------------------------------------------------------------------------------------------------
-
-    def _tell(self, what: ray_messages.Tell) -> None:
-        with contextlib.suppress(SupervisorLostError):  # the thread finds that out
-            for part in self._parts:
-                if not part.has_ended:
-                    with self._connection.held():
-                        part.actor.tell.remote(self._job.id, what)
-
-    def _run(self) -> None:
+    @contextlib.contextmanager
+    def _using_nodes(self) -> Iterator[None]:
         with self._connection.used():
-            try:
-                self._run_attempts()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
-                self._error = self._error or losses.of_run(error)
-            # Who keeps the job, or its error, shall keep nothing in the cluster's memory.
-            self._payload = None
-            if self._error is not None:
-                self._error.__traceback__ = self._error.__context__ = None
-        self._orders.put(None)
-        self._job.end(self._reason, self._error)
-
-    def _run_attempts(self) -> None:
-        restarts = 0
-        while True:
-            self._attempt(restarts)
-            has_failed = self._error is not None or self._reason == "failed"
-            if not has_failed or self._is_the_last(restarts):
-                break
-            restarts += 1
-
-    def _is_the_last(self, restarts: int) -> bool:
-        """Return whether nothing is started again after a failure."""
-        is_used_up = restarts >= self._job.config.max_restarts
-        would_fail_again = isinstance(self._error, LaunchError) or not self._connection.is_there
-        return self._wanted is not None or is_used_up or would_fail_again
-
-    def _attempt(self, restarts: int) -> None:
-        before, self._reason, self._error = self._error, "", None
-        self._finished.clear()
-        placement: Placement | None = None
-        lost = None if before is None else Failure(what=before.what.rstrip("."))
-        self._job.start(
-            Starting(
-                job_id=self._job.id,
-                restarts=restarts,
-                first_rank=0,
-                world_size=self._job.world_size,
-                cause=lost,
-            )
-        )
-        try:
-            placement = self._cluster.reserve(
-                self._job.world_size, self._resources, notice=self._notice, is_wanted=self._is_wanted
-            )
-            self._notice()  # it waits no more
-            self._start(placement, restarts)
-            self._follow()
-            self._take_results()
-        except NotWantedError:  # it was ended before ranks were there
-            self._reason = "interrupted" if self._wanted == "interrupt" else "stopped"
-        except NotebookAccelError as error:
-            self._error = error
-        except Exception as error:  # noqa: BLE001 - Ray has errors of many kinds, and all mean that the run can't go on
-            self._error = losses.of_run(error)
-        finally:
-            self._let_go(placement)
+            yield
+            self._payload = None  # whoever keeps the job shall keep nothing in the cluster's memory
 
     def _is_wanted(self) -> bool:
         return self._wanted is None
 
     def _notice(self, *lines: str) -> None:
-        self._job.deliver(0, events.Nodes(lines=list(lines), is_news=bool(lines)))
+        self.job.deliver(0, events.Nodes(lines=list(lines), is_news=bool(lines)))
 
-    def _start(self, placement: Placement, restarts: int) -> None:
-        starter = Starter(self._job, self._cluster, placement, self._is_wanted)
-        self._parts = starter.hosts()
-        gpus = self._resources.get("GPU", 0)
-        starter.launch(self._parts, self._payload, self._environment, restarts=restarts, gpus=gpus)
-        self._is_launched = True
-        if self._wanted is not None:  # somebody was quicker
-            self._tell(self._wanted)
-
-    def _follow(self) -> None:
-        pending = {self._ask(part): part for part in self._parts}
-        while pending:
-            for answer in self._connection.first_of(pending, _PATIENCE_S):
-                part = pending.pop(answer)
-                try:
-                    news = ray_messages.decode(self._connection.result(answer))
-                except self._cluster.ray.exceptions.RayError as error:
-                    self._gone(part, error)
-                    continue
-                part.heard(news.time_s, time.monotonic())
-                for said in news.said:
-                    self._heard(part, said)
-                if not part.has_ended:
-                    pending[self._ask(part)] = part
-            now_s = time.monotonic()
-            for answer, part in list(pending.items()):
-                if now_s - part.heard_s > _SILENCE_S:
-                    del pending[answer]
-                    self._gone(part, TimeoutError(f"it has not answered for {_SILENCE_S:g} s"))
-
-    def _ask(self, part: NodePart) -> Answer:
-        part.asked_s = time.monotonic()
-        part.heard_s = part.heard_s or part.asked_s
-        return self._connection.ask(lambda: part.actor.news.remote(self._job.id, _PATIENCE_S))
-
-    def _heard(self, part: NodePart, said: ray_messages.FromHost) -> None:
-        if isinstance(said, ray_messages.Said):
-            rank, event = part.first + said.rank, part.by_our_clock(events.decode(bytes(said.event)))
-            self._job.deliver(rank, event)
-            if isinstance(event, events.Output):
-                self._logs.keep(rank, event, part.node.address)
-            if isinstance(event, events.Finished):
-                self._finished.add(rank)
-                if len(self._finished) == self._job.world_size:
-                    self._tell("release")
-        elif isinstance(said, ray_messages.Dumped):
-            part.dumps = [msgspec.structs.replace(dump, rank=part.first + dump.rank) for dump in said.ranks]
-            there = [other for other in self._parts if not other.has_ended]
-            if all(other.dumps is not None for other in there):
-                self._job.take_dumps([dump for other in there for dump in other.dumps or ()])
-        else:
-            self._part_ended(part, said)
-
-    def _part_ended(self, part: NodePart, ended: ray_messages.Ended) -> None:
-        part.has_ended = True
-        if ended.what and self._error is None:
-            self._error = ProcessStartError(ended.what, why=ended.why, fix=ended.fix)
-        if (ended.reason or ended.what) and not self._reason:
-            self._reason = ended.reason or "failed"
-            self._tell("stop")
-
-    def _gone(self, part: NodePart, error: Exception) -> None:
-        part.has_ended = True
-        if self._error is None and not self._reason:
-            ranks = f"rank {part.first}" if len(part.ranks) == 1 else f"ranks {part.ranks[0]} to {part.ranks[-1]}"
-            ranks = f"{ranks} of {self._job.world_size}"
-            self._error = losses.of_host(self._cluster, part.node, ranks, error)
-        self._reason = self._reason or "failed"
-        self._cluster.drop(part.actor)
-        self._tell("kill")
-
-    def _take_results(self) -> None:
-        """Copies what the ranks have written; also after a failure, for what was to be pulled."""
-        for part in self._parts:
-            try:
-                asked = self._connection.ask(
-                    functools.partial(part.actor.results.remote, self._job.id, as_buffers=self._connection.is_driver)
+    def _open(self, attempt_id: str) -> Sequence[NodePart]:
+        job = self.job
+        self._placement = self._cluster.reserve(
+            job.world_size, self._resources, notice=self._notice, is_wanted=self._is_wanted
+        )
+        self._notice()  # it waits no more
+        for node in self._placement.nodes:
+            self._cluster.host(node)  # all start at the same time
+        checked = [self._checked_host(node) for node in self._placement.nodes]
+        self._attempt_id = attempt_id
+        self._on_nodes = [(node, there) for node, (there, _) in zip(self._placement.nodes, checked, strict=True)]
+        opened = []
+        for number, (node, there) in enumerate(self._on_nodes):
+            port = None if number else job.config.main_process_port or 0  # the first one has the ranks' store
+            opened.append(
+                self._connection.ask(
+                    functools.partial(
+                        there.actor.open.remote, attempt_id, job.name, job.config.log_dir, len(node.bundles), port
+                    )
                 )
-                [results] = self._connection.answers([asked], _TRANSFER_DEADLINE_S, lambda: True)
-            except self._cluster.ray.exceptions.RayError as error:
-                self._gone(part, error)
-                continue
-            for rank, written in zip(part.ranks, results, strict=True):
-                data = memoryview(written)
-                if data.nbytes:
-                    memory_files.fill(self._result_files[rank], data)
+            )
+        parts: list[NodePart] = []
+        first = 0
+        for node, (there, facts), answer in zip(self._placement.nodes, checked, opened, strict=True):
+            agent_pid, log_folder, store_port = self._answer(node, answer, _START_DEADLINE_S, self._is_wanted)
+            make_stream = functools.partial(_ActorStream, self._cluster, node, there.actor, agent_pid)
+            ranks = range(first, first + len(node.bundles))
+            first = ranks.stop
+            parts.append(
+                NodePart(
+                    self,
+                    there.slot.agent(agent_pid, facts, make_stream),
+                    part_id=attempt_id,
+                    address=node.address,
+                    ranks=ranks,
+                    variables=self._gpu_variables(node),
+                    store_port=store_port,
+                    log_folder=log_folder,
+                )
+            )
+        return parts
 
-    def _let_go(self, placement: Placement | None) -> None:
-        there, self._parts, self._is_launched = self._parts, [], False
+    def _checked_host(self, node: Node) -> tuple[Host, host.NodeFacts]:
+        """Return a node's host, and what it says of the node. One that has died since the last run is replaced once.
+
+        Raises:
+            LaunchError: It can't be started, or has other versions than the notebook.
+            SupervisorLostError: The node, or the cluster, has gone.
+            NotWantedError: Nobody wants the run any more.
+        """
+        there = self._cluster.host(node)
+        try:
+            facts = self._facts(there)
+        except self._cluster.ray.exceptions.RuntimeEnvSetupError as error:
+            self._cluster.drop(there.actor)
+            raise ProcessStartError(
+                f"The runtime environment could not be set up on the node {node.address}.",
+                why=str(error).strip(),
+                fix="another runtime_env in engine_options, or install what is missing on the nodes",
+            ) from None
+        except (self._cluster.ray.exceptions.RayError, TimeoutError):
+            self._cluster.drop(there.actor)
+            there = self._cluster.host(node)
+            try:
+                facts = self._facts(there)
+            except (self._cluster.ray.exceptions.RayError, TimeoutError) as error:
+                self._cluster.drop(there.actor)
+                if not self._cluster.is_alive(node):
+                    raise _host_lost_error(self._cluster, node, "what was to start ranks there", error) from None
+                raise ProcessStartError(
+                    f"What starts ranks on the node {node.address} could not be started there.",
+                    why=last_line(error),
+                    fix="install notebook-accel and torch on every node, "
+                    "or engine_options={'runtime_env': {'pip': [...]}}",
+                ) from None
+        here = host.versions()
+        for name, version in facts.versions.items():
+            if version != here[name]:
+                raise LaunchError(
+                    f"The node {node.address} has {name} {version or 'not at all'}, the notebook {here[name]}.",
+                    why="What is sent to the ranks is read by another version than has written it.",
+                    fix=f"the same {name} on both, or engine_options={{'runtime_env': {{'pip': [...]}}}}",
+                )
+        return there, facts
+
+    def _facts(self, there: Host) -> host.NodeFacts:
+        asked = [self._connection.ask(there.actor.facts.remote)]
+        patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
+        facts: list[host.NodeFacts] = self._connection.answers(asked, patience_s, self._is_wanted)
+        return facts[0]
+
+    def _gpu_variables(self, node: Node) -> dict[str, str]:
+        gpus = self._resources.get("GPU", 0)
+        if not gpus:
+            return {}
+        assert self._placement is not None
+        found = self._cluster.gpus_of(self._placement, node, gpus, self._is_wanted)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(found)}
+
+    def _launch(self, bodies: Sequence[bytes]) -> None:
+        started = [
+            self._connection.ask(functools.partial(there.actor.launch.remote, self._attempt_id, body, self._payload))
+            for (_, there), body in zip(self._on_nodes, bodies, strict=True)
+        ]
+        for (node, _), answer in zip(self._on_nodes, started, strict=True):
+            # Also when the run is not wanted any more: ranks that are there can be told, and end by themselves.
+            self._answer(node, answer, _TRANSFER_DEADLINE_S, lambda: True)
+
+    def _answer(self, node: Node, answer: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
+        """Return a host's answer to what starts the ranks."""
+        try:
+            [result] = self._connection.answers([answer], patience_s, is_wanted)
+        except self._cluster.ray.exceptions.RayTaskError as error:  # the host is there, and can't do it
+            raise ProcessStartError(
+                f"The ranks on the node {node.address} could not be started.", why=last_line(error)
+            ) from None
+        except (self._cluster.ray.exceptions.RayError, TimeoutError) as error:
+            raise _host_lost_error(self._cluster, node, "the start of its ranks", error) from None
+        return result
+
+    def _results(self, part: NodePart) -> Sequence[Any]:
+        node, there = self._on_nodes[self._parts.index(part)]
+        call = functools.partial(there.actor.results.remote, self._attempt_id, as_buffers=self._connection.is_driver)
+        try:
+            [results] = self._connection.answers([self._connection.ask(call)], _TRANSFER_DEADLINE_S)
+        except self._cluster.ray.exceptions.RayError as error:
+            self._cluster.drop(there.actor)
+            raise _host_lost_error(self._cluster, node, part.ranks_in_words, error) from None
+        return list(results)
+
+    def _close(self) -> None:
+        on_nodes, self._on_nodes = self._on_nodes, []
+        placement, self._placement = self._placement, None
         if not self._connection.is_there:
             return
+        kill = messages.encode(messages.End(job_id=self._attempt_id, how="kill"))
+        arguments = self._attempt_id, kill, self.job.config.idle_timeout_s
         with contextlib.suppress(Exception):  # some of it is gone already
-            forget = [functools.partial(part.actor.forget.remote, self._job.id) for part in there]
-            forgotten = [self._connection.ask(order) for order in forget]
-            self._connection.answers(forgotten, _FAREWELL_S, lambda: True)
+            closed = [
+                self._connection.ask(functools.partial(there.actor.close.remote, *arguments)) for _, there in on_nodes
+            ]
+            self._connection.answers(closed, _FAREWELL_S)
         if placement is not None:
             self._cluster.release(placement.group)
 
+    def _explain(self, error: BaseException) -> NotebookAccelError:
+        return SupervisorLostError(
+            "The run was lost on the cluster.", why=f"{type(error).__name__}: {str(error).strip()}"
+        )
+
+    def _can_restart(self) -> bool:
+        return self._connection.is_there
+
+
+class _ActorStream:
+    """The way to a node's agent: each call of its host takes bytes there, or brings those that have come."""
+
+    def __init__(self, cluster: Cluster, node: Node, actor: Any, agent_pid: int) -> None:
+        self._cluster = cluster
+        self._connection = cluster.connection
+        self._node = node
+        self._actor = actor
+        self._agent_pid = agent_pid
+
+    def used(self) -> contextlib.AbstractContextManager[None]:
+        return self._connection.used()
+
+    def read(self) -> tuple[float, bytes]:
+        time_s, data = self._call(lambda: self._actor.read.remote(self._agent_pid, _PATIENCE_S))
+        return time_s, data
+
+    def write(self, body: bytes) -> None:
+        try:
+            self._call(lambda: self._actor.write.remote(self._agent_pid, body))
+        except (self._cluster.ray.exceptions.RayError, TimeoutError) as error:
+            raise self.loss(error, "the start of its ranks") from None
+
+    def post(self, body: bytes) -> None:
+        self._connection.post(lambda: self._actor.write.remote(self._agent_pid, body))
+
+    def last_words(self) -> str:
+        with contextlib.suppress(Exception):  # the host has gone too
+            return str(self._call(self._actor.last_words.remote))
+        return ""
+
+    def loss(self, error: Exception, ranks: str) -> NotebookAccelError:
+        if isinstance(error, NotebookAccelError):
+            return error
+        if isinstance(error, self._cluster.ray.exceptions.RayTaskError):  # the host is there, and its agent has gone
+            return agent_lost_error(self.last_words())
+        try:
+            return _host_lost_error(self._cluster, self._node, ranks, error)
+        except NotebookAccelError as other:  # the cluster has gone too
+            return other
+        finally:
+            self._cluster.drop(self._actor)
+
+    def _call(self, what: Callable[[], Any]) -> Any:
+        [answer] = self._connection.answers([self._connection.ask(what)], _SILENCE_S)
+        return answer
+
+
+def _host_lost_error(cluster: Cluster, node: Node, ranks: str, error: Exception) -> SupervisorLostError:
+    """Return the error of a run whose host on a node doesn't answer."""
+    lost = f"The node {node.address} has gone, and {ranks} with it."
+    if cluster.is_alive(node):
+        lost = f"What runs {ranks} on the node {node.address} was ended, or doesn't answer."
+    return SupervisorLostError(
+        lost, why=last_line(error), fix="run the cell again; max_restarts lets a run go on by itself on what is left"
+    )
+
 
 def _put(cluster: Cluster, payload: int) -> Any:
-    """Puts the payload into the object store; Ray's reference to it."""
+    """Put the payload into the object store, and return Ray's reference to it."""
     data = pickle.PickleBuffer(memory_files.whole(payload))
     try:
         return cluster.connection.call(lambda: cluster.ray.put(data), _TRANSFER_DEADLINE_S)
     except cluster.ray.exceptions.RayError as error:
         raise LaunchError(
             "What is sent to the ranks could not be put into the cluster's object store.",
-            why=losses.last_line(error),
+            why=last_line(error),
             fix="ray start --object-store-memory=BYTES, or send less",
         ) from None
-
-
-class _Logs:
-    """The ranks' logs in the notebook's folder: what is said of those that they write on their nodes.
-
-    Args:
-        files: One a rank; none if there was no room for any.
-    """
-
-    def __init__(self, files: Sequence[pathlib.Path]) -> None:
-        self._files = files
-
-    def keep(self, rank: int, output: events.Output, address: str) -> None:
-        """Adds what a rank has written. A disk that is full is no reason to stop."""
-        if self._files:
-            gap = (
-                f"[{output.left_out:,} lines left out, which are in its log on {address}]\n" if output.left_out else ""
-            )
-            with contextlib.suppress(OSError), self._files[rank].open("a", encoding="utf-8") as file:
-                file.write(f"{gap}{output.text}\n")

@@ -33,7 +33,7 @@ _HELPERS = {
 
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
-    """A head and a second node, with one CPU each. Ray Client's server is at its ``client_address``."""
+    """Start a head and a second node, with one CPU each. Ray Client's server is at ``client_address``."""
     utils = importlib.import_module("ray.cluster_utils")
     cluster = utils.Cluster()
     with socket.create_server(("", 0)) as server:
@@ -48,10 +48,10 @@ def running() -> Iterator[Any]:
 
 
 def add_node(cluster: Any, *, clock_ahead_s: int = 0, **what_it_has: Any) -> Any:
-    """One more node, whose ``time.monotonic()`` may be ahead of this process's, as another machine's is.
+    """Add a node, whose ``time.monotonic()`` may be ahead of this process's, as another machine's is.
 
-    Ray gives a node's processes 15 s to say at which ports they are, and the node 30 s to be there, which are too few
-    where something else keeps the processors busy. So the ports are said for them.
+    Ray gives a node's processes 15 s to report their ports, and the node 30 s to be there, too few for a busy machine.
+    So this function reports the ports for them.
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("", 0))) for _ in _HELPERS]
@@ -61,7 +61,7 @@ def add_node(cluster: Any, *, clock_ahead_s: int = 0, **what_it_has: Any) -> Any
 
 
 def clocks_can_differ() -> bool:
-    """Whether this process may give others a clock of their own: Linux's time namespaces are for root."""
+    """Return whether this process may give others a clock of their own: Linux's time namespaces are for root."""
     with contextlib.suppress(OSError):
         return subprocess.run([*_unshare(1), "true"], check=False, capture_output=True).returncode == 0
     return False

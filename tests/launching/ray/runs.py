@@ -1,4 +1,4 @@
-"""What tests of runs on a cluster share."""
+"""Helpers for tests of runs on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 120.0
 
 
 def launch(function: Any, *args: Any, **options: Any) -> Job:
-    """Starts a function on two ranks, one a node unless the options say something else."""
+    """Start a function on two ranks, one on each node unless the options say something else."""
     given = {"num_processes": 2, "engine": "ray", "engine_options": {"strategy": "SPREAD"}, "view": "none", **options}
     job = notebook_launcher(function, args, background=True, **given)
     assert isinstance(job, Job)
@@ -24,7 +24,7 @@ def launch(function: Any, *args: Any, **options: Any) -> Job:
 
 
 def connected() -> Any:
-    """Ray, connected to the tests' cluster also if nothing was launched from this process yet."""
+    """Return Ray, connected to the tests' cluster even if this process has launched nothing yet."""
     ray: Any = importlib.import_module("ray")
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
@@ -32,13 +32,13 @@ def connected() -> Any:
 
 
 def all_is_free() -> None:
-    """The cluster has back what the ranks had."""
+    """Wait until the cluster has all of its CPUs back."""
     free = connected().available_resources
     processes.wait_until(lambda: free().get("CPU") == 2, "the cluster has all of its CPUs back", timeout_s=60)
 
 
 def have_begun(folder: pathlib.Path) -> list[int]:
-    """The processes of two ranks that ``wait_to_be_ended``, as soon as they do."""
+    """Wait until two ranks are in ``wait_to_be_ended``, and return their processes."""
     files = [folder / f"{rank}.began" for rank in (0, 1)]
     processes.wait_until(lambda: all(file.exists() for file in files), "both ranks run", timeout_s=DEADLINE_S)
     processes.wait_until(lambda: all(file.read_text() for file in files), "both ranks have said who they are")
@@ -46,5 +46,5 @@ def have_begun(folder: pathlib.Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Whether none of these processes is there."""
+    """Return whether all of these processes have ended."""
     return not any(process is not None and process.is_alive for process in map(processes.read, pids))

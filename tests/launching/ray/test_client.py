@@ -53,7 +53,7 @@ def ok(outcome: kernels.Outcome) -> kernels.Outcome:
 
 
 def server_of_a_notebook() -> psutil.Process:
-    """The process that does in the cluster what the notebook asks for."""
+    """Return the process that does in the cluster what the notebook asks for."""
     servers = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended

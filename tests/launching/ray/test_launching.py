@@ -21,7 +21,7 @@ from notebook_accel.errors import (
     PayloadError,
     PreflightError,
 )
-from notebook_accel.launching.ray import host
+from notebook_accel.launching.remote import host
 from tests import kernels, processes
 from tests.launching.ray import clusters, work
 from tests.launching.ray.runs import DEADLINE_S, all_is_free, connected, launch

@@ -1,4 +1,4 @@
-"""What of a cluster may go during a run, or while it is launched: the run ends, and says what has gone."""
+"""Losses of a host, a node or the cluster, during a run or its launch: the run ends with an error that names them."""
 
 from __future__ import annotations
 

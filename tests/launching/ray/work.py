@@ -1,4 +1,4 @@
-"""What ranks on a cluster run in tests."""
+"""Functions that the tests' ranks run on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.launching.functions import wait_for
 
 
 def wait_to_be_ended(folder: str) -> None:
-    """Says that it is there, and how it ends."""
+    """Leave one mark when the rank begins, and another when it ends."""
     here = pathlib.Path(folder, os.environ["RANK"])
     here.with_suffix(".began").write_text(str(os.getpid()))
     try:
@@ -26,28 +26,28 @@ def wait_to_be_ended(folder: str) -> None:
 
 
 def attempt() -> int:
-    """Which one this is, once all ranks have met."""
+    """Return the number of this attempt, once all ranks have met."""
     torch.distributed.init_process_group()
     torch.distributed.barrier()
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def waits_once(folder: str) -> int:
-    """The same, but in the first attempt all ranks ``wait_to_be_ended``."""
+    """Return the number of this attempt; in the first one all ranks ``wait_to_be_ended``."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         wait_to_be_ended(folder)
     return attempt()
 
 
 def fails_once() -> int:
-    """The same, but rank 1 dies in the first attempt."""
+    """Return the number of this attempt; in the first one rank 1 dies."""
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(3)
     return attempt()
 
 
 def place(model: torch.Tensor) -> dict[str, Any]:
-    """Where this rank is, whose template it comes from, and what it sees of the model after all have written to it."""
+    """Return where this rank is, its template, and what it sees of the model after all ranks have written to it."""
     address = model.data_ptr()
     rows = pathlib.Path("/proc/self/maps").read_text().splitlines()
     [row] = [row for row in rows if int(row.split("-")[0], 16) <= address < int(row.split("-")[1].split()[0], 16)]
@@ -64,12 +64,12 @@ def place(model: torch.Tensor) -> dict[str, Any]:
 
 
 def is_ahead(here_s: float) -> bool:
-    """Whether the clock here is far ahead of one that has just shown this time."""
+    """Return whether the clock here is far ahead of one that has just shown this time."""
     return time.monotonic() > here_s + 3600
 
 
 def fails_in_turn(folder: str, here_s: float, is_ahead_first: bool) -> None:
-    """Fails on two nodes, first on the one whose clock is ahead, or on the other; a stop in between is not heard."""
+    """Fail on two nodes, first on the one whose clock is ahead, or on the other. Ignores a stop in between."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if is_ahead(here_s) == is_ahead_first:
         wait_for(folder, "the second waits")
@@ -82,7 +82,7 @@ def fails_in_turn(folder: str, here_s: float, is_ahead_first: bool) -> None:
 
 
 def stands_still(here_s: float) -> None:
-    """Counts steps on two nodes; then the one whose clock is ahead waits for the other."""
+    """Count steps on two nodes; then the one whose clock is ahead waits for the other."""
     torch.distributed.init_process_group()
     for _ in tqdm(range(5)):
         time.sleep(0.05)
@@ -93,10 +93,10 @@ def stands_still(here_s: float) -> None:
 
 
 def folder() -> list[str]:
-    """What is in the folder where this rank is."""
+    """Return the names in this rank's working directory."""
     return os.listdir()
 
 
 def visible_gpus() -> tuple[str | None, str | None]:
-    """What this rank may use, and which of it is its own."""
+    """Return the GPUs that this rank may use, and the number of its own."""
     return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_RANK")

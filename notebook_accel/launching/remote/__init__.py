@@ -1,0 +1,1 @@
+"""Runs over several agents on other machines, whatever reaches them."""

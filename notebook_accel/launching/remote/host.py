@@ -1,0 +1,225 @@
+"""The kernel's one host on another machine. It runs an agent there, and forwards that agent's frames unread.
+
+So ranks are started, read, interrupted, stopped and reaped on a node as on the kernel's machine, by the same code, and
+as fast. The host adds what can't come from another machine: it opens a run's files, which go to the agent with the
+Launch message, and says what the node has. Whatever reaches the node has to bring the payload, and to end the host when
+the kernel goes. The agent sees that its parent has gone, and ends the ranks.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.metadata
+import os
+import pickle
+import platform
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from notebook_accel import environment
+from notebook_accel.launching import logs
+from notebook_accel.launching.kernel.agent_process import last_words, start_process
+from notebook_accel.launching.processes import close_all, resume_if_stopped
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol.channel import ClosedError, Connection
+
+__all__ = ["NodeFacts", "NodeHost", "versions"]
+
+_SEND_DEADLINE_S = 10.0
+
+
+class NodeFacts(NamedTuple):
+    """What a node has of its own.
+
+    Attributes:
+        versions: Versions of Python, torch and this package, by name; empty for what isn't installed.
+        variables: Environment variables for the ranks.
+        sys_path: The import path.
+    """
+
+    versions: dict[str, str]
+    variables: dict[str, str]
+    sys_path: list[str]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that have to be the same in the notebook and on the nodes."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("torch", "notebook-accel"):
+        found[name] = ""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class NodeHost:
+    """Runs the parts of runs that are on its node. The kernel calls its methods, several at a time.
+
+    Args:
+        address: The node's address, as other nodes reach it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._agent: _NodeAgent | None = None
+        self._parts: dict[str, _OpenPart] = {}
+        self._idle_timer: threading.Timer | None = None
+
+    def facts(self) -> NodeFacts:
+        """Return what the node has of its own."""
+        interface = environment.interface_of(self._address)
+        of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+        return NodeFacts(versions(), {**environment.sendable(), **of_interface}, environment.import_path())
+
+    def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
+        """Open the files of a part of a run, and start the agent unless it runs.
+
+        Args:
+            part_id: The part.
+            name: The run's name.
+            log_dir: The run's option of that name.
+            ranks: Number of ranks.
+            port: The port for the ranks' store, 0 for any; ``None`` if the store is on another node.
+
+        Returns:
+            The agent's process, the folder of the logs, empty if there was no room for one, and the store's port.
+
+        Raises:
+            OSError: The port can't be used, or the system refuses what is needed.
+        """
+        listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
+        with self._lock:
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+            if self._agent is None or self._agent.process.returncode is not None:
+                self._drop_agent()
+                self._agent = _NodeAgent()
+            files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(ranks)]
+            self._parts[part_id] = _OpenPart(self._agent, files, listening)
+        folder = logs.make_folder(log_dir, name)
+        used_port = 0 if listening is None else int(listening.getsockname()[1])
+        return self._agent.process.pid, "" if folder is None else str(folder), used_port
+
+    def launch(self, part_id: str, body: bytes, payload: Any) -> None:
+        """Send the agent a part's Launch message, with the descriptors that belong to it.
+
+        Args:
+            part_id: The part.
+            body: The encoded message.
+            payload: The run's sealed payload, a buffer.
+        """
+        part = self._parts[part_id]
+        copied = memory_files.memory_file("notebook-accel-payload")
+        try:
+            memory_files.fill(copied, memoryview(payload))
+            memory_files.make_unwritable(copied)
+            listening = [] if part.listening is None else [part.listening.fileno()]
+            part.agent.connection.send(body, [copied, *part.result_files, *listening])
+        finally:
+            os.close(copied)
+        if part.listening is not None:
+            part.listening.close()
+
+    def write(self, agent_pid: int, body: bytes) -> None:
+        """Send the agent a message. Raise ``ClosedError`` if it has gone."""
+        self._running(agent_pid).connection.send(body)
+
+    def read(self, agent_pid: int, patience_s: float) -> tuple[float, bytes]:
+        """Wait for bytes from the agent, and return the time here and what has come. Raise ``ClosedError`` at its end.
+
+        Only one thread may read at a time, so that the bytes stay in order.
+        """
+        agent = self._running(agent_pid)
+        agent.connection.set_receive_deadline(patience_s)
+        data = agent.connection.receive_bytes()
+        if not data:
+            resume_if_stopped(agent_pid)
+        return time.monotonic(), data
+
+    def last_words(self) -> str:
+        """Return what the agent and the templates wrote last."""
+        return "" if self._agent is None else last_words(self._agent.log)
+
+    def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
+        """Return each rank's result as it was written: as buffers for a pickle, or as bytes."""
+        written = [memory_files.whole(file) for file in self._parts[part_id].result_files]
+        return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
+
+    def close(self, part_id: str, kill: bytes, idle_timeout_s: float) -> None:
+        """Forget a part, of which the kernel wants no more.
+
+        Args:
+            part_id: The part.
+            kill: The message that kills what still runs.
+            idle_timeout_s: Time after which an agent without a run ends.
+        """
+        with self._lock:
+            part = self._parts.pop(part_id, None)
+            if part is None:
+                return
+            part.close()
+            with contextlib.suppress(OSError):  # the agent has gone
+                part.agent.connection.send(kill)
+            if not self._parts:
+                self._idle_timer = threading.Timer(idle_timeout_s, self._end_idle_agent)
+                self._idle_timer.daemon = True
+                self._idle_timer.start()
+
+    def _end_idle_agent(self) -> None:
+        with self._lock:
+            if not self._parts:
+                self._drop_agent()
+
+    def _drop_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.connection.shutdown()
+            self._agent.connection.close()
+            os.close(self._agent.log)
+            self._agent = None
+
+    def _running(self, agent_pid: int) -> _NodeAgent:
+        agent = self._agent
+        if agent is None or agent.process.pid != agent_pid:
+            raise ClosedError("the agent has gone")
+        return agent
+
+
+class _NodeAgent:
+    """The node's agent, and the thread that starts it and waits for its end, with which Linux would kill it."""
+
+    def __init__(self) -> None:
+        self.log = memory_files.memory_file("notebook-accel-agent-log")
+        self.connection, theirs = Connection.pair()
+        self.connection.set_send_deadline(_SEND_DEADLINE_S)
+        started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(theirs, started), name="notebook-accel-agent", daemon=True).start()
+        self.process = started.result()
+
+    def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
+        with contextlib.closing(theirs):
+            try:
+                process = start_process(theirs, self.log)
+            except OSError as error:
+                started.set_exception(error)
+                return
+        started.set_result(process)
+        process.wait()
+
+
+class _OpenPart(NamedTuple):
+    """A part of a run: its agent, its ranks' result files and the listening socket of the ranks' store, if here."""
+
+    agent: _NodeAgent
+    result_files: Sequence[int]
+    listening: socket.socket | None
+
+    def close(self) -> None:
+        close_all(self.result_files)
+        if self.listening is not None:
+            self.listening.close()

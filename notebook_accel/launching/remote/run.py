@@ -1,0 +1,491 @@
+"""A run over several agents on other machines, each reached by a byte stream. Engines for clusters build on it.
+
+An engine reserves nodes, starts an agent on each, and gives the kernel an ``AgentStream`` to it. The stream carries the
+frames of the agent's own socket, unread, in both directions. A ``RemoteAgent`` reads them with the code that reads this
+machine's agent, in a thread that lives as long as the agent has runs. It hands them to the ``NodePart`` of their run,
+which puts ranks and times as the whole run counts them: ranks are numbered over all nodes, and each node's
+``time.monotonic()`` has a zero of its own. File descriptors can't cross machines, so an engine brings the payload and
+the results in its own way, and sends the Launch message along with the payload.
+
+``RemoteRun`` decides what concerns all nodes. It releases the ranks when all have finished, ends all when one has
+failed or a node is lost, and starts all again as often as ``max_restarts`` allows. It is over when every part is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from notebook_accel import uninterruptible
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
+from notebook_accel.launching.kernel.agent_process import AgentLink
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.remote.host import NodeFacts
+from notebook_accel.payload import memory_files
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.channel import take_frames
+
+__all__ = ["AgentSlot", "AgentStream", "NodeClock", "NodePart", "NotWantedError", "RemoteAgent", "RemoteRun"]
+
+
+class NotWantedError(Exception):
+    """Somebody has ended the run, so that nobody waits for this any more."""
+
+
+class AgentStream(Protocol):
+    """The bytes to and from an agent on another machine."""
+
+    def used(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around everything that a thread does with the stream."""
+
+    def read(self) -> tuple[float, bytes]:
+        """Wait some time for bytes from the agent.
+
+        Returns:
+            The node's ``time.monotonic()`` as it answered, and the bytes, empty if none have come.
+
+        Raises:
+            Exception: The agent, its node or the connection has gone.
+        """
+
+    def write(self, body: bytes) -> None:
+        """Send the body of a frame, and wait until the agent has it. Raise if the agent has gone."""
+
+    def post(self, body: bytes) -> None:
+        """Send the body of a frame soon. Neither waits nor raises."""
+
+    def last_words(self) -> str:
+        """Return what the agent wrote last, for an error's ``why``."""
+
+    def loss(self, error: Exception, ranks: str) -> NotebookAccelError:
+        """Return the error of a run that has lost its ranks here, from what ``read`` has raised."""
+
+
+class NodeClock:
+    """The offset between a node's ``time.monotonic()`` and this machine's."""
+
+    def __init__(self) -> None:
+        self._offset_s: float | None = None
+
+    def update(self, asked_s: float, there_s: float, now_s: float) -> None:
+        """Learn from an answer.
+
+        The answer was sent after it was asked for and before now, so each one bounds the offset on both sides. An
+        offset within the bounds stays as it is: a late answer doesn't move the node's events. One that is outside them,
+        because clocks drift or a machine was suspended, goes to the nearer bound.
+
+        Args:
+            asked_s: The time here when the node was asked.
+            there_s: The node's time when it answered.
+            now_s: The time here.
+        """
+        least_s, most_s = asked_s - there_s, now_s - there_s
+        # The first one is most likely close to the latter: the node waits for news, and sends them at once.
+        known_s = most_s if self._offset_s is None else self._offset_s
+        self._offset_s = max(least_s, min(known_s, most_s))
+
+    def event_by_our_clock(self, event: events.Event) -> events.Event:
+        """Return an event of the node with its time by this machine's clock."""
+        assert self._offset_s is not None, "events come with answers"
+        return msgspec.structs.replace(event, time_s=event.time_s + self._offset_s)
+
+
+class RemoteAgent(AgentLink["NodePart"]):
+    """An agent on another machine.
+
+    Args:
+        stream: The way to it.
+        facts: The facts of its node.
+    """
+
+    def __init__(self, stream: AgentStream, facts: NodeFacts) -> None:
+        super().__init__()
+        self.clock = NodeClock()
+        self.facts = facts
+        self._stream = stream
+        self._received = bytearray()
+        self._lock = threading.Lock()
+        self._prepare_lock = threading.Lock()
+        self._is_reading = False
+
+    def expect(self, job: NodePart) -> None:
+        with self._lock:
+            super().expect(job)
+            if not self._is_reading:
+                self._is_reading = True
+                threading.Thread(target=self._run, name=f"notebook-accel-agent-{job.address}", daemon=True).start()
+
+    def prepare_launch(self, part: NodePart, places: Sequence[messages.Place]) -> bytes:
+        """Have a template ready for a part, and return the body of its Launch message, which the engine sends."""
+        self.expect(part)
+        with self._prepare_lock:
+            self.prepare(part.config)
+        return messages.encode(self._launch_message(part, places=places))
+
+    def tell(self, message: messages.ToAgent) -> None:
+        """Send a message soon, if the agent is still there. Doesn't wait."""
+        self._stream.post(messages.encode(message))
+
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        return True, self.facts.variables, self.facts.sys_path  # they stay as they are as long as the agent lives
+
+    def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
+        assert not descriptors
+        self._stream.write(messages.encode(message))
+
+    def _receive(self) -> Sequence[bytes]:
+        asked_s = time.monotonic()
+        there_s, data = self._stream.read()
+        self.clock.update(asked_s, there_s, time.monotonic())
+        self._received += data
+        return [body for body, _ in take_frames(self._received)]
+
+    def _last_words(self) -> str:
+        return self._stream.last_words()
+
+    def _run(self) -> None:
+        """Read until no run is left. Runs in the thread."""
+        with self._stream.used():
+            try:
+                while self._has_jobs():
+                    self._read()
+            except Exception as error:  # noqa: BLE001 - whatever it is, no run may wait for ever
+                with self._lock:
+                    lost, self._jobs, self._is_reading = self._jobs, {}, False
+                for part in lost.values():
+                    part.end("", self._stream.loss(error, part.ranks_in_words))
+
+    def _has_jobs(self) -> bool:
+        with self._lock:
+            self._is_reading = bool(self._jobs)
+        return self._is_reading
+
+
+class AgentSlot:
+    """A node's agent, which is replaced when the node has started another one. Runs in several threads share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._agent: RemoteAgent | None = None
+
+    def agent(self, pid: int, facts: NodeFacts, make_stream: Callable[[], AgentStream]) -> RemoteAgent:
+        """Return the agent that is this process on the node."""
+        with self._lock:
+            if self._agent is None or self._pid != pid:
+                self._pid, self._agent = pid, RemoteAgent(make_stream(), facts)
+            return self._agent
+
+
+class NodePart:
+    """The part of a run that is on one node: passes on what the node's agent says of it.
+
+    Attributes:
+        agent: The node's agent.
+        address: The node's address, as other nodes reach it.
+        ranks: The ranks that are there.
+        world_size: Number of ranks there.
+        variables: Environment variables of these ranks alone.
+        store_port: The port of the ranks' store, if this is the first part.
+        log_folder: Folder of the logs on the node; ``None`` if there was no room for one.
+        dumps: The ranks' stacks, until those of the other nodes are there.
+        has_ended: True if nothing more will come.
+    """
+
+    on_death: OnDeath = "stop"
+
+    def __init__(
+        self,
+        run: RemoteRun,
+        agent: RemoteAgent,
+        *,
+        part_id: str,
+        address: str,
+        ranks: range,
+        variables: Mapping[str, str],
+        store_port: int,
+        log_folder: str,
+    ) -> None:
+        self.id = part_id
+        self.config = run.job.config
+        self.agent = agent
+        self.address = address
+        self.ranks = ranks
+        self.world_size = len(ranks)
+        self.variables = variables
+        self.store_port = store_port
+        self.log_folder = pathlib.Path(log_folder) if log_folder else None
+        self.dumps: list[RankDump] | None = None
+        self.has_ended = False
+        self._run = run
+
+    @property
+    def ranks_in_words(self) -> str:
+        """The ranks as an error names them, such as ``ranks 2 to 3 of 4``."""
+        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
+        return f"{ranks} of {self._run.job.world_size}"
+
+    def deliver(self, rank: int, event: events.Event) -> None:
+        self._run.deliver(self, self.ranks[rank], self.agent.clock.event_by_our_clock(event))
+
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
+        self._run.take_dumps(self, [msgspec.structs.replace(dump, rank=self.ranks[dump.rank]) for dump in dumps])
+
+    def start(self, starting: Starting) -> None:
+        raise NotImplementedError(f"{starting}: only elastic processes say this, and no part has one")
+
+    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
+        assert elsewhere is None, "only elastic processes know of other nodes"
+        self._run.part_ended(self, reason, error)
+
+
+class RemoteRun:
+    """One run over several agents; also its job's control. A base class for engines.
+
+    Args:
+        job: The run's job.
+        result_files: The job's memory files, one a rank.
+        variables: Environment variables that the launch itself sets for the ranks.
+    """
+
+    def __init__(self, job: Job, result_files: Sequence[int], variables: Mapping[str, str]) -> None:
+        self.job = job
+        self._result_files = result_files
+        self._variables = variables
+        self._parts: Sequence[NodePart] = ()
+        self._is_launched = False
+        self._wanted: messages.How | None = None  # by which somebody ends it
+        self._reason: Reason = ""
+        self._error: NotebookAccelError | None = None
+        self._finished: set[int] = set()
+        self._ended_parts: queue.SimpleQueue[NodePart] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of what the agents' threads change; never taken by the kernel's main thread
+
+    def start(self) -> None:
+        """Start the run's thread, which ends with it."""
+        threading.Thread(target=self._run, name=f"notebook-accel-run-{self.job.id}", daemon=True).start()
+
+    # What an engine adds --------------------------------------------------------------------------------------------
+
+    def _using_nodes(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around everything that the run's thread does."""
+        raise NotImplementedError
+
+    def _open(self, attempt_id: str) -> Sequence[NodePart]:
+        """Reserve nodes and open a part of the run with this id on each, in the order of the ranks.
+
+        Raises:
+            NotWantedError: Somebody has ended the run meanwhile.
+        """
+        raise NotImplementedError
+
+    def _launch(self, bodies: Sequence[bytes]) -> None:
+        """Bring the payload to every part's node, and send its agent the Launch message with this body."""
+        raise NotImplementedError
+
+    def _results(self, part: NodePart) -> Sequence[Any]:
+        """Return each rank's result, as the buffer that it has written.
+
+        Raises:
+            NotebookAccelError: The node is lost.
+        """
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Let go of the parts and of what is reserved, whatever was opened of them. Kill what still runs."""
+        raise NotImplementedError
+
+    def _explain(self, error: BaseException) -> NotebookAccelError:
+        """Return the error of a run that can't go on because of this one."""
+        raise NotImplementedError
+
+    def _can_restart(self) -> bool:
+        """Return whether there are nodes on which the ranks could be started again."""
+        raise NotImplementedError
+
+    # What a job asks for --------------------------------------------------------------------------------------------
+
+    def interrupt(self, *, escalate: bool) -> None:
+        if escalate:
+            self._end_by("interrupt")
+        else:
+            self._tell_parts(lambda part_id: messages.Interrupt(job_id=part_id))
+
+    def stop(self) -> None:
+        self._end_by("stop")
+
+    def kill(self) -> None:
+        self._end_by("kill")
+
+    def inspect(self) -> None:
+        if not self._is_launched:  # there is nobody yet who could be asked
+            self.job.take_dumps(())
+        for part in self._parts:
+            part.dumps = None
+        self._tell_parts(lambda part_id: messages.Inspect(job_id=part_id))
+
+    def respawn(self, rank: int) -> None:
+        raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
+
+    def _end_by(self, how: messages.How) -> None:
+        self._wanted = self._wanted or how
+        self._end_parts(how)
+
+    def _end_parts(self, how: messages.How) -> None:
+        self._tell_parts(lambda part_id: messages.End(job_id=part_id, how=how))
+
+    def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
+        def tell() -> None:
+            for part in self._parts:
+                if not part.has_ended:
+                    part.agent.tell(message_to(part.id))
+
+        uninterruptible.call(tell)
+
+    # What the agents' threads say -----------------------------------------------------------------------------------
+
+    def deliver(self, part: NodePart, rank: int, event: events.Event) -> None:
+        """Take an event of a rank."""
+        if part not in self._parts:
+            return  # of an attempt that is over
+        self.job.deliver(rank, event)
+        if isinstance(event, events.Output):
+            self._keep_log(rank, event, part.address)
+        elif isinstance(event, events.Finished):
+            with self._lock:
+                self._finished.add(rank)
+                have_all_finished = len(self._finished) == self.job.world_size
+            if have_all_finished:
+                self._tell_parts(lambda part_id: messages.Release(job_id=part_id))
+
+    def take_dumps(self, part: NodePart, dumps: Sequence[RankDump]) -> None:
+        """Take the stacks of a part's ranks, and pass on all once they are there."""
+        with self._lock:
+            part.dumps = list(dumps)
+            there = [other for other in self._parts if not other.has_ended]
+            if all(other.dumps is not None for other in there):
+                self.job.take_dumps([dump for other in there for dump in other.dumps or ()])
+
+    def part_ended(self, part: NodePart, reason: Reason, error: NotebookAccelError | None) -> None:
+        """Note the end of a part. The first one that didn't end well ends the others."""
+        if part not in self._parts:
+            return  # of an attempt that is over
+        is_lost = isinstance(error, SupervisorLostError)
+        with self._lock:
+            part.has_ended = True
+            is_first = not self._reason
+            if error is not None and self._error is None and (is_first or not is_lost):
+                self._error = error
+            if is_first and (reason or error is not None):
+                self._reason = reason or "failed"
+        if is_lost:
+            self._end_parts("kill")
+        elif is_first and self._reason:
+            self._end_parts("stop")
+        self._ended_parts.put(part)
+
+    def _keep_log(self, rank: int, output: events.Output, address: str) -> None:
+        """Add what a rank has written on its node to its log here. A full disk is no reason to stop."""
+        if self.job.log_files:
+            left_out = f"{output.left_out:,} lines left out, which are in its log on {address}"
+            gap = f"[{left_out}]\n" if output.left_out else ""
+            with contextlib.suppress(OSError), self.job.log_files[rank].open("a", encoding="utf-8") as file:
+                file.write(f"{gap}{output.text}\n")
+
+    # The run's thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._using_nodes():
+            try:
+                restarts = 0
+                self._attempt(restarts)
+                while restarts < self.job.config.max_restarts and self._may_restart():
+                    restarts += 1
+                    self._attempt(restarts)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
+                self._error = self._error or self._explain(error)
+            if self._error is not None:
+                self._error.__traceback__ = self._error.__context__ = None  # which would keep the engine's objects
+        self.job.end(self._reason, self._error)
+
+    def _may_restart(self) -> bool:
+        has_failed = self._error is not None or self._reason == "failed"
+        would_fail_again = isinstance(self._error, LaunchError) or not self._can_restart()
+        return has_failed and self._wanted is None and not would_fail_again
+
+    def _attempt(self, restarts: int) -> None:
+        """Run the ranks once."""
+        before, self._reason, self._error = self._error, "", None
+        self._finished.clear()
+        self.job.start(
+            Starting(
+                job_id=self.job.id,
+                restarts=restarts,
+                first_rank=0,
+                world_size=self.job.world_size,
+                cause=None if before is None else Failure(what=before.what.rstrip(".")),
+            )
+        )
+        try:
+            self._parts = self._open(f"{self.job.id}.{restarts}")
+            self._start(restarts)
+            pending = set(self._parts)
+            while pending:
+                pending.discard(self._ended_parts.get())
+            self._take_results()
+        except NotWantedError:  # it was ended before ranks were there
+            self._reason = "interrupted" if self._wanted == "interrupt" else "stopped"
+        except NotebookAccelError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - an engine's library may raise anything, and the run can't go on
+            self._error = self._explain(error)
+        finally:
+            parts, self._parts, self._is_launched = self._parts, (), False
+            for part in parts:
+                part.agent.forget(part)
+            self._close()
+
+    def _start(self, restarts: int) -> None:
+        store, *_ = self._parts
+        bodies = []
+        for number, part in enumerate(self._parts):
+            variables = {
+                **part.agent.facts.variables,
+                **self._variables,
+                **part.variables,
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(len(self._parts)),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            }
+            places = [
+                RankPlace(rank, self.job.world_size, local, part.world_size, store.address, store.store_port)
+                for local, rank in enumerate(part.ranks)
+            ]
+            bodies.append(part.agent.prepare_launch(part, [(place, variables) for place in places]))
+        self._launch(bodies)
+        self._is_launched = True
+        if self._wanted is not None:  # somebody was quicker
+            self._end_parts(self._wanted)
+
+    def _take_results(self) -> None:
+        """Copy what the ranks have written; also after a failure, for what was to be pulled."""
+        for part in self._parts:
+            try:
+                results = self._results(part)
+            except NotebookAccelError as error:
+                self.part_ended(part, "", error)
+                continue
+            for rank, written in zip(part.ranks, results, strict=True):
+                data = memoryview(written)
+                if data.nbytes:
+                    memory_files.fill(self._result_files[rank], data)
