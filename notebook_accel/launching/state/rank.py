@@ -1,6 +1,6 @@
 """The state of one rank, reduced from its events.
 
-Every view uses these words. README's section on the panel has the same table with the colours.
+Every view uses these words. docs/panel.md has the same table with the colours.
 
 | word | meaning |
 |---|---|
