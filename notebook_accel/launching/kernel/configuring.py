@@ -19,7 +19,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.launching.kernel import preflight
 from notebook_accel.launching.kernel.devices import Devices, Machine
-from notebook_accel.launching.ray import options as ray_options
+from notebook_accel.launching.kernel.engine import check_engine_options
 
 __all__ = ["BASIC", "DiffLine", "Draft", "DraftSource", "write_basic_config"]
 
@@ -209,7 +209,7 @@ class Draft:
 
 def _allowed(values: Mapping[str, Any]) -> LaunchConfig:
     launch = LaunchConfig().replace(**values)
-    ray_options.read(launch.engine_options)
+    check_engine_options(launch)
     return launch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,13 @@ from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, R
 from notebook_accel.protocol.events import Event
 
 if TYPE_CHECKING:
+    from notebook_accel.errors import Finding
+    from notebook_accel.launching.kernel.devices import Devices
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["Engine", "LaunchRequest", "RunControl", "RunHandle"]
+__all__ = [
+    "ClusterEngine", "Engine", "LaunchRequest", "RunControl", "RunHandle", "check_engine_options", "connect_cluster"
+]  # fmt: skip
 
 
 class RunControl(Protocol):
@@ -115,3 +120,40 @@ class Engine(Protocol):
         Raises:
             LaunchError: The ranks can't be started.
         """
+
+
+class ClusterEngine(Engine, Protocol):
+    """An engine for other machines, which finds and checks their devices itself."""
+
+    def devices(self, config: LaunchConfig) -> Devices:
+        """Return the ranks' devices."""
+
+    def check(self, config: LaunchConfig) -> tuple[Finding, ...]:
+        """Return findings on what the ranks need and the machines don't have."""
+
+
+# Each module has ``connect(config)``, which returns its engine, and ``check_options(pairs)`` for ``engine_options``.
+# They are imported by name, since they build on the kernel's side of a launch.
+_CLUSTERS = {"ray": "notebook_accel.launching.ray.engine"}
+
+
+def connect_cluster(config: LaunchConfig) -> ClusterEngine | None:
+    """Connect to the cluster that the option ``engine`` names; return ``None`` for this machine.
+
+    Raises:
+        ConfigError: An option has no meaning on that cluster, its library isn't installed, or there is no cluster.
+    """
+    if config.engine not in _CLUSTERS:
+        return None
+    engine: ClusterEngine = importlib.import_module(_CLUSTERS[config.engine]).connect(config)
+    return engine
+
+
+def check_engine_options(config: LaunchConfig) -> None:
+    """Check the engine's own options.
+
+    Raises:
+        ConfigError: One doesn't exist, or can't have its value.
+    """
+    if config.engine in _CLUSTERS:
+        importlib.import_module(_CLUSTERS[config.engine]).check_options(config.engine_options)

@@ -16,10 +16,9 @@ from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAcc
 from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import Engine, LaunchRequest
+from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
-from notebook_accel.launching.ray.engine import RayEngine
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
 
@@ -160,7 +159,7 @@ def try_out(config: LaunchConfig) -> float:
     Raises:
         PreflightError: It has failed.
     """
-    cluster = _cluster(config)
+    cluster = connect_cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
 
     def start(target: Target, options: LaunchConfig, foreground_lock: threading.Lock) -> Job:
@@ -196,13 +195,15 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
     return text, any(finding.refuses for finding in findings)
 
 
-def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine | None, Devices, tuple[Finding, ...]]:
+def _checked(
+    config: LaunchConfig, roots: Mapping[str, Any]
+) -> tuple[ClusterEngine | None, Devices, tuple[Finding, ...]]:
     """Return the cluster, if ranks run on one, the devices, and the findings.
 
     Raises:
         NotebookAccelError: An option can't be honoured, or there is no such cluster.
     """
-    cluster = _cluster(config)
+    cluster = connect_cluster(config)
     if cluster is not None:
         return cluster, cluster.devices(config), cluster.check(config)
     elastic.check(config)
@@ -211,12 +212,7 @@ def _checked(config: LaunchConfig, roots: Mapping[str, Any]) -> tuple[RayEngine 
     return None, devices, preflight.check(config, devices, roots)
 
 
-def _cluster(config: LaunchConfig) -> RayEngine | None:
-    """Return the cluster's engine, ``None`` for ranks on this machine."""
-    return RayEngine.connected(config) if config.engine == "ray" else None
-
-
-def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: RayEngine | None) -> Job:
+def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: ClusterEngine | None) -> Job:
     world_size = config.num_processes or devices.available
     if work.on_death == "keep" and (config.max_restarts or elastic.is_wanted(config)):
         raise ConfigError(

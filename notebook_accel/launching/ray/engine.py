@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,7 +17,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connection, options
 from notebook_accel.launching.ray.run import RayRun
 
-__all__ = ["RayEngine"]
+__all__ = ["RayEngine", "check_options", "connect"]
 
 
 class RayEngine:
@@ -24,22 +25,6 @@ class RayEngine:
 
     def __init__(self, connected_cluster: cluster.Cluster) -> None:
         self._cluster = connected_cluster
-
-    @classmethod
-    def connected(cls, config: LaunchConfig) -> RayEngine:
-        """Return the engine for a launch with these options; connect to the cluster first.
-
-        Raises:
-            ConfigError: An option has no meaning on a cluster, Ray isn't installed, or there is no cluster.
-        """
-        wanted = options.read(config.engine_options)
-        if config.start_method not in ("auto", "spawn"):
-            raise ConfigError(
-                f"start_method={config.start_method!r} can't be used with engine='ray'.",
-                why="Its ranks are in this kernel, or forks of it.",
-                fix="leave out start_method, or engine",
-            )
-        return cls(cluster.Cluster(uninterruptible.call(lambda: connection.connect(wanted.address)), wanted))
 
     def devices(self, config: LaunchConfig) -> Devices:
         """Return the ranks' devices: the cluster's GPUs if it has any."""
@@ -72,3 +57,24 @@ class RayEngine:
             return prepared.job
 
         return uninterruptible.call(start, Job.discard, request.foreground_lock)
+
+
+def connect(config: LaunchConfig) -> RayEngine:
+    """Connect to a cluster, and return the engine for a launch with these options.
+
+    Raises:
+        ConfigError: An option has no meaning on a cluster, Ray isn't installed, or there is no cluster.
+    """
+    wanted = options.read(config.engine_options)
+    if config.start_method not in ("auto", "spawn"):
+        raise ConfigError(
+            f"start_method={config.start_method!r} can't be used with engine='ray'.",
+            why="Its ranks are in this kernel, or forks of it.",
+            fix="leave out start_method, or engine",
+        )
+    return RayEngine(cluster.Cluster(uninterruptible.call(lambda: connection.connect(wanted.address)), wanted))
+
+
+def check_options(pairs: Sequence[str]) -> None:
+    """Check engine options. Raises as ``options.read`` does."""
+    options.read(pairs)
