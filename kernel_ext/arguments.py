@@ -10,8 +10,6 @@ from IPython.core.error import UsageError
 
 from notebook_accel import config
 
-__all__ = ["Parser", "name", "names", "split"]
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of ending the process.

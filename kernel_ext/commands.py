@@ -21,8 +21,6 @@ from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import launcher, registry
 from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["COMMANDS", "options_of", "run"]
-
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10

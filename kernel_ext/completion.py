@@ -12,8 +12,6 @@ from IPython.core.interactiveshell import InteractiveShell
 if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.session import Session
 
-__all__ = ["SessionHelp", "asked_about", "register", "unregister"]
-
 _CELL = re.compile(r"%%(distributed(?!.*--fresh)|rank)\b[^\n]*\n")
 _BEFORE = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
 _AFTER = re.compile(r"\w*")

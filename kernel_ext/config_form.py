@@ -18,8 +18,6 @@ from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel.configuring import BASIC, Draft, DraftSource
 
-__all__ = ["ConfigForm"]
-
 _WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; notebook_launcher reads no file.</span>'
 
 

@@ -15,8 +15,6 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel.launching import device_state
 
-__all__ = ["CudaWatch"]
-
 
 class CudaWatch:
     """Watches a shell for CUDA's and XLA's initialisation, from ``start`` to ``stop``."""

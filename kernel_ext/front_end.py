@@ -19,8 +19,6 @@ import functools
 import sys
 from typing import Any
 
-__all__ = ["LiveClicks", "is_watched", "kernel", "widget_view"]
-
 _ROUTE = "_reply_subshell_for"
 
 

@@ -26,8 +26,6 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import definitions
 from notebook_accel.launching.views import view
 
-__all__ = ["register", "unregister"]
-
 _NAME = "distributed"
 _DESCRIPTION = """\
 Run the cell in several processes (ranks), each with a device of its own.

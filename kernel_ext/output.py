@@ -18,21 +18,6 @@ from notebook_accel.formatting import plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
 
-__all__ = [
-    "Choice",
-    "OutputLog",
-    "counted",
-    "errors_html",
-    "faint",
-    "log_html",
-    "output_html",
-    "output_lines",
-    "pre",
-    "scrolled",
-    "stacks_html",
-    "whole_output_html",
-]
-
 _HEAD_LINES = 200
 _TAIL_LINES = 800
 _RANK_LINES = 200

@@ -27,8 +27,6 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["PanelView", "open_view"]
-
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}

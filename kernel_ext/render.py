@@ -20,18 +20,6 @@ from notebook_accel.formatting import format_clock, format_duration, format_size
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 
-__all__ = [
-    "MOST_ROWS",
-    "RunFacts",
-    "aligned",
-    "chart_html",
-    "header_html",
-    "summary_html",
-    "summary_text",
-    "table_html",
-    "ticks",
-]
-
 MOST_ROWS = 16
 """Of more ranks than this, those in one state share a row, unless all are asked for."""
 _MOST_SINGLE = 3

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Handle
     from notebook_accel.sessions.kernel.session import Session
 
-__all__ = ["COMMANDS", "SessionMagics"]
-
 COMMANDS = ("start", "stop", "restart", "debug")
 """The commands of ``%distributed`` that concern a session."""
 

@@ -6,8 +6,6 @@ the front end's mark on the page or else by the system's preference.
 
 from __future__ import annotations
 
-__all__ = ["FORM_STYLE", "STYLE"]
-
 _LIGHT = (
     "--nba-good:#1a7f4b;--nba-bad:#b3261e;--nba-busy:#1f5fc9;--nba-warn:#8a5a00;"
     "--nba-bar:#2563c9;--nba-memory:#636c78;"

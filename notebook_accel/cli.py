@@ -23,8 +23,6 @@ from notebook_accel.launching.kernel import configuring, launcher
 from notebook_accel.launching.kernel.configuring import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
 
-__all__ = ["main"]
-
 _EPILOG = "Other flags of `accelerate launch` are understood; those that are not supported here are refused by name."
 _REPORTED = (
     *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),

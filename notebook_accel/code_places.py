@@ -8,8 +8,6 @@ import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 
-__all__ = ["OURS", "describe", "library_calls", "name_files", "runs_only_ours"]
-
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
 

@@ -20,21 +20,6 @@ from notebook_accel import config_file
 from notebook_accel.environment import is_false, is_true
 from notebook_accel.errors import ConfigError
 
-__all__ = [
-    "LaunchConfig",
-    "Option",
-    "add_flags",
-    "closest_flag",
-    "default_path",
-    "fields",
-    "from_text",
-    "given_flags",
-    "load",
-    "resolve",
-    "to_text",
-    "usable",
-]
-
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
 }  # fmt: skip

@@ -19,8 +19,6 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["ConfigFile", "accelerate_path", "dump", "from_home", "is_harmless", "problems", "read", "write"]
-
 _TEXT = "tag:yaml.org,2002:str"
 
 

@@ -17,29 +17,6 @@ from collections.abc import Iterator, Mapping
 
 from notebook_accel.errors import ConfigError
 
-__all__ = [
-    "COMPAT",
-    "DEBUG",
-    "GRADIENT_ACCUMULATION_STEPS",
-    "MIXED_PRECISION",
-    "OVERSUBSCRIBE",
-    "USE_CPU",
-    "RankPlace",
-    "address_towards",
-    "become",
-    "follows_accelerate",
-    "import_path",
-    "import_time_variables",
-    "interface_of",
-    "is_debugging",
-    "is_false",
-    "is_true",
-    "own_addresses",
-    "patched",
-    "sendable",
-    "tasks_of_schedulers",
-]
-
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 GRADIENT_ACCUMULATION_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 USE_CPU = "ACCELERATE_USE_CPU"

@@ -7,20 +7,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "clipped",
-    "coloured",
-    "first_line",
-    "format_clock",
-    "format_count",
-    "format_duration",
-    "format_size",
-    "plain_lines",
-    "plain_text",
-    "rank_spans",
-    "wants_colours",
-]
-
 _SHORT_S = 10.0
 
 

@@ -14,8 +14,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MemoryLimit", "available_bytes", "cores", "kills", "limits", "total_bytes"]
-
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 _MEMINFO = pathlib.Path("/proc/meminfo")

@@ -25,8 +25,6 @@ from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.ranks.script import Script
 
-__all__ = ["EndSignal", "add_arguments", "end_signals_as_interrupts", "run", "silence_closed_streams"]
-
 _INTERRUPT = "KeyboardInterrupt"
 _WHOLE = (
     "each rank has the whole model: FSDP, DeepSpeed and Megatron-LM are not supported here; "

@@ -28,8 +28,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError
 
-__all__ = ["Counter", "Reporter", "Sender", "connect", "disconnect", "report", "reporter"]
-
 _SAMPLE_PERIOD_S = 0.2
 _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0

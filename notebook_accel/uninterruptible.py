@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Latch", "call"]
-
 
 class Latch:
     """A ``threading.Event`` that is set once, for waits of the kernel's main thread.

@@ -21,8 +21,6 @@ from notebook_accel.exporting.plain_python import Body
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 
-__all__ = ["ScriptContents", "collect"]
-
 _LONGEST_LITERAL = 200
 _OF_PYTHON_TOO = {"exit", "quit"}
 

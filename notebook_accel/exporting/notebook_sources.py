@@ -22,8 +22,6 @@ from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.plain_python import Statement
 from notebook_accel.payload import serialization
 
-__all__ = ["Definition", "NotebookSources"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Definition:

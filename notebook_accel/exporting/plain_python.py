@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from notebook_accel.errors import CellError
 
-__all__ = ["Body", "Statement", "indented", "plain", "reads_at_once", "run_at_once", "statements"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Statement:

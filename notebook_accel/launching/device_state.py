@@ -16,17 +16,6 @@ from typing import Any
 
 from notebook_accel.errors import Finding
 
-__all__ = [
-    "captured_on_gpu",
-    "cuda_in_use",
-    "forks_lose_cuda",
-    "is_cuda_initialized",
-    "is_xla_initialized",
-    "note_cuda_origin",
-    "note_xla_origin",
-    "xla_in_use",
-]
-
 _MOST_LOOKED_AT = 1000
 _DEEPEST = 3
 _PROBE_DEADLINE_S = 5.0

@@ -19,8 +19,6 @@ import time
 
 from notebook_accel.errors import ConfigError, NotebookAccelError
 
-__all__ = ["KEPT_RUNS", "hold", "log_file", "make_folder", "read", "remove_old", "root"]
-
 KEPT_RUNS = 20
 _BLOCK_BYTES = 1 << 16
 

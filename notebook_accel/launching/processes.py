@@ -19,23 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
 
-__all__ = [
-    "STACKS_SIGNAL",
-    "are_supported",
-    "arm_stacks",
-    "bootstrap",
-    "close_all",
-    "die_with_parent",
-    "dump_file",
-    "end_with_parent",
-    "kill_group",
-    "missing_call",
-    "pidfd_open",
-    "pidfd_send_signal",
-    "resume_if_stopped",
-    "state",
-]
-
 # The signal that asks a rank for its stacks: a real-time one, which no library uses. SIGUSR1 and SIGUSR2 belong to the
 # user's code, which may handle them for a cluster's scheduler.
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7

@@ -22,8 +22,6 @@ from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.serialization import Pickled, SharedPickling
 from notebook_accel.payload.tensor_memory import Blocks
 
-__all__ = ["ResultFile", "ResultFiles", "Results", "result_error", "write_result_file"]
-
 
 class Results(Sequence[Any]):
     """The values that the ranks returned; ``results[0]`` is rank 0's."""

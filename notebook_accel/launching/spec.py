@@ -7,8 +7,6 @@ import types
 
 import msgspec
 
-__all__ = ["JobSpec", "Source", "definitions"]
-
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 

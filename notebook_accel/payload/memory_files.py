@@ -17,19 +17,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = [
-    "Buffer",
-    "FileContents",
-    "fill",
-    "make_unwritable",
-    "memory_file",
-    "read",
-    "read_head",
-    "whole",
-    "write",
-    "write_at",
-]
-
 _PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, number of buffers
 _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
 _MAP_FAILED = ctypes.c_void_p(-1).value

@@ -29,20 +29,6 @@ from notebook_accel import host_memory
 from notebook_accel.payload import memory_files, unpicklable
 from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
-__all__ = [
-    "Opened",
-    "Origins",
-    "Pickled",
-    "SharedPickling",
-    "can_be_imported",
-    "dump",
-    "load",
-    "loads",
-    "loads_linked",
-    "pickle_by_value",
-    "reduce_definition",
-]
-
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
 # Smaller buffers stay in the pickle: a page and a table entry for each would cost more than the copy.

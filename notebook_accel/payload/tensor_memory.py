@@ -18,8 +18,6 @@ from typing import Any
 
 from notebook_accel.payload.unpicklable import OnDeviceError
 
-__all__ = ["Block", "Blocks", "Whole"]
-
 _PLAIN_KINDS = frozenset("biufcmMSUV")  # kinds of numpy's types whose memory holds no pointers
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 
-__all__ = ["OnDeviceError", "StaysError", "TryPickle", "explain", "too_large"]
-
 _MOST_LISTED = 8
 
 TryPickle = Callable[[Any], "Exception | None"]

@@ -16,45 +16,6 @@ import msgspec
 
 from notebook_accel.environment import RankPlace
 
-__all__ = [
-    "ELASTIC",
-    "AboutNodes",
-    "Broken",
-    "ElasticOptions",
-    "End",
-    "Exited",
-    "Failure",
-    "Fork",
-    "ForkElastic",
-    "Forked",
-    "FromTemplate",
-    "Idle",
-    "Inspect",
-    "Inspected",
-    "Interrupt",
-    "Launch",
-    "Meeting",
-    "NotForked",
-    "Place",
-    "Prepare",
-    "Quit",
-    "RankDump",
-    "Ready",
-    "Release",
-    "Respawn",
-    "RunEnded",
-    "Said",
-    "Starting",
-    "ToAgent",
-    "ToKernel",
-    "ToTemplate",
-    "Unusable",
-    "decode_for_agent",
-    "decode_for_kernel",
-    "decode_from_template",
-    "encode",
-]
-
 How = Literal["interrupt", "stop", "kill"]
 OnDeath = Literal["stop", "keep"]
 Reason = Literal["", "failed", "interrupted", "stopped", "terminated", "timeout", "template lost", "elastic lost"]

@@ -20,8 +20,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["ClosedError", "Connection", "EventLoop", "Message", "take_frames"]
-
 _HEADER = struct.Struct("!IH")
 _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 250  # Linux refuses more than 253 in one message (SCM_MAX_FD)

@@ -17,20 +17,6 @@ import msgspec
 from notebook_accel.environment import RankPlace
 from notebook_accel.protocol.agent_messages import AboutNodes, Broken, Failure
 
-__all__ = [
-    "AboutNodes",
-    "Failure",
-    "FromElastic",
-    "Leave",
-    "Over",
-    "RanksEnded",
-    "RanksFinished",
-    "RanksStand",
-    "StartRanks",
-    "StopRanks",
-    "ToElastic",
-]
-
 
 class _ElasticMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass

@@ -16,29 +16,6 @@ import msgspec
 
 from notebook_accel.formatting import plain_text
 
-__all__ = [
-    "SAMPLES",
-    "Display",
-    "Ended",
-    "Event",
-    "Failed",
-    "Finished",
-    "Memory",
-    "MemoryShortage",
-    "Metrics",
-    "Nodes",
-    "Numbered",
-    "Output",
-    "Progress",
-    "Respawning",
-    "Restarting",
-    "Silent",
-    "Started",
-    "Working",
-    "decode",
-    "encode",
-]
-
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time_s: float = msgspec.field(default_factory=time.monotonic)

@@ -15,31 +15,6 @@ import msgspec
 
 from notebook_accel.protocol.events import Display, Failed
 
-__all__ = [
-    "Call",
-    "Debug",
-    "Delivery",
-    "Displayed",
-    "Execute",
-    "FromRank",
-    "Hello",
-    "Input",
-    "InspectGroup",
-    "LookUp",
-    "Prompt",
-    "Pull",
-    "Push",
-    "RenewGroup",
-    "Reply",
-    "Settle",
-    "ToRank",
-    "Welcome",
-    "encode",
-    "for_rank",
-    "from_rank",
-    "hello",
-]
-
 
 class _SessionMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass

@@ -24,8 +24,6 @@ from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["JoinedRank", "Listener", "join_session"]
-
 _HELLO_DEADLINE_S = 5.0
 _POLL_PERIOD_S = 0.1
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid

@@ -46,8 +46,6 @@ from notebook_accel.training.optimizers import AcceleratedOptimizer, Accelerated
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.states import AcceleratorState, ProcessState
 
-__all__ = ["Accelerator"]
-
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
 

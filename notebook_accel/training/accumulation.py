@@ -24,8 +24,6 @@ from notebook_accel.training.sharding import Tail
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GradientAccumulationPlugin", "GradientState", "is_left_local", "no_sync", "resolve", "sync_in_backward"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GradientAccumulationPlugin:

@@ -25,8 +25,6 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
 from notebook_accel.training.models import unwrap_model
 
-__all__ = ["CUSTOM", "CheckpointState", "load", "save", "state_of"]
-
 CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
 
 _SHOWN_TENSORS = 5

@@ -18,22 +18,6 @@ from typing import Any
 
 from notebook_accel.errors import CheckpointError, ConfigError
 
-__all__ = [
-    "MANIFEST",
-    "ProjectConfiguration",
-    "abandon",
-    "atomic_write",
-    "delete_oldest",
-    "draft_of",
-    "latest",
-    "next_in",
-    "number_of",
-    "publish",
-    "read_manifest",
-    "recover",
-    "start_draft",
-]
-
 MANIFEST = "checkpoint.json"
 _FORMAT = 1
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # raised for a folder that has no valid manifest

@@ -23,24 +23,6 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
 
-__all__ = [
-    "broadcast",
-    "broadcast_object",
-    "broadcast_object_list",
-    "first",
-    "gather",
-    "gather_for_metrics",
-    "gather_object",
-    "mismatch_error",
-    "pad_across_processes",
-    "part_of",
-    "reduce",
-    "scatter_object",
-    "verify_collective",
-    "verify_model",
-    "wait_for_everyone",
-]
-
 _T = TypeVar("_T")
 _has_warned = False  # of repeated rows, once in a process
 

@@ -32,8 +32,6 @@ from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSam
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
 from notebook_accel.training.trees import send_to_device
 
-__all__ = ["DataLoaderConfiguration", "prepare_data_loader", "refuse_data", "refuse_slicing", "shard_dataloader"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DataLoaderConfiguration:

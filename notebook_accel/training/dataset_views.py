@@ -18,16 +18,6 @@ from notebook_accel.training.sharding import (
     sample_count,
 )
 
-__all__ = [
-    "EpochStream",
-    "LoaderStream",
-    "MarkedCollate",
-    "MarkedStream",
-    "ReadRound",
-    "RoundDataset",
-    "RoundStream",
-]
-
 
 class ReadRound(NamedTuple):
     """The batches of one round, in order of rank, with the number of samples of each."""

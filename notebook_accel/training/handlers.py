@@ -14,17 +14,6 @@ import torch
 
 from notebook_accel.errors import ConfigError
 
-__all__ = [
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DistributedDataParallelKwargs",
-    "GradScalerKwargs",
-    "Handlers",
-    "InitProcessGroupKwargs",
-    "ProfileKwargs",
-    "profile",
-]
-
 _ACTIVITIES = {
     "cpu": torch.profiler.ProfilerActivity.CPU,
     "cuda": torch.profiler.ProfilerActivity.CUDA,

@@ -21,15 +21,6 @@ from notebook_accel.reporting import Counter, reporter
 from notebook_accel.training import process_group, random_state
 from notebook_accel.training.sharding import MarkedBatch, Tail
 
-__all__ = [
-    "ACTIVE_ITERATIONS",
-    "ActiveIterations",
-    "EpochCounter",
-    "LoaderIteration",
-    "LoaderPosition",
-    "ResumePoint",
-]
-
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 _NOTHING: Any = object()
 

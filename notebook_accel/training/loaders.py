@@ -35,18 +35,6 @@ from notebook_accel.training.trees import leaves_of, map_leaves
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "CopyingFeed",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "Feed",
-    "UploadingFeed",
-    "join_uneven_inputs",
-    "kept_options",
-    "skip_first_batches",
-    "unchanged",
-]
-
 _T = TypeVar("_T")
 _END: Any = object()
 _KEPT_OPTIONS = (

@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from notebook_accel.errors import CheckpointError, ConfigError
 from notebook_accel.training.checkpoint_folders import atomic_write
 
-__all__ = ["read_weights", "save", "save_model", "write_object", "write_weights"]
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMAT = {"format": "pt"}  # without it Transformers refuses the file
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")

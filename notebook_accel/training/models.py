@@ -25,9 +25,6 @@ from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
 
-__all__ = ["is_compiled_module", "is_leaf", "prepare_leaf", "prepare_model", "unwrap_model"]
-
-
 # The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

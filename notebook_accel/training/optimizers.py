@@ -14,18 +14,6 @@ from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.precision import LossScaler
 
-__all__ = [
-    "AcceleratedOptimizer",
-    "AcceleratedScheduler",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "parameters_of",
-    "prepare_optimizer",
-    "prepare_scheduler",
-    "refuse_unrelated",
-    "unscale",
-]
-
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` have an effect only at the end of an accumulation window.

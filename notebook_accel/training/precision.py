@@ -20,8 +20,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
-__all__ = ["LossScaler", "Precision", "PrecisionType"]
-
 _DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -18,8 +18,6 @@ from notebook_accel.training.backends.single_process import SingleProcess, Worke
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 
-__all__ = ["current", "is_at", "join", "joined", "rank_place", "seed_device"]
-
 # The backend of the latest join. Weak: the holders of a backend keep it in the group.
 _latest: weakref.ref[Backend] | None = None
 

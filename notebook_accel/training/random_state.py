@@ -15,19 +15,6 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 
-__all__ = [
-    "RNGType",
-    "capture",
-    "check_rng_types",
-    "plain",
-    "restore",
-    "set_seed",
-    "snapshot",
-    "synchronize",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-]
-
 
 class RNGType(str, enum.Enum):
     """Generators of random numbers."""

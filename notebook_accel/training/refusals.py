@@ -8,30 +8,6 @@ from typing import Any, NoReturn
 
 from notebook_accel.errors import ConfigError
 
-__all__ = [
-    "AORecipeKwargs",
-    "DeepSpeedPlugin",
-    "DynamoBackend",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "ParallelismConfig",
-    "TERecipeKwargs",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelPlugin",
-    "cpu_offload",
-    "disk_offload",
-    "dispatch_model",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "prepare_pippy",
-    "refuse",
-]
-
 _WHOLE_MODEL = "Each rank holds the whole model, as it was given to prepare."
 _SHARDING = (
     "torch's own fully_shard(model), and don't give that model to prepare; or Accelerate itself, which runs in these "

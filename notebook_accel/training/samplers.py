@@ -10,8 +10,6 @@ from typing import Any, cast
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-__all__ = ["SeedableRandomSampler", "SkipBatchSampler", "SynchronizedSampler", "chain_of"]
-
 
 class SeedableRandomSampler(RandomSampler):
     """A sampler that shuffles epoch e by the seed ``seed + e``, so that the order depends on nothing else.

@@ -17,17 +17,6 @@ from torch.utils.data import IterableDataset, Sampler
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 
-__all__ = [
-    "BatchSamplerShard",
-    "IterableDatasetShard",
-    "MarkedBatch",
-    "Round",
-    "Tail",
-    "dispatched_rounds",
-    "sample_count",
-    "slices",
-]
-
 
 class Tail(NamedTuple):
     """The last round of an epoch, if it isn't like the others.

@@ -22,8 +22,6 @@ from notebook_accel.training.precision import Precision
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AcceleratorState", "DistributedType", "PartialState", "ProcessState"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -16,18 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import process_group
 
-__all__ = [
-    "GeneralTracker",
-    "JSONLinesTracker",
-    "LoggerType",
-    "TensorBoardTracker",
-    "find",
-    "on_main_process",
-    "register_tracker_class",
-    "resolve",
-    "start",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["leaves_of", "map_leaves", "send_to_device", "to_float32"]
-
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return the same structure with ``function`` applied to every leaf.

@@ -11,8 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-__all__ = ["log_schedule_hint", "schedule_hint", "warn"]
-
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
 _logger = logging.getLogger("notebook_accel")

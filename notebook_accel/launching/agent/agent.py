@@ -27,8 +27,6 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
-__all__ = ["main"]
-
 _TICK_S = 0.1
 # The most bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now.
 _MOST_QUEUED_BYTES = 4 << 20

@@ -25,8 +25,6 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
-__all__ = ["ElasticRuns"]
-
 _LOOK_PERIOD_S = 0.5
 _LEAVING_S = 4.0
 _MOST_TRACEBACK_CHARACTERS = 20_000

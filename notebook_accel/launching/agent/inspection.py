@@ -15,8 +15,6 @@ from notebook_accel.launching.agent.runs import Rank
 from notebook_accel.launching.processes import STACKS_SIGNAL, state
 from notebook_accel.protocol import agent_messages as messages
 
-__all__ = ["Inspection"]
-
 _DEADLINE_S = 3.0
 _STOPPED = ("T", "t")  # by a signal, by a debugger
 

@@ -13,8 +13,6 @@ from notebook_accel import host_memory
 from notebook_accel.host_memory import MemoryLimit
 from notebook_accel.protocol.events import MemoryShortage
 
-__all__ = ["MemoryWatch"]
-
 _PERIOD_S = 1.0
 _REMEMBERED_SAMPLES = 10
 _NEARLY_GONE = 0.05  # of the limit left

@@ -16,8 +16,6 @@ from notebook_accel.launching.processes import close_all
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
 
-__all__ = ["Allowance", "LogTail", "open_log"]
-
 _MIB = 1 << 20
 _BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after some calm
 _BYTES_PER_S = _MIB  # of all ranks of a run together, for good

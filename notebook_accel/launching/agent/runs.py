@@ -18,8 +18,6 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
 
-__all__ = ["Rank", "Run", "fork_order", "open_rank", "reason_of"]
-
 _LOOK_PERIOD_S = 0.05
 # A rank's end breaks the connections of the others, which report that before the agent knows that the rank has ended.
 _CAUSE_DEADLINE_S = 1.0

@@ -15,8 +15,6 @@ from notebook_accel.launching.processes import bootstrap, close_all, pidfd_send_
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
 
-__all__ = ["TemplateProcess", "Templates"]
-
 _READY_DEADLINE_S = 180.0  # even a fork of the kernel may have to import torch
 _SEND_DEADLINE_S = 10.0
 _LOOK_PERIOD_S = 0.5

@@ -37,8 +37,6 @@ from notebook_accel.protocol import elastic_messages
 from notebook_accel.protocol.agent_messages import Meeting
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["ElasticAgent", "LeaveError", "Line", "run"]
-
 _MEETING_S = 60.0  # for the steps that follow at once when all nodes are there
 _LEAVING_S = 5.0
 _CAUSE_S = 10.0  # for a node, which may be busy, to report why its rank has gone

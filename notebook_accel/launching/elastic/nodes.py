@@ -16,22 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from notebook_accel.protocol.elastic_messages import Failure
-
-__all__ = [
-    "GO",
-    "Card",
-    "GoneError",
-    "Guarded",
-    "MisfitError",
-    "NodeRound",
-    "NodeStatus",
-    "Patience",
-    "Store",
-    "leave",
-    "show_cards",
-    "wait_for",
-]
+from notebook_accel.protocol.agent_messages import Failure
 
 GO = "go"
 """The key that is set when all nodes are there. Its value is the number of restarts so far."""

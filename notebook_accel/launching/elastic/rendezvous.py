@@ -31,8 +31,6 @@ from notebook_accel import environment
 from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
 from notebook_accel.protocol.agent_messages import Broken, ElasticOptions, Meeting
 
-__all__ = ["RefusedError", "Static", "dynamic", "not_there", "refusals", "waiting_for", "without_others"]
-
 _POLL_S = 0.2
 _ANSWER_S = 10.0  # for each answer of a store
 _HANDSHAKE_S = 6.0

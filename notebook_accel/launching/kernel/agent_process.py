@@ -29,8 +29,6 @@ from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["AgentLink", "AgentProcess", "TemplateLine", "agent_lost_error", "last_words", "start_process"]
-
 _Handle = TypeVar("_Handle", bound=RunHandle)
 
 _SEND_DEADLINE_S = 10.0

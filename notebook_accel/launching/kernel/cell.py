@@ -18,8 +18,6 @@ from typing import Any
 from notebook_accel.errors import CellError
 from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
 
-__all__ = ["OF_IPYTHON", "Cell", "parse", "reads"]
-
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
 _OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}

@@ -21,8 +21,6 @@ from notebook_accel.launching.kernel import preflight
 from notebook_accel.launching.kernel.devices import Devices, Machine
 from notebook_accel.launching.kernel.engine import check_engine_options
 
-__all__ = ["BASIC", "DiffLine", "Draft", "DraftSource", "write_basic_config"]
-
 # Options that every file has, so that Accelerate can launch with it too. A form shows them first.
 BASIC = ("num_processes", "mixed_precision", "use_cpu")
 _WITHOUT_GPUS = Finding(

@@ -26,18 +26,6 @@ from notebook_accel.formatting import format_count, format_size
 from notebook_accel.launching.kernel import pjrt
 from notebook_accel.launching.kernel.pjrt import Platform
 
-__all__ = [
-    "Build",
-    "Devices",
-    "Gpu",
-    "Machine",
-    "UncountableError",
-    "build_of_torch",
-    "notebook_service",
-    "visible",
-    "visible_gpus",
-]
-
 Build = Literal["cuda", "hip", "xpu", "cpu"]
 
 _ROOT = pathlib.Path("/")

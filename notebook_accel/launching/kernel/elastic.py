@@ -13,8 +13,6 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 
-__all__ = ["ElasticEngine", "check", "is_wanted"]
-
 PORT = 29500  # as torchrun's and Accelerate's
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT_S = 600.0  # as torch elastic's

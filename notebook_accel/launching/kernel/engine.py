@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.devices import Devices
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = [
-    "ClusterEngine", "Engine", "LaunchRequest", "RunControl", "RunHandle", "check_engine_options", "connect_cluster"
-]  # fmt: skip
-
 
 class RunControl(Protocol):
     """The engine's side of a run: what its handle may ask for."""

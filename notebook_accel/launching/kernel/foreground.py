@@ -16,8 +16,6 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
 
-__all__ = ["draw_in_background", "run_in_foreground", "show_panel"]
-
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
 _DRAWING_SHARE = 0.02  # of one core: a view that is slow to draw is drawn less often

@@ -36,8 +36,6 @@ from notebook_accel.payload import serialization
 from notebook_accel.protocol.channel import Connection
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["ForkEngine"]
-
 _FORK_DEADLINE_S = 30.0
 # What a fork must not share: the kernel's lines to its front end, to the agent, and whatever waits on them.
 _LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[timerfd]")

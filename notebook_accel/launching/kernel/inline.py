@@ -27,8 +27,6 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.protocol import events
 
-__all__ = ["InlineEngine"]
-
 
 class InlineEngine:
     """Runs one rank in this process, while the foreground waits for the job."""

@@ -36,8 +36,6 @@ from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, St
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Ending", "Handle", "Job", "Status"]
-
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
 _numbers = itertools.count(1)

@@ -22,8 +22,6 @@ from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
 
-__all__ = ["diagnosis", "launch_cell", "launch_function", "try_out"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Work:

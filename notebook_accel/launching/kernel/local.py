@@ -21,8 +21,6 @@ from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import ElasticOptions
 
-__all__ = ["LocalEngine", "check_size", "engine"]
-
 MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
 
 

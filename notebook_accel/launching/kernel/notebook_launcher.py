@@ -13,8 +13,6 @@ from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 
-__all__ = ["debug_launcher", "notebook_launcher"]
-
 
 def notebook_launcher(
     function: Callable[..., Any],

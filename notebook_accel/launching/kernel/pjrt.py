@@ -15,8 +15,6 @@ from typing import Literal
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_count
 
-__all__ = ["Platform", "chips", "find_platform", "is_installed"]
-
 _ROOT = pathlib.Path("/")
 _DEVICE = "PJRT_DEVICE"
 _CPU_DEVICES = "CPU_NUM_DEVICES"

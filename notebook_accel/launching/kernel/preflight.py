@@ -23,8 +23,6 @@ from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
 from notebook_accel.launching.kernel.devices import Devices
 
-__all__ = ["check", "check_fork", "warn"]
-
 _RANK_BYTES = 64 << 20  # any rank that computes something takes more
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES = 64 << 20  # what Docker gives a container

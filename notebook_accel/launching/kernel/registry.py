@@ -11,8 +11,6 @@ import weakref
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel.job import Ending, Job
 
-__all__ = ["Entry", "add", "find", "latest"]
-
 _MOST_ENTRIES = 50
 
 

@@ -22,16 +22,6 @@ from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import Source
 from notebook_accel.payload import memory_files, serialization
 
-__all__ = [
-    "PreparedRun",
-    "notebook_sources",
-    "pickle_target",
-    "prepared_run",
-    "report_large",
-    "report_lost_graphs",
-    "variable_label",
-]
-
 _LISTED_BYTES = 100_000_000
 
 

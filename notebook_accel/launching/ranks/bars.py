@@ -12,8 +12,6 @@ from typing import Any
 from notebook_accel import reporting
 from notebook_accel.launching.ranks.import_hooks import when_imported
 
-__all__ = ["install"]
-
 _FILE_POSITION = 4  # of tqdm's parameter `file`
 _NOTEBOOK_METHODS = ("__init__", "__iter__", "clear", "close", "colour", "display", "reset", "status_printer", "update")
 _MAX_COUNT = 2**62  # an event has 64 bits

@@ -26,20 +26,6 @@ from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.protocol import events
 
-__all__ = [
-    "DisplayHandle",
-    "at_end",
-    "bundle_of",
-    "clear_output",
-    "display",
-    "end",
-    "install",
-    "publish",
-    "redirect",
-    "sendable",
-    "shown_figures",
-]
-
 # matplotlib backends that draw through a kernel, which a rank doesn't have.
 _KERNEL_BACKENDS = ("inline", "ipympl", "nbagg", "notebook", "widget", "module://")
 _OUR_BACKEND = "module://notebook_accel.launching.ranks.figures"

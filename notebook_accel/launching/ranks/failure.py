@@ -17,8 +17,6 @@ from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import events
 
-__all__ = ["describe", "end_fork", "look_up", "without_our_frames"]
-
 # torch's messages in a rank whose peer has gone. The peer's own end explains more.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"

@@ -11,8 +11,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from notebook_accel.launching.ranks import displays
 
-__all__ = ["FigureCanvas", "FigureManager"]
-
 
 class FigureManager(FigureManagerBase):
     """Shows figures for ``pyplot``."""

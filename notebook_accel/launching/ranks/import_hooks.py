@@ -9,8 +9,6 @@ import sys
 import types
 from collections.abc import Callable
 
-__all__ = ["when_imported"]
-
 Hook = Callable[[types.ModuleType], None]
 
 

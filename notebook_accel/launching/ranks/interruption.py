@@ -30,8 +30,6 @@ from typing import Any
 
 from notebook_accel.launching.ranks import nccl
 
-__all__ = ["allow", "block", "defer", "deferred", "discard_deferred", "prefer_interrupt", "watch"]
-
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
 _DEVICE_PATIENCE_S = 1.0

@@ -15,8 +15,6 @@ from typing import Any
 
 from notebook_accel.launching.ranks import bars, displays
 
-__all__ = ["LINE_MAGICS", "RankShell", "install"]
-
 
 class RankShell:
     """The ``get_ipython()`` of a rank, with shell commands and a few line magics."""

@@ -12,8 +12,6 @@ import sys
 import threading
 from typing import Any
 
-__all__ = ["abort", "abort_soon", "can_abort", "let_ranks_survive"]
-
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # How torch 2.13 reacts when a collective has passed its deadline, and when a communicator hangs.
 _SURVIVAL = {

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["Script"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Script:

@@ -19,8 +19,6 @@ from typing import Any
 
 from notebook_accel.environment import RankPlace
 
-__all__ = ["VARIABLES", "join", "serve", "serving"]
-
 # torch's protocol for a store that is served already, and the interface between the ranks of one machine.
 VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -20,8 +20,6 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LogWriter", "flush", "log_bytes", "redirect", "replace_streams"]
-
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 

@@ -33,8 +33,6 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["Inherited", "Target", "call", "open_namespace", "openblas_counts", "run", "run_cell", "show_sources"]
-
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
 # Variables of libraries that compute with threads. Those without a variable of their own read the first.

@@ -16,8 +16,6 @@ from notebook_accel.launching.ray.options import RayOptions
 from notebook_accel.launching.remote.host import NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NotWantedError
 
-__all__ = ["Cluster", "Host", "Node", "Placement"]
-
 _FIRST_PERIOD_S = 0.01
 _LONGEST_PERIOD_S = 0.5
 _FIRST_NOTICE_S = 1.0

@@ -35,8 +35,6 @@ from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
 from notebook_accel.launching.remote.run import NotWantedError
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Answer", "ClusterConnection", "connect", "last_line", "why_not_reached"]
-
 _T = TypeVar("_T")
 Answer: TypeAlias = "concurrent.futures.Future[Any]"
 

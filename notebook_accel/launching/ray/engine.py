@@ -17,8 +17,6 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ray import cluster, connection, options
 from notebook_accel.launching.ray.run import RayRun
 
-__all__ = ["RayEngine", "check_options", "connect"]
-
 
 class RayEngine:
     """Runs ranks on a cluster that this process is connected to."""

@@ -10,8 +10,6 @@ import yaml
 
 from notebook_accel.errors import ConfigError
 
-__all__ = ["RayOptions", "read"]
-
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -19,8 +19,6 @@ from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
-__all__ = ["RayRun"]
-
 _PATIENCE_S = 1.0  # of a host whose agent says nothing
 _SILENCE_S = 30.0  # after which a host that should have answered is taken for dead
 _START_DEADLINE_S = 120.0

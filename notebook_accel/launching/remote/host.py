@@ -28,8 +28,6 @@ from notebook_accel.launching.processes import close_all, resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-__all__ = ["NodeFacts", "NodeHost", "versions"]
-
 _SEND_DEADLINE_S = 10.0
 
 

@@ -35,8 +35,6 @@ from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.channel import take_frames
 
-__all__ = ["AgentSlot", "AgentStream", "NodeClock", "NodePart", "NotWantedError", "RemoteAgent", "RemoteRun"]
-
 
 class NotWantedError(Exception):
     """Somebody has ended the run, so that nobody waits for this any more."""

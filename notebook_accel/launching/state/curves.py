@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["Curves", "Series"]
-
 _SERIES_POINTS = 256
 _POINTS_OF_ALL_RANKS = 4096
 _FEWEST_POINTS = 32

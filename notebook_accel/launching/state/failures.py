@@ -19,19 +19,6 @@ from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import Failure, Reason
 from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
 
-__all__ = [
-    "RunErrors",
-    "crash_frames",
-    "describe_shortage",
-    "explain_death",
-    "explain_exception",
-    "in_a_line",
-    "lost_process_error",
-    "raised_error",
-    "raised_in_words",
-    "where_ranks_stood",
-]
-
 _MOST_TRACEBACK_LINES = 300
 _FIRST_TRACEBACK_LINES = 50
 

@@ -25,8 +25,6 @@ from notebook_accel.errors import signal_name
 from notebook_accel.formatting import clipped, plain_lines, plain_text
 from notebook_accel.protocol import events
 
-__all__ = ["CRASH", "LastSteps", "RankState", "StateWord"]
-
 StateWord = Literal["starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "lost"]
 
 CRASH = "Fatal Python error: "

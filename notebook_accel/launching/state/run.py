@@ -19,8 +19,6 @@ from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
-__all__ = ["RunState"]
-
 _MOST_METRICS = 32
 _MOST_RESTARTS = 100
 _SHOWN_RESTARTS = 3

@@ -10,8 +10,6 @@ from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Stacks
 from notebook_accel.protocol.events import Silent
 
-__all__ = ["Silence"]
-
 _SHORTEST_S = 10.0
 _LONGEST_PERIOD_S = 60.0
 _PERIOD_GROWTH = 1.5

@@ -19,8 +19,6 @@ from notebook_accel.launching.spec import Source
 from notebook_accel.protocol.agent_messages import Condition, RankDump
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["Frame", "RankStack", "StackRequest", "Stacks", "read_dump"]
-
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8

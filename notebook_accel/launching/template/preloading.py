@@ -15,10 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from notebook_accel.launching import device_state
 
-__all__ = [
-    "LATER", "PreloadError", "collapse", "files", "import_named", "import_needed", "import_welcome", "memory_blocks"
-]  # fmt: skip
-
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # linux/mman.h
 _AT_ONCE = 8  # huge pages in a block: some milliseconds of work

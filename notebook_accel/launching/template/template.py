@@ -25,8 +25,6 @@ from notebook_accel.launching.template import preloading
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
-__all__ = ["come_under", "main", "serve"]
-
 _ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_agent"
 
 

@@ -18,8 +18,6 @@ from notebook_accel.formatting import format_clock, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
-__all__ = ["AlikeLines", "KernelDisplay", "LineLimit", "RankLine", "folded", "line_prefix", "lines"]
-
 _Line = TypeVar("_Line")
 _MOST_LINES = 4  # of ranks, before they are folded into one
 _MOST_METRICS = 6

@@ -22,8 +22,6 @@ from notebook_accel.protocol import events
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
-__all__ = ["HOLD_S", "LinesView", "NoView", "View", "line_prefix", "open_panel", "open_view", "warm"]
-
 _GROUP = "notebook_accel.views"
 HOLD_S = 0.2
 """Seconds that a line is held back, since other ranks may print the same and it can't be changed afterwards."""

@@ -16,8 +16,6 @@ from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["BackgroundCell"]
-
 _POLL_PERIOD_S = 0.1
 
 

@@ -6,8 +6,6 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["dependencies_of", "with_dependencies"]
-
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
     """Return these names and, transitively, those that the functions and classes among their values use.

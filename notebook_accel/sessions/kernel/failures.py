@@ -13,8 +13,6 @@ from notebook_accel.launching.state.failures import raised_error, raised_in_word
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
 
-__all__ = ["death_error", "describe_interrupt", "first_failure"]
-
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
 _DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine
 _POLL_PERIOD_S = 0.02

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel.rank_connections import RankAnswer
 
-__all__ = ["GroupRecovery"]
-
 
 class Ask(Protocol):
     """Sends ranks a request that runs no user code."""

@@ -17,8 +17,6 @@ import time
 import types
 from collections.abc import Callable, Iterator
 
-__all__ = ["Interrupts", "held"]
-
 _SAME_CLICK_S = 0.5  # a double click counts once: a second interrupt would kill ranks that are about to end
 _of_thread = threading.local()
 

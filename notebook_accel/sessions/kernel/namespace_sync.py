@@ -25,8 +25,6 @@ from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.ranks.namespace import SealedDelivery
 
-__all__ = ["Fingerprint", "Inputs", "NamespaceSync", "Parcel"]
-
 _SMALL_BYTES = 1 << 14
 _BY_NAME = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType)
 

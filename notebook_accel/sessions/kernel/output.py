@@ -23,8 +23,6 @@ from notebook_accel.launching.views.view import HOLD_S, line_prefix
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
 
-__all__ = ["CellOutput", "Shown", "ranks_in_words"]
-
 _CHUNK_BYTES = 1 << 20
 _MOST_LINES = 4000  # of all ranks of a cell together
 _LAST_LINES = 20

@@ -15,8 +15,6 @@ from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
 
-__all__ = ["Console", "PendingRequest"]
-
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # when one rank has failed, for others to fail by themselves
 _ALONE_S = 3.0  # that ranks may take longer than the others before their stacks are inspected

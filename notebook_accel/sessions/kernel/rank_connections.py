@@ -23,8 +23,6 @@ from notebook_accel.protocol.channel import ClosedError, Message
 from notebook_accel.protocol.session_messages import Displayed, Prompt
 from notebook_accel.sessions.listener import JoinedRank
 
-__all__ = ["RankAnswer", "RankConnections", "RankRequest"]
-
 _SEND_DEADLINE_S = 10.0
 
 

@@ -29,8 +29,6 @@ from notebook_accel.sessions.listener import Listener
 from notebook_accel.sessions.ranks import loop
 from notebook_accel.uninterruptible import Latch
 
-__all__ = ["RankPool", "RequestQueue"]
-
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
 _LOOKUP_DEADLINE_S = 1.0

@@ -26,8 +26,6 @@ from notebook_accel.sessions.kernel.rank_pool import RankPool
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Session"]
-
 
 class Session:
     """Ranks that run until the session is closed; code runs in them cell by cell.

@@ -13,8 +13,6 @@ from typing import Any
 
 from notebook_accel import code_places
 
-__all__ = ["post_mortem"]
-
 Converse = Callable[[str], str]
 """Sends the user a text. Returns the line that they type, with its newline; empty when there will be no more."""
 

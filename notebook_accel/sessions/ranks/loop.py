@@ -27,8 +27,6 @@ from notebook_accel.protocol.channel import ClosedError, Connection, Message
 from notebook_accel.sessions.listener import join_session
 from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description
 
-__all__ = ["serve"]
-
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
 _BACKWARD = "_engine_run_backward"  # torch's function, in a traceback: gradients were on their way to other ranks

@@ -19,8 +19,6 @@ from notebook_accel.formatting import clipped
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.session_messages import Delivery
 
-__all__ = ["NamespaceTracker", "SealedDelivery", "completions", "description"]
-
 _MISSING = object()
 
 # The contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.

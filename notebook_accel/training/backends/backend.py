@@ -10,8 +10,6 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = ["Backend", "Uploader"]
-
 
 class Uploader(Protocol):
     """Copies the batches of an iteration to the device, in order, while the model computes."""

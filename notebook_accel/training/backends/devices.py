@@ -13,8 +13,6 @@ import torch
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
-__all__ = ["CudaUploader", "TorchDevice", "local_device", "utilisation_of"]
-
 
 class TorchDevice:
     """The part of a ``Backend`` that depends on the device alone, a CPU or a GPU."""

@@ -24,8 +24,6 @@ from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.trees import map_leaves, send_to_device
 
-__all__ = ["Stateful", "collective_counts", "renew_group", "track_parallel", "track_state"]
-
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _Key = tuple[int, int]

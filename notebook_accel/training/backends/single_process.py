@@ -12,8 +12,6 @@ from notebook_accel.errors import TrainingError
 from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
-__all__ = ["SingleProcess", "WorkerProcess"]
-
 
 class SingleProcess(TorchDevice):
     """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""

@@ -25,8 +25,6 @@ from notebook_accel.training.handlers import (
     InitProcessGroupKwargs,
 )
 
-__all__ = ["ObjectScatter", "TorchDistributed"]
-
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 

@@ -31,18 +31,6 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 
-__all__ = [
-    "JOIN_DEADLINE_S",
-    "GlooSockets",
-    "Group",
-    "Member",
-    "break_up",
-    "current_place",
-    "enter",
-    "is_ours",
-    "made_here",
-]
-
 # Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
 _CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # torch's errors when a store has ended

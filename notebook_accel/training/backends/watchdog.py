@@ -22,8 +22,6 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
 
-__all__ = ["CollectiveWatchdog"]
-
 _PERIOD_S = 1.0
 _GRACE_S = 4.0  # after another rank has ended, this one may still have the last bytes of a collective to read
 _ANSWER_DEADLINE_S = 4.0

@@ -31,17 +31,6 @@ from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
 from notebook_accel.training.handlers import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-__all__ = [
-    "Compilations",
-    "XlaDevice",
-    "compiled_count",
-    "forget_whole_machine",
-    "is_asked_for",
-    "is_memory_short",
-    "one_at_a_time",
-    "take_one_chip",
-]
-
 # torch_xla reads these when the first tensor is made. With the first, both float32 and float64 become bfloat16; with
 # the second, float32 becomes bfloat16 and float64 becomes float32.
 _USE_BF16, _DOWNCAST_BF16 = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"

@@ -21,8 +21,6 @@ import torch
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
 
-__all__ = ["BetweenDevices", "Collectives", "ThroughHost", "XlaDataParallel"]
-
 
 class Collectives(Protocol):
     """Collectives of tensors on devices. Every rank makes the same calls, with the same shapes."""
