@@ -20,6 +20,8 @@ class Source(msgspec.Struct, frozen=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A run's description, which a rank reads before it opens the rest of the payload.
 
+    The launcher fills in size, environment and folders, once the ranks' devices are known.
+
     Attributes:
         name: The run's name.
         world_size: Number of ranks.
@@ -35,10 +37,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    world_size: int
-    environment: dict[str, str]
-    working_directory: str
-    sys_path: list[str]
+    world_size: int = 0
+    environment: dict[str, str] = {}
+    working_directory: str = ""
+    sys_path: list[str] = []
     sources: dict[str, Source] = {}
     cell: str | None = None
     cell_filename: str = ""

@@ -99,7 +99,7 @@ class LaunchRequest:
     roots: Mapping[str, Any]
     spec: JobSpec
     config: LaunchConfig
-    devices: str
+    devices: str = ""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     optional_names: Sequence[str] = ()
     foreground_lock: threading.Lock | None = None

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
@@ -21,39 +23,6 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Work:
-    """A function or a cell to launch, before the ranks' devices are known.
-
-    Attributes:
-        target: The function or cell that the ranks run.
-        name: The run's name.
-        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
-        sources: Sources of cells, by the file name in their code.
-        cell: The cell's source; ``None`` for a function.
-        cell_filename: The file name of the cell's code.
-        calls: Name of the function that the cell ends by defining.
-        pull: Variables whose values rank 0 sends back.
-        optional_names: Names of the target that are left out if they can't be pickled.
-        set_variables: Takes the pulled variables by name.
-        foreground_lock: Held while the cell waits for the run; ``None`` for a run in the background.
-        on_death: Whether the other ranks stop or stay when one dies.
-    """
-
-    target: Target
-    name: str
-    roots: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sources: dict[str, Source] = dataclasses.field(default_factory=dict)
-    cell: str | None = None
-    cell_filename: str = ""
-    calls: str = ""
-    pull: tuple[str, ...] = ()
-    optional_names: Sequence[str] = ()
-    set_variables: Callable[[dict[str, Any]], object] | None = None
-    foreground_lock: threading.Lock | None = None
-    on_death: OnDeath = "stop"
 
 
 def launch_function(
@@ -81,14 +50,15 @@ def launch_function(
     roots = {f'function "{label}"': function}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
-    work = _Work(
-        target=Target(names={}, function=function, args=args, kwargs=kwargs),
-        name=config.name or label,
-        roots=roots,
+    request = LaunchRequest(
+        Target(names={}, function=function, args=args, kwargs=kwargs),
+        roots,
+        JobSpec(name=config.name or label),
+        config,
         foreground_lock=foreground_lock,
         on_death=on_death,
     )
-    return _launch(work, config, show)
+    return _launch(request, show)
 
 
 def launch_cell(
@@ -118,31 +88,36 @@ def launch_cell(
     names = cell.captured(namespace, push)
     roots = {f'global "{name}"': value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
-    work = _Work(
-        target=Target(names=names, args=args, submodules=cell.submodules(names)),
+    spec = JobSpec(
         name=config.name or cell.calls or cell.label,
-        roots=roots,
         sources={cell.label: Source(cell.label, cell.source)},
         cell=cell.source,
         cell_filename=cell.label,
         calls=cell.calls,
         pull=tuple(pull),
+    )
+    request = LaunchRequest(
+        Target(names=names, args=args, submodules=cell.submodules(names)),
+        roots,
+        spec,
+        config,
         optional_names=cell.optional_names(names, push),
         set_variables=set_variables,
         foreground_lock=foreground_lock,
     )
-    return _launch(work, config)
+    return _launch(request)
 
 
-def _launch(work: _Work, config: LaunchConfig, show: Callable[[Job], None] = foreground.draw_in_background) -> Job:
-    cluster, devices, findings = _checked(config, work.roots)
+def _launch(request: LaunchRequest, show: Callable[[Job], None] = foreground.draw_in_background) -> Job:
+    config = request.config
+    cluster, devices, findings = _checked(config, request.roots)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(work, config, devices, cluster)
-    if work.foreground_lock is None:
+    job = _start(request, devices, cluster)
+    if request.foreground_lock is None:
         try:
             show(job)
         except BaseException:  # an interrupt, and nobody has the job's handle yet
@@ -160,12 +135,7 @@ def try_out(config: LaunchConfig) -> float:
     cluster = connect_cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
 
-    def start(target: Target, options: LaunchConfig, foreground_lock: threading.Lock) -> Job:
-        return _start(
-            _Work(target=target, name=options.name, foreground_lock=foreground_lock), options, devices, cluster
-        )
-
-    return _run_smoke_test(start, config)
+    return _run_smoke_test(lambda request: _start(request, devices, cluster), config)
 
 
 def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
@@ -210,38 +180,29 @@ def _checked(
     return None, devices, preflight.check(config, devices, roots)
 
 
-def _start(work: _Work, config: LaunchConfig, devices: Devices, cluster: ClusterEngine | None) -> Job:
+def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | None) -> Job:
+    config = request.config
     world_size = config.num_processes or devices.available
-    if work.on_death == "keep" and (config.max_restarts or elastic.is_wanted(config)):
+    if request.on_death == "keep" and (config.max_restarts or elastic.is_wanted(config)):
         raise ConfigError(
             "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
             why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
             fix="max_restarts=0 and num_nodes=1; %distributed restart is for a rank that has died",
         )
     variables = _variables(config, devices)
-    spec = JobSpec(
-        name=work.name,
+    spec = msgspec.structs.replace(
+        request.spec,
         world_size=world_size,
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
-        sources=work.sources,
-        cell=work.cell,
-        cell_filename=work.cell_filename,
-        calls=work.calls,
-        pull=work.pull,
     )
-    request = LaunchRequest(
-        work.target,
-        work.roots,
-        spec,
-        config.replace(start_method=devices.start_method(config)),
+    request = dataclasses.replace(
+        request,
+        spec=spec,
+        config=config.replace(start_method=devices.start_method(config)),
         devices=devices.describe(world_size),
         variables=variables,
-        foreground_lock=work.foreground_lock,
-        optional_names=work.optional_names,
-        set_variables=work.set_variables,
-        on_death=work.on_death,
     )
     job = (cluster or _engine(request.config)).launch(request)
     registry.add(job)
@@ -295,21 +256,22 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
 _SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs take their time to find each other
 
 
-def _run_smoke_test(start: Callable[[Target, LaunchConfig, threading.Lock], Job], config: LaunchConfig) -> float:
+def _run_smoke_test(start: Callable[[LaunchRequest], Job], config: LaunchConfig) -> float:
     """Hold a trial run and return the seconds that it took.
 
     Args:
-        start: Starts ranks, which end when the lock is free.
+        start: Starts ranks, which end when the request's lock is free.
         config: The options of the launch that it stands for.
 
     Raises:
         PreflightError: It has failed, or took too long.
     """
     started_s = time.monotonic()
-    foreground_lock = threading.Lock()
+    options, lock = _smoke_test_config(config), threading.Lock()
+    target = Target(names={}, function=_use_device)
     try:
-        with foreground_lock:
-            job = start(Target(names={}, function=_use_device), _smoke_test_config(config), foreground_lock)
+        with lock:
+            job = start(LaunchRequest(target, {}, JobSpec(name=options.name), options, foreground_lock=lock))
             if job.run_here is not None:
                 job.run_here()
             job.results()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import threading
 import time
 
 import pytest
@@ -12,6 +12,7 @@ from notebook_accel import cli, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import launcher
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 
@@ -55,11 +56,9 @@ def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.
 def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_SMOKE_TEST_DEADLINE_S", 1.0)
 
-    def start(_: Target, config: LaunchConfig, foreground_lock: threading.Lock) -> Job:
-        work = launcher._Work(
-            target=Target(names={}, function=time.sleep, args=(60,)), name=config.name, foreground_lock=foreground_lock
-        )
-        return launcher._start(work, config, launcher.Devices.find(config), None)
+    def start(request: LaunchRequest) -> Job:
+        slow = dataclasses.replace(request, target=Target(names={}, function=time.sleep, args=(60,)))
+        return launcher._start(slow, launcher.Devices.find(request.config), None)
 
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
         launcher._run_smoke_test(start, LaunchConfig(num_processes=2, use_cpu=True))
