@@ -185,8 +185,8 @@ def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]
             continue
         if key in _KEYS:
             shown = "" if isinstance(value, (dict, list)) else f": {value}"
-            instead = f"; {_KEYS[key].instead}" if _KEYS[key].instead else ""
-            found.append((key, f"{key}{shown} asks for {_KEYS[key].feature}, which isn't supported here{instead}"))
+            reason = f"; {_KEYS[key].instead} instead" if _KEYS[key].instead else ", which isn't supported here"
+            found.append((key, f"{key}{shown} asks for {_KEYS[key].feature}{reason}"))
         else:
             close = difflib.get_close_matches(str(key), options, n=1)
             found.append((key, f"there is no option {key!r}" + (f"; is it {close[0]}?" if close else "")))

@@ -217,7 +217,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The number of samples in the last round that aren't repeated if it is the current one, else -1."""
+        """The number of real samples in the current round if it is the last one and repeats any; otherwise -1."""
         tail = self.tail
         return -1 if tail is None else tail.real
 

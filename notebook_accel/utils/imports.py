@@ -90,11 +90,18 @@ is_wandb_available = _check_of("wandb")
 
 
 def is_fp8_available() -> bool:
-    """Return ``False``: ranks don't compute in 8 bits, and don't train by DeepSpeed or Megatron-LM."""
+    """Return ``False``: ranks don't compute in 8 bits."""
     return False
 
 
-is_deepspeed_available = is_megatron_lm_available = is_fp8_available
+def is_deepspeed_available() -> bool:
+    """Return ``False``: ranks don't train by DeepSpeed, even if it is installed."""
+    return False
+
+
+def is_megatron_lm_available() -> bool:
+    """Return ``False``: ranks don't train by Megatron-LM, even if it is installed."""
+    return False
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
@@ -103,8 +110,10 @@ def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the na
 
 
 def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return ``False``: ranks don't compute on Ascend's NPUs or Intel's GPUs."""
+    """Return ``False``: ranks don't compute on Ascend's NPUs."""
     return False
 
 
-is_xpu_available = is_npu_available
+def is_xpu_available(check_device: bool = False) -> bool:  # noqa: ARG001
+    """Return ``False``: ranks don't compute on Intel's GPUs."""
+    return False

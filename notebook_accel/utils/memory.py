@@ -131,10 +131,11 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own:
     """Raise ``TypeError`` if ``args`` are too many for the function after its first ``own`` arguments."""
     try:
         inspect.signature(function).bind_partial(*range(own), *args)
-    except TypeError:
+    except TypeError as error:
+        passed = "the batch size" if own == 1 else "the batch size and the steps of accumulation"
         raise TypeError(
-            f"{function.__name__} was called with {len(args)} arguments, which are too many: "
-            "find_executable_batch_size passes the batch size itself. Leave it out."
+            f"{function.__name__} can't be called with {len(args)} more arguments after {passed}, which "
+            f"find_executable_batch_size passes itself ({error}). Leave that out, and let the function take it."
         ) from None
 
 

@@ -58,17 +58,19 @@ def interrupted(
         then: Called after the interrupt.
     """
     failures: list[str] = []
+    has_ended = threading.Event()  # by an error, which an interrupt would hide
 
     def look() -> None:
         deadline_s = time.monotonic() + _APPEARS_S
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and not has_ended.is_set():
             stacks = session.stacks(_APPEARS_S)
-            if all(stands(stack) for stack in stacks if only in (None, stack.rank)):
+            if not has_ended.is_set() and all(stands(stack) for stack in stacks if only in (None, stack.rank)):
                 os.kill(os.getpid(), signal.SIGINT)
                 then()
                 return
-        failures.append(f"not in time:\n{session.stacks()}")
-        os.kill(os.getpid(), signal.SIGINT)
+        if not has_ended.is_set():
+            failures.append(f"not in time:\n{session.stacks()}")
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -76,6 +78,7 @@ def interrupted(
         with pytest.raises(KeyboardInterrupt):
             yield
     finally:
+        has_ended.set()
         thread.join()
     assert not failures, failures
 

@@ -13,9 +13,10 @@ import pytest
 from notebook_accel.errors import PayloadError, RunStoppedError, RunTimeoutError
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
+from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import background
 from notebook_accel.sessions.kernel.background import BackgroundCell
-from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.output import CellOutput, Shown
 from notebook_accel.sessions.kernel.session import Session
 
 
@@ -50,6 +51,26 @@ def test_cell_is_stopped_as_a_job_is(session: Session) -> None:
     with pytest.raises(RunStoppedError, match="was interrupted") as raised:
         cell.results(60)
     assert (cell.status, cell.done, cell.error) == ("stopped", True, raised.value)
+    assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
+
+
+def test_interrupts_that_come_when_the_ranks_have_answered_are_not_for_what_follows(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = CellOutput.finish
+
+    def interrupted_twice(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            for _ in range(2):
+                cell.interrupt()
+            quiet = session._pool._ask_quietly(messages.LookUp, [0, 1], text="rank", describes=False)
+            answered.append(sorted(quiet))
+        return finish(*args)
+
+    answered: list[list[int]] = []
+    monkeypatch.setattr(CellOutput, "finish", interrupted_twice)
+    cell = session.start("rank")
+    assert cell.results(60) == [0, 1] and answered == [[0, 1]]
     assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
 
 

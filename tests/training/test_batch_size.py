@@ -133,7 +133,7 @@ def test_the_effective_size_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     assert (training.batch_size, training.gradient_accumulation_steps) == (3, 4)
     said = "training runs with a batch size of 3, 4 of them a step; no memory for 12, 6, 4."
     assert said in capfd.readouterr().err
-    with pytest.raises(TypeError, match="Leave it out"):
+    with pytest.raises(TypeError, match="Leave that out"):
         training(3, "done")
     with pytest.raises(ConfigError, match="reduce_batch_size_fn"):
         find_executable_batch_size(training, reduce_batch_size_fn=lambda: 1, keep_effective_batch_size=True)

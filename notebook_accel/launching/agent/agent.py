@@ -208,6 +208,7 @@ class Agent:
             if not template.is_ready and not run.reason:
                 run.refuse(_FORK_FAILED)
             run.end("kill", "template lost")
+            run.stop_restarting(run.reason)
             self._elastic.lost(run)
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
@@ -308,6 +309,9 @@ class Agent:
     def _restart(self, run: Run) -> None:
         """Start all ranks of a run again. The last of them is gone, and one has failed."""
         run.rest()
+        run.tick(time.monotonic())
+        if run.reason:  # its time has run out meanwhile
+            return
         run.restarts += 1
         if (broken := _open_store(run)) is not None:
             run.refuse(broken)

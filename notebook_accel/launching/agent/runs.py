@@ -186,7 +186,7 @@ class Run:
     def stop_restarting(self, reason: messages.Reason) -> None:
         """Somebody wants the end: that is the reason, even if the ranks were ending because of a failure."""
         self._wanted = self._wanted or reason
-        if self.launch.max_restarts > self.restarts and self.reason == "failed":
+        if self.launch.max_restarts and self.reason == "failed":
             self.reason = self._wanted
 
     @property
@@ -224,9 +224,9 @@ class Run:
             self.store = None
 
     def started(self) -> None:
-        """Start its clock and hold its log folder."""
+        """Start its clock, unless it was started before, and hold its log folder."""
         self._log_folder = logs.hold(self.launch.log_folder)
-        if self.launch.timeout_s is not None:
+        if self.launch.timeout_s is not None and self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
     def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:

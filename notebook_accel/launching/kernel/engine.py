@@ -146,10 +146,11 @@ def connect_cluster(config: LaunchConfig) -> ClusterEngine | None:
 
 
 def check_engine_options(config: LaunchConfig) -> None:
-    """Check the engine's own options.
+    """Check the options for engines, also without their engine, as in a form that isn't filled in yet.
 
     Raises:
         ConfigError: One doesn't exist, or can't have its value.
     """
-    if config.engine in _CLUSTERS:
-        importlib.import_module(_CLUSTERS[config.engine]).check_options(config.engine_options)
+    if config.engine_options:
+        module = _CLUSTERS.get(config.engine, _CLUSTERS["ray"])  # no other engine has options
+        importlib.import_module(module).check_options(config.engine_options)

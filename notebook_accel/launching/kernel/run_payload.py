@@ -118,7 +118,7 @@ class PreparedRun(NamedTuple):
     Attributes:
         job: Its handle, which owns the result files.
         payload: Descriptor of the payload, whose head is the ``JobSpec``.
-        result_files: One empty memory file a rank; with ``all_nodes``, also one for each rank of other nodes.
+        result_files: One empty memory file for each rank.
     """
 
     job: Job

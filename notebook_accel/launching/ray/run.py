@@ -157,8 +157,8 @@ class RayRun(RemoteRun):
     def _facts(self, there: Host) -> host.NodeFacts:
         asked = [self._connection.ask(there.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
-        facts: list[host.NodeFacts] = self._connection.answers(asked, patience_s, self._is_wanted)
-        return facts[0]
+        [facts] = self._connection.answers(asked, patience_s, self._is_wanted)
+        return host.NodeFacts(*facts[: len(host.NodeFacts._fields)])
 
     def _gpu_variables(self, node: Node) -> dict[str, str]:
         gpus = self._resources.get("GPU", 0)
@@ -254,7 +254,7 @@ class _ActorStream:
             return str(self._call(self._actor.last_words.remote))
         return ""
 
-    def loss(self, error: Exception, ranks: str) -> NotebookAccelError:
+    def loss(self, error: BaseException, ranks: str) -> NotebookAccelError:
         if isinstance(error, NotebookAccelError):
             return error
         if isinstance(error, self._cluster.ray.exceptions.RayTaskError):  # the host is there, and its agent has gone
@@ -271,7 +271,7 @@ class _ActorStream:
         return answer
 
 
-def _host_lost_error(cluster: Cluster, node: Node, ranks: str, error: Exception) -> SupervisorLostError:
+def _host_lost_error(cluster: Cluster, node: Node, ranks: str, error: BaseException) -> SupervisorLostError:
     """Return the error of a run whose host on a node doesn't answer."""
     lost = f"The node {node.address} has gone, and {ranks} with it."
     if cluster.is_alive(node):

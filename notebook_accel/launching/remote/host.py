@@ -69,11 +69,11 @@ class NodeHost:
         self._parts: dict[str, _OpenPart] = {}
         self._idle_timer: threading.Timer | None = None
 
-    def facts(self) -> NodeFacts:
-        """Return what the node has of its own."""
+    def facts(self) -> tuple[Any, ...]:
+        """Return the fields of ``NodeFacts``, as plain values that another version of this package can unpickle too."""
         interface = environment.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        return NodeFacts(versions(), {**environment.sendable(), **of_interface}, environment.import_path())
+        return (*NodeFacts(versions(), {**environment.sendable(), **of_interface}, environment.import_path()),)
 
     def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
         """Open the files of a part of a run, and start the agent unless it runs.
@@ -91,15 +91,21 @@ class NodeHost:
         Raises:
             OSError: The port can't be used, or the system refuses what is needed.
         """
-        listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
-        with self._lock:
+        with contextlib.ExitStack() as opened, self._lock:
+            listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
+            if listening is not None:
+                opened.callback(listening.close)
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
             if self._agent is None or self._agent.process.returncode is not None:
                 self._drop_agent()
                 self._agent = _NodeAgent()
-            files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(ranks)]
+            files: list[int] = []
+            opened.callback(close_all, files)
+            for rank in range(ranks):
+                files.append(memory_files.memory_file(f"notebook-accel-result-{rank}"))
             self._parts[part_id] = _OpenPart(self._agent, files, listening)
+            opened.pop_all()
         folder = logs.make_folder(log_dir, name)
         used_port = 0 if listening is None else int(listening.getsockname()[1])
         return self._agent.process.pid, "" if folder is None else str(folder), used_port
@@ -197,7 +203,12 @@ class _NodeAgent:
         self.connection.set_send_deadline(_SEND_DEADLINE_S)
         started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
         threading.Thread(target=self._run, args=(theirs, started), name="notebook-accel-agent", daemon=True).start()
-        self.process = started.result()
+        try:
+            self.process = started.result()
+        except OSError:
+            self.connection.close()
+            os.close(self.log)
+            raise
 
     def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
         with contextlib.closing(theirs):

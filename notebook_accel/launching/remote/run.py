@@ -65,7 +65,7 @@ class AgentStream(Protocol):
     def last_words(self) -> str:
         """Return what the agent wrote last, for an error's ``why``."""
 
-    def loss(self, error: Exception, ranks: str) -> NotebookAccelError:
+    def loss(self, error: BaseException, ranks: str) -> NotebookAccelError:
         """Return the error of a run that has lost its ranks here, from what ``read`` has raised."""
 
 
@@ -120,8 +120,13 @@ class RemoteAgent(AgentLink["NodePart"]):
         with self._lock:
             super().expect(job)
             if not self._is_reading:
+                name = f"notebook-accel-agent-{job.address}"
+                try:
+                    threading.Thread(target=self._run, name=name, daemon=True).start()
+                except RuntimeError:  # no thread can be started
+                    self.forget(job)
+                    raise
                 self._is_reading = True
-                threading.Thread(target=self._run, name=f"notebook-accel-agent-{job.address}", daemon=True).start()
 
     def prepare_launch(self, part: NodePart, places: Sequence[messages.Place]) -> bytes:
         """Have a template ready for a part, and return the body of its Launch message, which the engine sends."""
@@ -157,11 +162,17 @@ class RemoteAgent(AgentLink["NodePart"]):
             try:
                 while self._has_jobs():
                     self._read()
-            except Exception as error:  # noqa: BLE001 - whatever it is, no run may wait for ever
+            except BaseException as error:  # noqa: BLE001 - whatever it is, no run may wait for ever
                 with self._lock:
                     lost, self._jobs, self._is_reading = self._jobs, {}, False
                 for part in lost.values():
-                    part.end("", self._stream.loss(error, part.ranks_in_words))
+                    part.end("", self._loss(error, part.ranks_in_words))
+
+    def _loss(self, error: BaseException, ranks: str) -> NotebookAccelError:
+        try:
+            return self._stream.loss(error, ranks)
+        except Exception as other:  # noqa: BLE001 - an engine's library may raise anything
+            return SupervisorLostError("The run was lost on the cluster.", why=f"{type(other).__name__}: {other}")
 
     def _has_jobs(self) -> bool:
         with self._lock:
@@ -386,9 +397,7 @@ class RemoteRun:
                 self._error = error
             if is_first and (reason or error is not None):
                 self._reason = reason or "failed"
-        if is_lost:
-            self._end_parts("kill")
-        elif is_first and self._reason:
+        if is_lost or (is_first and self._reason):
             self._end_parts("stop")
         self._ended_parts.put(part)
 
@@ -417,9 +426,10 @@ class RemoteRun:
         self.job.end(self._reason, self._error)
 
     def _may_restart(self) -> bool:
+        # A refusal of the system ends a run on one machine too.
+        was_refused = self._error is not None and not isinstance(self._error, SupervisorLostError)
         has_failed = self._error is not None or self._reason == "failed"
-        would_fail_again = isinstance(self._error, LaunchError) or not self._can_restart()
-        return has_failed and self._wanted is None and not would_fail_again
+        return has_failed and self._wanted is None and not was_refused and self._can_restart()
 
     def _attempt(self, restarts: int) -> None:
         """Run the ranks once."""

@@ -58,10 +58,10 @@ class BackgroundCell(Handle):
         the end.
         """
         if self._status == "running" or not self._interrupts.has_pending:
-            self._interrupts.note(KeyboardInterrupt())
+            self._interrupts.note_unless_closed(KeyboardInterrupt())
 
     def stop(self) -> None:
-        """End the cell, as ``interrupt`` does. The ranks stay."""
+        """End the cell, as ``interrupt`` does: a second call of either kills the ranks that go on."""
         self.interrupt()
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:

@@ -31,6 +31,8 @@ class Interrupts:
         self._is_allowed = False
         self._since_s = -math.inf  # time of the last one that counted
         self._handler: signal._HANDLER = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # never taken by a signal handler
 
     @property
     def has_pending(self) -> bool:
@@ -41,6 +43,19 @@ class Interrupts:
         """Note an interrupt. Any thread may call this, and a signal handler in the middle of anything."""
         self._pending.append(interrupt)
         self._wake()
+
+    def note_unless_closed(self, interrupt: BaseException) -> None:
+        """Note another thread's interrupt, unless the code for which it is meant has ended."""
+        with self._lock:
+            if not self._is_closed:
+                self.note(interrupt)
+
+    def close(self) -> None:
+        """Drop what other threads have noted, and take no more: the code for which it was meant has ended."""
+        with self._lock:
+            if self._handler is None:  # the kernel's interrupts stay
+                self._is_closed = True
+                self._pending.clear()
 
     def take(self) -> BaseException | None:
         """Return the next pending interrupt, for a loop that acts on it; ``None`` if there is none."""

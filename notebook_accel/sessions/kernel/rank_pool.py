@@ -364,7 +364,10 @@ class RankPool:
         pending_request = PendingRequest(
             request, self._connections, output, self.job.config.grace_s, console=console, stacks=stacks
         )
-        pending_request.ask()
+        with held() as interrupts:
+            pending_request.ask()
+            if output is not None:  # the end of user code: requests that follow on its behalf are not interrupted
+                interrupts.close()
         self._killed.update(pending_request.killed)
         interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
         if interrupted:

@@ -44,7 +44,7 @@ class TorchDistributed(TorchDevice):
         # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message. The
         # comparison goes through gloo, so that it can't meet another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
-        self.compares_calls = place.world_size > 1 and is_asked and self._host_device.type == "cpu"
+        self.compares_calls = place.world_size > 1 and is_asked and self._group.has_gloo_for(torch.device("cpu"))
 
     def _enter(self, options: InitProcessGroupKwargs) -> None:
         self._group = torch_group.enter(self.place, self.device, options)

@@ -25,9 +25,9 @@ def _look_and_wait(agent: elastic_agent.ElasticAgent) -> None:
         time.sleep(0.01)
 
 
-def _has_other_failed(around: nodes.Nodes) -> bool:
-    key = "standing/1"
-    return around.store.check([key]) and nodes._standing.decode(around.store.get(key)).state == "failed"
+def _has_other_failed(around: nodes.NodeRound) -> bool:
+    key = "status/1"
+    return around._store.check([key]) and nodes._status.decode(around._store.get(key)).state == "failed"
 
 
 def _is_end_waiting(agent: elastic_agent.ElasticAgent) -> bool:

@@ -149,6 +149,25 @@ def test_nothing_is_started_again_after_a_stop(launch: Launch, tmp_path: pathlib
     assert job.restarts == () and below_template() == []
 
 
+def test_template_that_is_lost_while_ranks_end_ends_that_run_alone(launch: Launch, tmp_path: pathlib.Path) -> None:
+    other = launch(functions.waits)
+    job = launch(restarted.ends_slowly, str(tmp_path), max_restarts=9, grace_s=60.0, preload=("wave",))
+    processes.wait_until(lambda: (tmp_path / "0 was told to end").exists(), "rank 0 is being ended", timeout_s=60)
+    rank = processes.read(next(info.pid for info in job.ranks if info.pid and not info.has_ended))
+    assert rank is not None
+    os.kill(rank.parent, signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="ValueError: fails"):
+        job.results(timeout_s=60)
+    assert job.restarts == () and other.status == "running"
+
+
+def test_time_that_runs_out_while_ranks_end_is_not_followed_by_a_start(launch: Launch, tmp_path: pathlib.Path) -> None:
+    job = launch(restarted.ends_slowly, str(tmp_path), max_restarts=9, grace_s=2.0, timeout_s=1.0)
+    with pytest.raises(RunTimeoutError):
+        job.results(timeout_s=60)
+    assert job.restarts == ()
+
+
 def test_interrupt_and_timeout_end_the_run(launch: Launch, tmp_path: pathlib.Path) -> None:
     interrupted = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=9)
     runs(tmp_path, 0)

@@ -23,8 +23,9 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.ranks.worker import Target
-from notebook_accel.launching.remote.host import NodeHost
+from notebook_accel.launching.remote.host import NodeFacts, NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NodeClock, NodePart, RemoteRun
+from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages, events
 from tests import processes
@@ -90,7 +91,7 @@ class Run(RemoteRun):
 
     def _part(self, number: int, node: Node, size: int) -> NodePart:
         pid, folder, port = node.host.open(self._attempt_id, self.job.name, "", size, None if number else 0)
-        agent = node.slot.agent(pid, node.host.facts(), lambda: Stream(node, pid))
+        agent = node.slot.agent(pid, NodeFacts(*node.host.facts()), lambda: Stream(node, pid))
         ranks = range(number * size, (number + 1) * size)
         return NodePart(
             self,
@@ -140,9 +141,9 @@ class Engine:
 
     def start(self, function: Any, *args: Any, **options: Any) -> Job:
         """Starts a function on two nodes with two ranks each."""
-        work = launcher._Work(target=Target(names={}, function=function, args=args), name="run")
-        config = LaunchConfig(num_processes=4, **options)
-        return launcher._start(work, config, Devices("CPU", 1), self)  # type: ignore[arg-type]
+        target = Target(names={}, function=function, args=args)
+        request = LaunchRequest(target, {}, JobSpec(name="run"), LaunchConfig(num_processes=4, **options))
+        return launcher._start(request, Devices("CPU", 1), self)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -235,6 +236,38 @@ def test_agent_that_dies_or_is_idle_is_replaced_by_the_next_run(running: Engine,
     assert running.start(place).results(DEADLINE_S)
 
 
+@pytest.mark.parametrize(("method", "error"), [("loss", RuntimeError), ("read", SystemExit)])
+def test_run_ends_whatever_the_clusters_library_raises(
+    running: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException]
+) -> None:
+    job = running.start(waits, str(tmp_path))
+    all_wait(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise error("of the library")
+
+    monkeypatch.setattr(Stream, method, fails)
+    if method == "loss":
+        os.kill(running.agents()[1], signal.SIGKILL)
+    with pytest.raises(SupervisorLostError, match="of the library"):
+        job.results(DEADLINE_S)
+
+
+def test_ranks_elsewhere_can_save_when_an_agent_dies(running: Engine, tmp_path: pathlib.Path) -> None:
+    job = running.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
+
+    def have(what: str, ranks: range) -> bool:
+        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
+
+    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
+    os.kill(running.agents()[1], signal.SIGKILL)
+    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
+    (tmp_path / "go").touch()
+    with pytest.raises(SupervisorLostError):
+        job.results(DEADLINE_S)
+    assert have("has saved", range(2))
+
+
 def test_bytes_are_waited_for_no_longer_than_asked() -> None:
     host = NodeHost("127.0.0.1")
     with ending(host):
@@ -246,7 +279,7 @@ def test_bytes_are_waited_for_no_longer_than_asked() -> None:
 
 
 def test_facts_are_what_has_to_be_known_of_a_node() -> None:
-    facts = NodeHost("127.0.0.1").facts()
+    facts = NodeFacts(*NodeHost("127.0.0.1").facts())
     assert set(facts.versions) == {"Python", "torch", "notebook-accel"} and all(facts.versions.values())
     assert facts.variables["GLOO_SOCKET_IFNAME"] == "lo" and facts.sys_path
 

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 _AGENT = "notebook_accel.launching.agent"
+_PLACES = (_AGENT, "notebook_accel.launching.logs")
 _MODULES = ("posix", "_socket", "fcntl", "_posixsubprocess", "_signal", "_io", "select")
 # They have no such error (shutdown and waitpid), make no system call at all, or wait for everything at once (poll).
 _NEVER_FAIL = {
@@ -84,7 +85,7 @@ class Faults:
         while frame is not None:
             if any(id(value) in self._spared for value in frame.f_locals.values()):
                 return None
-            if not ours and frame.f_globals.get("__name__", "").startswith(_AGENT):
+            if not ours and frame.f_globals.get("__name__", "").startswith(_PLACES):
                 holder = type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else ""
                 ours = f"{holder}.{frame.f_code.co_name}: {name}"
             frame = frame.f_back
