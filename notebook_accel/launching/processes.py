@@ -14,14 +14,21 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
 
-# The signal that asks a rank for its stacks: a real-time one, which no library uses. SIGUSR1 and SIGUSR2 belong to the
-# user's code, which may handle them for a cluster's scheduler.
+# The signals that ask a rank for its stacks: real-time ones, which no library uses. SIGUSR1 and SIGUSR2 belong to the
+# user's code, which may handle them for a cluster's scheduler. A thread of the rank answers the first one, as soon as
+# it gets the interpreter's lock. The second one makes Python's fault handler answer without that lock, which can crash
+# a process whose threads run Python code (seen with Python 3.11). It is for ranks that don't answer the first.
+STACKS_REQUEST = getattr(signal, "SIGRTMIN", 34) + 8
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
+STACKS_MARK = "# stacks\n"
+"""The line before and after the stacks that the thread writes."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same numbers on every architecture that torch has packages for
 _TRACKER = b"multiprocessing.resource_tracker"  # in its command line
@@ -195,8 +202,23 @@ def dump_file(rank: int) -> int:
 
 
 def arm_stacks(dump: int) -> None:
-    """Let ``STACKS_SIGNAL`` write this process's stacks to ``dump``, also while it hangs in C code."""
+    """Let ``STACKS_REQUEST`` and ``STACKS_SIGNAL`` write this process's stacks to ``dump``. For the main thread."""
     faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True, chain=False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_REQUEST})  # in all threads, so that only ``sigwait`` takes it
+    signal.signal(STACKS_REQUEST, signal.SIG_IGN)  # in case a thread unblocks it
+    threading.Thread(target=_answer_requests, args=(dump,), name="notebook-accel-stacks", daemon=True).start()
+
+
+def _answer_requests(dump: int) -> None:
+    while True:
+        signal.sigwait({STACKS_REQUEST})
+        with contextlib.suppress(OSError), open(memory_files.memory_file("notebook-accel-stacks"), "rb+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            mark = STACKS_MARK.encode()
+            rest = memoryview(mark + file.read() + mark)
+            while rest:
+                rest = rest[os.write(dump, rest) :]
 
 
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:

@@ -1,7 +1,8 @@
 """Asks ranks for their stacks from outside, so that a rank that hangs in a collective answers too.
 
-The agent sends a rank a signal. Python's fault handler, which doesn't need the interpreter's lock, then writes the
-stacks of all threads to a file that the agent reads. A rank installs that handler when it starts.
+The agent sends a rank a signal, and a thread of the rank writes the stacks of all threads to a file that the agent
+reads. If that thread can't run, because other code keeps the interpreter's lock, a second signal makes Python's fault
+handler write them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import os
 from collections.abc import Sequence
 
 from notebook_accel.launching.agent.runs import Rank
-from notebook_accel.launching.processes import STACKS_SIGNAL, state
+from notebook_accel.launching.processes import STACKS_MARK, STACKS_REQUEST, STACKS_SIGNAL, state
 from notebook_accel.protocol import agent_messages as messages
 
 _DEADLINE_S = 3.0
+_PATIENCE_S = 1.0  # with the rank's own thread
 _STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
@@ -23,6 +25,7 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger
 class _Question:
     rank: Rank
     answer: messages.RankDump | None = None
+    is_forced: bool = False  # the fault handler was asked
     blocked: frozenset[int] = frozenset()  # the threads that had the signal blocked before it was sent
 
 
@@ -35,7 +38,7 @@ class Inspection:
     """
 
     def __init__(self, ranks: Sequence[Rank], now_s: float) -> None:
-        self._deadline_s = now_s + _DEADLINE_S
+        self._began_s = now_s
         self._questions = [_ask(rank) for rank in ranks]
 
     def look(self, now_s: float) -> list[messages.RankDump] | None:
@@ -43,7 +46,7 @@ class Inspection:
         for question in self._questions:
             if question.answer is None:
                 try:
-                    question.answer = _answer(question, is_late=now_s > self._deadline_s)
+                    question.answer = _answer(question, now_s - self._began_s)
                 except OSError:
                     question.answer = _dump(question.rank, "mute")
         answers = [question.answer for question in self._questions if question.answer is not None]
@@ -58,25 +61,38 @@ def _ask(rank: Rank) -> _Question:
         return _Question(rank, _dump(rank, "unarmed"))
     if state(rank.pid) in _STOPPED:
         return _Question(rank, _dump(rank, "stopped"))
-    question = _Question(rank, blocked=_threads_that_block(rank.pid))
+    question = _Question(rank)
     with contextlib.suppress(OSError):  # it has ended or can't be asked: it won't answer in time
         os.ftruncate(rank.dump, 0)
-        os.kill(rank.pid, STACKS_SIGNAL)
+        if _has_signal(f"/proc/{rank.pid}/status", b"SigIgn:", STACKS_REQUEST):
+            os.kill(rank.pid, STACKS_REQUEST)
+        else:
+            _force(question, rank.pid)
     return question
 
 
-def _answer(question: _Question, *, is_late: bool) -> messages.RankDump | None:
+def _force(question: _Question, pid: int) -> None:
+    """Ask the fault handler."""
+    question.is_forced, question.blocked = True, _threads_that_block(pid)
+    os.kill(pid, STACKS_SIGNAL)
+
+
+def _answer(question: _Question, took_s: float) -> messages.RankDump | None:
     rank = question.rank
     if rank.status is not None:
         return _dump(rank, "ended")
     assert rank.pid is not None
-    # A thread blocks the signal while it handles it, so the dump is complete when no further thread blocks it.
-    is_whole = os.fstat(rank.dump).st_size > 0 and _threads_that_block(rank.pid) <= question.blocked
-    if is_whole or is_late:
-        text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
-        if text:
-            return _dump(rank, "said", text)
+    # A thread blocks the signal while the fault handler runs in it. So the dump is complete when no further one does.
+    is_whole = question.is_forced and _threads_that_block(rank.pid) <= question.blocked
+    text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
+    if text.endswith(STACKS_MARK) and text.count(STACKS_MARK) > 1:
+        return _dump(rank, "said", text.split(STACKS_MARK)[-2])
+    if (is_whole or took_s > _DEADLINE_S) and text:
+        return _dump(rank, "said", text)
+    if took_s > _DEADLINE_S:
         return _dump(rank, "stopped" if state(rank.pid) in _STOPPED else "mute")
+    if took_s > _PATIENCE_S and not question.is_forced:
+        _force(question, rank.pid)
     return None
 
 
@@ -86,20 +102,21 @@ def _dump(rank: Rank, condition: messages.Condition, text: str = "") -> messages
 
 def _is_armed(pid: int) -> bool:
     """Return whether the process catches the signal, which would otherwise kill it."""
-    return _has_signal(f"/proc/{pid}/status", b"SigCgt:")
+    return _has_signal(f"/proc/{pid}/status", b"SigCgt:", STACKS_SIGNAL)
 
 
 def _threads_that_block(pid: int) -> frozenset[int]:
     """Return the threads of a process that have the signal blocked."""
     with contextlib.suppress(OSError):  # it has just ended
         threads = os.listdir(f"/proc/{pid}/task")
-        return frozenset(int(name) for name in threads if _has_signal(f"/proc/{pid}/task/{name}/status", b"SigBlk:"))
+        status = f"/proc/{pid}/task/{{}}/status"
+        return frozenset(int(name) for name in threads if _has_signal(status.format(name), b"SigBlk:", STACKS_SIGNAL))
     return frozenset()
 
 
-def _has_signal(status: str, field: bytes) -> bool:
-    """Return whether a set of signals in Linux's status of a process or thread contains the signal."""
+def _has_signal(status: str, field: bytes, number: int) -> bool:
+    """Return whether a set of signals in Linux's status of a process or thread contains this one."""
     with contextlib.suppress(OSError, StopIteration), open(status, "rb") as file:
         signals = next(line for line in file if line.startswith(field))
-        return bool(int(signals.split()[1], 16) & 1 << (STACKS_SIGNAL - 1))
+        return bool(int(signals.split()[1], 16) & 1 << (number - 1))
     return False

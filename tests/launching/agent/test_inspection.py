@@ -163,6 +163,64 @@ def test_answer_is_taken_when_it_is_whole_however_slowly_it_comes() -> None:
     theirs.close()
 
 
+_BUSY = """
+import sys, threading
+from notebook_accel.launching.processes import arm_stacks
+arm_stacks(int(sys.argv[1]))
+def deep(depth):
+    return deep(depth - 1) + 1 if depth else 0
+def computes():
+    while True:
+        deep(50)
+        exec("(lambda: [x for x in range(3)])()")
+threading.Thread(target=computes, daemon=True).start()
+print("ready", flush=True)
+computes()
+"""
+_KEEPS_THE_LOCK = """
+import ctypes, sys
+from notebook_accel.launching.processes import arm_stacks
+arm_stacks(int(sys.argv[1]))
+print("ready", flush=True)
+ctypes.PyDLL(None).sleep(300)
+"""
+
+
+@contextlib.contextmanager
+def asked(program: str) -> Iterator[Rank]:
+    ours, theirs = Connection.pair()
+    dump = dump_file(0)
+    command = [sys.executable, "-c", program, str(dump)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[dump]) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        rank = Rank(0, ours, LogTail(open_log("", 0)[0], Allowance(1), lambda _: None), dump, pid=process.pid)
+        try:
+            yield rank
+            assert process.poll() is None
+        finally:
+            process.kill()
+            rank.close()
+            theirs.close()
+
+
+def test_rank_that_runs_python_code_is_asked_often_and_stays_alive() -> None:
+    """Python's fault handler, which reads stacks while they change, crashes this process within some hundred times."""
+    with asked(_BUSY) as rank:
+        for _ in range(200):
+            inspection = Inspection([rank], now_s=100.0)
+            [said] = processes.wait_until(lambda: inspection.look(100.1), "it has answered", poll_s=0)  # noqa: B023
+            assert said.condition == "said" and " in computes\n" in said.text
+
+
+def test_rank_that_keeps_the_interpreters_lock_answers_too() -> None:
+    with asked(_KEEPS_THE_LOCK) as rank:
+        inspection = Inspection([rank], now_s=100.0)
+        assert inspection.look(100.9) is None
+        assert inspection.look(101.1) is None  # now the fault handler is asked
+        [said] = processes.wait_until(lambda: inspection.look(101.2), "it has answered")
+        assert said.condition == "said" and said.text.splitlines()[-1].endswith(", line 6 in <module>")
+
+
 def test_rank_that_gives_the_signal_its_default_is_not_killed_by_it(notebook: kernels.Kernel) -> None:
     notebook.run("""%%distributed -n 1 --background --out deaf --view none
 for number in range(signal.SIGRTMIN, signal.SIGRTMAX): signal.signal(number, signal.SIG_DFL)
