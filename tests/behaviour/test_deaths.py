@@ -53,6 +53,10 @@ def test_workers_semaphores_go_with_a_rank_that_is_ended(
     processes.wait_until(lambda: not any(path.exists() for path in semaphores), "its semaphores are gone")
 
 
+def test_fork_leaves_the_garbage_of_its_rank_alone(launch: Launch) -> None:
+    assert launch(functions.collects_in_a_fork, num_processes=2).results(timeout_s=60) == [(0, True, True)] * 2
+
+
 def test_fork_that_is_not_ended_does_not_answer_for_its_rank_and_says_what_it_raised(launch: Launch) -> None:
     job = launch(functions.forgets_to_end_forks, num_processes=1)
     assert job.results(timeout_s=60) == [[job.ranks[0].pid]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -239,6 +241,36 @@ def forgets_to_end_forks() -> list[int]:
             raise end
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     return [os.getpid()]
+
+
+def collects_in_a_fork() -> tuple[int, bool, bool]:
+    """A group is garbage at the fork. The fork's exit status, and whether each collects what becomes garbage."""
+
+    class Held:
+        pass
+
+    def make_garbage(held: object) -> weakref.ref[object]:
+        cycle = [held]
+        cycle.append(cycle)
+        return weakref.ref(held)
+
+    def is_collected() -> bool:
+        garbage = make_garbage(Held())
+        gc.collect()
+        return garbage() is None
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    gc.disable()
+    make_garbage(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.enable()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # which ends it if it waits for the threads of the rank's group
+        os._exit(0 if is_collected() else 1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), is_collected(), gc.isenabled()
 
 
 def saves_at_sigterm(folder: str) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.machinery
 import linecache
@@ -82,6 +83,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
+    _keep_garbage_from_forks()
     last, status = _run_user_code(spec, order, payload, result, listening, inherited)
     streams.flush()
     reporter.close()
@@ -92,6 +94,29 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
         _wait_for_release(link)
     _leave(is_waited_for=status == 0)
     return status
+
+
+def _keep_garbage_from_forks() -> None:
+    """Let no fork of this rank, such as a DataLoader's worker, destroy what was garbage before the fork.
+
+    A process group of gloo may be among it, after an interrupt for example: in the fork its end waits for threads that
+    only the rank has, or crashes (``ProcessGroupGloo::~ProcessGroupGloo`` of torch 2.13).
+    """
+    was_enabled: list[bool] = []
+
+    def pause() -> None:
+        was_enabled.append(gc.isenabled())
+        gc.disable()  # until the fork has frozen them, since what runs before that may start a collection
+
+    def go_on() -> None:
+        if was_enabled.pop():
+            gc.enable()
+
+    def freeze() -> None:
+        gc.freeze()
+        go_on()
+
+    os.register_at_fork(before=pause, after_in_parent=go_on, after_in_child=freeze)
 
 
 def _run_user_code(
