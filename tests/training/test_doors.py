@@ -310,7 +310,7 @@ def search() -> Any:
     value = train("fine")
     with pytest.raises(TrainingError, match="every batch size down to 1"):
         never()
-    with pytest.raises(TypeError, match="Leave it out"):
+    with pytest.raises(TypeError, match="Leave that out"):
         fails(3)
     with pytest.raises((ValueError, TrainingError), match="not about memory"):
         fails()

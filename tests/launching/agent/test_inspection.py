@@ -181,8 +181,10 @@ _KEEPS_THE_LOCK = """
 import ctypes, sys
 from notebook_accel.launching.processes import arm_stacks
 arm_stacks(int(sys.argv[1]))
-print("ready", flush=True)
-ctypes.PyDLL(None).sleep(300)
+library = ctypes.PyDLL(None)
+sys.setswitchinterval(1000)
+library.write(1, b"ready\\n", 6)
+while True: library.sleep(300)  # which the signal ends
 """
 
 
@@ -218,7 +220,7 @@ def test_rank_that_keeps_the_interpreters_lock_answers_too() -> None:
         assert inspection.look(100.9) is None
         assert inspection.look(101.1) is None  # now the fault handler is asked
         [said] = processes.wait_until(lambda: inspection.look(101.2), "it has answered")
-        assert said.condition == "said" and said.text.splitlines()[-1].endswith(", line 6 in <module>")
+        assert said.condition == "said" and said.text.splitlines()[-1].endswith(", line 8 in <module>")
 
 
 def test_rank_that_gives_the_signal_its_default_is_not_killed_by_it(notebook: kernels.Kernel) -> None:
