@@ -61,6 +61,7 @@ def test_interrupts_that_come_when_the_ranks_have_answered_are_not_for_what_foll
 
     def interrupted_twice(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
+            assert has_started.wait(30)
             for _ in range(2):
                 cell.interrupt()
             quiet = session._pool._ask_quietly(messages.LookUp, [0, 1], text="rank", describes=False)
@@ -69,7 +70,9 @@ def test_interrupts_that_come_when_the_ranks_have_answered_are_not_for_what_foll
 
     answered: list[list[int]] = []
     monkeypatch.setattr(CellOutput, "finish", interrupted_twice)
+    has_started = threading.Event()
     cell = session.start("rank")
+    has_started.set()
     assert cell.results(60) == [0, 1] and answered == [[0, 1]]
     assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
 

@@ -228,7 +228,7 @@ def install(rank: int) -> None:
 
 def _replace_functions(module: types.ModuleType) -> None:
     for name, function in (("display", display), ("publish_display_data", publish), ("clear_output", clear_output)):
-        if hasattr(module, name):
+        if name in vars(module):  # and not a deprecated name that IPython 8 imports from its new place, with a warning
             setattr(module, name, function)
 
 
