@@ -139,9 +139,9 @@ def _logs(name: str, chosen: int | None) -> None:
     for rank in _ranks(chosen, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
-        print(
-            f"rank {rank}, last lines of {entry.log_files[rank]}" if text else f"rank {rank} has printed nothing yet."
-        )
+        yet = "" if job is None or job.done else " yet"
+        about = f"rank {rank}, last lines of" if text else f"rank {rank} has printed nothing{yet}:"
+        print(f"{about} {entry.log_files[rank]}")
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 

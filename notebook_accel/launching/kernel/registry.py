@@ -79,7 +79,7 @@ def find(which: str = "", *, running: bool = False) -> Entry:
     elif len(going_on) == 1 or (known and not going_on):
         return (going_on or known)[-1]
     what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
-    listed = ", ".join(f"{entry.number} ({entry.name})" for entry in known)
+    listed = ", ".join(f"{entry.number} ({entry.name})" for entry in (known if which else going_on))
     raise NotebookAccelError(
         f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
         fix=f"name one of: {listed}" if listed else "start one, with %%distributed or notebook_launcher",

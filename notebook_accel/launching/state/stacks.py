@@ -24,6 +24,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
 # Functions of torch that are around a collective and not the collective itself.
 _AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
+_MEETING = (os.path.join(code_places.OURS, "training", "backends", "torch_group.py"), "_meet")
 _CONDITIONS: dict[Condition, str] = {
     "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
     "mute": "has not answered in time",
@@ -81,7 +82,8 @@ class RankStack:
     def waits_in(self) -> str:
         """The collective that the rank is in, such as ``all_reduce``; empty if none can be seen.
 
-        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients.
+        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does the making
+        of an ``Accelerator``, in which the ranks meet.
         """
         found = ""
         for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
@@ -89,6 +91,8 @@ class RankStack:
                 found = frame.function  # the outermost is the one that people call
             elif frame.function == "_engine_run_backward":
                 found = found or "backward"
+            elif (frame.file, frame.function) == _MEETING:
+                found = "Accelerator"
         return found
 
     def __str__(self) -> str:

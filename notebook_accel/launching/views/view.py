@@ -130,13 +130,15 @@ class LinesView:
             self._print_progress(now_s)
 
     def close(self) -> None:
-        """Print the remaining lines and the last progress of each rank."""
+        """Print the remaining lines, the last progress of each rank, and an error that no cell raises."""
         self._due_s = float("inf")
         self.refresh()
         self._alike.settle()
         for rank, limit in enumerate(self._limits):
             self._print(f"{line_prefix(self._job, [rank])}{line}" for line in [*limit.note, *limit.kept])
         self._print_progress(self._job.ended_s or time.monotonic())
+        if self._job.is_background and self._job.error is not None:
+            self._print(plain_lines(str(self._job.error)))
         self._out.flush()
 
     def _next_period_s(self, now_s: float) -> float:

@@ -44,9 +44,12 @@ def test_without_a_name_it_is_the_one_that_goes_on_or_the_last_one() -> None:
     first, second = started("first"), started("second")
     assert refused() == "Several runs go on.\nFix: name one of: 1 (first), 2 (second)"
     second.end("stopped")
+    third = started("third")
+    assert refused() == "Several runs go on.\nFix: name one of: 1 (first), 3 (third)"
+    third.end("stopped")
     assert registry.find().name == "first"
     first.end("stopped")
-    assert registry.find().name == "second"
+    assert registry.find().name == "third"
     assert (
         refused(running=True)
         == "There is no run that goes on.\nFix: start one, with %%distributed or notebook_launcher"

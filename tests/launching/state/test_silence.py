@@ -13,9 +13,10 @@ from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import RankStack, Stacks, read_dump
+from notebook_accel.launching.state.stacks import Frame, RankStack, Stacks, read_dump
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
+from notebook_accel.training.backends import torch_group
 from tests import kernels
 
 _SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}
@@ -99,6 +100,12 @@ def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> No
     assert backward.waits_in == "backward"
     assert stack(0, 9, ("nn/modules/module.py", "_call_impl")).waits_in == ""
     assert stack(0, 9).waits_in == ""
+
+
+def test_making_an_accelerator_is_a_place_to_wait() -> None:
+    code = torch_group._meet.__code__
+    frames = (Frame(code.co_filename, 3, code.co_name), Frame("In[7]", 2, "<module>", is_user=True))
+    assert RankStack(0, 100, "said", frames).waits_in == "Accelerator"
 
 
 def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:

@@ -56,6 +56,20 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_background", [True, False])
+def test_error_is_printed_if_no_cell_waits_for_it(job: Job, is_background: bool) -> None:
+    job.is_background = is_background
+    out = io.StringIO()
+    lines = view.LinesView(job, out)
+    job.deliver(1, events.Failed(kind="ValueError", message="bg", traceback="", line="In[7], line 2"))
+    job.deliver(1, events.Ended(exit_code=1))
+    job.deliver(0, events.Ended(signal=15))
+    job.end("failed")
+    lines.close()
+    printed = out.getvalue().splitlines()
+    assert ("rank 1 of 2 failed at In[7], line 2: ValueError: bg" in printed) is is_background
+
+
 def test_steps_that_compile_are_not_timed(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out, period_s=0.0)
