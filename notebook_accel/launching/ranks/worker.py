@@ -106,7 +106,7 @@ def _keep_garbage_from_forks() -> None:
 
     def pause() -> None:
         was_enabled.append(gc.isenabled())
-        gc.disable()  # until the fork has frozen them, since what runs before that may start a collection
+        gc.disable()  # until the fork has frozen the garbage: what runs before that may start a collection
 
     def go_on() -> None:
         if was_enabled.pop():

@@ -32,7 +32,7 @@ _SEND_DEADLINE_S = 10.0
 
 
 class NodeFacts(NamedTuple):
-    """What a node has of its own.
+    """The versions, variables and import path of a node.
 
     Attributes:
         versions: Versions of Python, torch and this package, by name; empty for what isn't installed.
