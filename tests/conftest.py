@@ -7,7 +7,6 @@ import gc
 import os
 import pathlib
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 
 from notebook_accel.launching.kernel import local
-from tests import beside, kernels, processes
+from tests import kernels, processes
 
 pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
 
@@ -33,31 +32,10 @@ _POLL_S = 0.02
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
 
 
-_MYPY = pytest.StashKey[beside.Program]()
-
-
 def pytest_configure() -> None:
     """A shell that starts this in the background has it ignore SIGINT, which the tests send to themselves."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """The types of the whole tree take a minute and a half to check: that is begun before the tests."""
-    if any("mypy" in getattr(item, "fixturenames", ()) for item in session.items):
-        program = os.path.join(os.path.dirname(sys.executable), "mypy")
-        session.config.stash[_MYPY] = beside.Program([program], cwd=str(session.config.rootpath))
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _MYPY in config.stash:
-        config.stash[_MYPY].close()
-
-
-@pytest.fixture
-def mypy(request: pytest.FixtureRequest) -> beside.Program:
-    """It, as it checks this tree."""
-    return request.config.stash[_MYPY]
 
 
 @pytest.fixture(scope="session", autouse=True)

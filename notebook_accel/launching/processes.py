@@ -15,7 +15,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
@@ -212,13 +213,31 @@ def arm_stacks(dump: int) -> None:
 def _answer_requests(dump: int) -> None:
     while True:
         signal.sigwait({STACKS_REQUEST})
-        with contextlib.suppress(OSError), open(memory_files.memory_file("notebook-accel-stacks"), "rb+") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            mark = STACKS_MARK.encode()
-            rest = memoryview(mark + file.read() + mark)
+        with contextlib.suppress(OSError):
+            rest = memoryview(f"{STACKS_MARK}{_stacks()}{STACKS_MARK}".encode(errors="backslashreplace"))
             while rest:
                 rest = rest[os.write(dump, rest) :]
+
+
+def _stacks() -> str:
+    """Return the stacks of all threads in the fault handler's format, the main thread's last.
+
+    Python's own frames are read, since ``faulthandler.dump_traceback`` reads those of running threads without a
+    reference to them, which has crashed a rank (seen with Python 3.11).
+    """
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
+    return "\n".join(
+        f"Thread 0x{thread:016x} (most recent call first):\n{''.join(_lines(frame))}" for thread, frame in frames
+    )
+
+
+def _lines(innermost: types.FrameType) -> Iterator[str]:
+    frame: types.FrameType | None = innermost
+    while frame is not None:
+        code = frame.f_code
+        yield f'  File "{code.co_filename}", line {frame.f_lineno or code.co_firstlineno} in {code.co_name}\n'
+        frame = frame.f_back
 
 
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:

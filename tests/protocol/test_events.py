@@ -56,7 +56,11 @@ def test_text_that_utf8_can_not_hold_is_escaped_and_all_else_stays() -> None:
     assert heard == msgspec.structs.replace(said, message="no file a\\udcff.txt")
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", events.encode(events.Started(pid=1))[:-1], b"\x81\xa4type\xa3Bad"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", events.encode(events.Started(pid=1))[:-1], b"\x81\xa4type\xa3Bad"],
+    ids=["nothing", "no map", "cut", "unknown type"],
+)
 def test_bytes_that_are_no_event(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         events.decode(data)
