@@ -45,6 +45,7 @@ class Ranks:
         nursery = Nursery.shared or self._own.enter_context(contextlib.closing(Nursery()))
         self._nursery = nursery
         self._ranks = [nursery.fork({**os.environ, **variables}) for variables in environments]
+        self._late = ""
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """Return the values of ``function(*args)`` by rank.
@@ -59,6 +60,7 @@ class Ranks:
 
     def replies(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """Return the values by rank like ``run``, or the exceptions of ranks that raised."""
+        assert not self._late, f"these ranks can't be used any more: {self._late}"
         for _, connection in self._ranks:
             _send(connection, (function, args))
         deadline = time.monotonic() + deadline_s
@@ -66,9 +68,8 @@ class Ranks:
         for rank, (_, connection) in enumerate(self._ranks):
             if not connection.poll(max(0.0, deadline - time.monotonic())):
                 others = [_receive(other) for _, other in self._ranks[rank + 1 :] if other.poll(0)]
-                raise TimeoutError(
-                    f"rank {rank} didn't return from {function.__name__} within {deadline_s} s; after it came {others}"
-                )
+                self._late = f"rank {rank} didn't return from {function.__name__} within {deadline_s} s"
+                raise TimeoutError(f"{self._late}; after it came {others}")
             replies.append(_receive(connection))
         return replies
 
