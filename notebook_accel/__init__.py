@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         ProfileKwargs,
     )
     from notebook_accel.training.loaders import skip_first_batches
+    from notebook_accel.training.memory_estimate import MemoryEstimate, estimate_memory
     from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.refusals import (
         DeepSpeedPlugin,
@@ -89,6 +90,7 @@ _NAMES = {
         "InitProcessGroupKwargs ProfileKwargs"
     ),
     "training.loaders": "skip_first_batches",
+    "training.memory_estimate": "MemoryEstimate estimate_memory",
     "training.random_state": "synchronize_rng_states",
     "training.refusals": (
         "DeepSpeedPlugin FullyShardedDataParallelPlugin ParallelismConfig cpu_offload disk_offload dispatch_model "
@@ -105,11 +107,11 @@ __all__ = [
     "Accelerator", "AcceleratorState", "AutocastKwargs", "CheckpointError", "CollectiveError", "ConfigError",
     "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
     "DistributedType", "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "NotebookAccelError", "ParallelismConfig",
-    "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration", "RankFailedError",
-    "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session", "TrainingError",
-    "config_widget", "cpu_offload", "debug_launcher", "disk_offload", "dispatch_model",
-    "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
+    "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "MemoryEstimate", "NotebookAccelError",
+    "ParallelismConfig", "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration",
+    "RankFailedError", "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session",
+    "TrainingError", "config_widget", "cpu_offload", "debug_launcher", "disk_offload", "dispatch_model",
+    "estimate_memory", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
     "is_rich_available", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
     "prepare_data_loader", "prepare_pippy", "report", "skip_first_batches", "synchronize_rng_states",
     "write_basic_config",

@@ -1,0 +1,96 @@
+"""The estimate of a model's memory is what ranks then hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from notebook_accel import Accelerator, MemoryEstimate, estimate_memory
+from notebook_accel.errors import ConfigError
+from tests.training.ranks import Ranks
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(32, 128)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(128, 128) for _ in range(4)])
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def measure(sharded: bool) -> list[int]:
+    """Return the bytes of parameters, gradients and optimizer state after a step."""
+    accelerator = Accelerator(cpu=True)
+    model = Blocks()
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    found = [sum(map(held_bytes, tensors)) for tensors in (model.parameters(), gradients, state)]
+    accelerator.end_training()
+    assert not dist.is_initialized()
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_it_is_what_ranks_hold(two_ranks: Ranks, sharded: bool) -> None:
+    estimate = estimate_memory(Blocks, num_processes=2, sharded=sharded)
+    gradient_bytes = estimate.gradient_bytes // (1 if sharded else 2)  # without DDP there are no buckets
+    expected = [estimate.parameter_bytes, gradient_bytes, estimate.optimizer_bytes]
+    for measured in two_ranks.run(measure, sharded):
+        assert measured == pytest.approx(expected, rel=0.02)
+
+
+def test_what_moves_the_estimate() -> None:
+    model = Blocks()
+    whole = estimate_memory(model)
+    assert whole.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert estimate_memory(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).optimizer_bytes == 0
+    # Its step reads numbers, which meta tensors don't have.
+    assert 0 < estimate_memory(model, optimizer=torch.optim.Adafactor).optimizer_bytes < whole.optimizer_bytes / 10
+    full, half = (estimate_memory(model, num_processes=2, sharded=True, mixed_precision=p) for p in ("no", "bf16"))
+    assert full.gathered_bytes == 2 * half.gathered_bytes == 2 * 4 * (128 * 128 + 128)
+    assert (whole.total_bytes, estimate_memory(model, num_processes=2).gradient_bytes) == (
+        whole.parameter_bytes + whole.gradient_bytes + whole.optimizer_bytes,
+        2 * whole.gradient_bytes,
+    )
+
+
+def test_it_says_the_sizes() -> None:
+    estimate = MemoryEstimate(
+        parameters=7_200_000_000, num_processes=2, is_sharded=True, parameter_bytes=14 << 30, gradient_bytes=14 << 30,
+        optimizer_bytes=0, gathered_bytes=1 << 30,
+    )  # fmt: skip
+    assert str(estimate) == (
+        "7.2 B parameters, sharded over 2 ranks: about 29 GiB a rank and the activations "
+        "(parameters 14 GiB, gradients 14 GiB, gathered blocks 1.0 GiB)"
+    )
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"mixed_precision": "fp8"}, "mixed_precision is 'fp8'"),
+    ({"num_processes": 0}, "num_processes is 0"),
+    ({"optimizer": torch.optim.LBFGS}, "its step needs more than shapes"),
+])  # fmt: skip
+def test_what_cannot_be_estimated_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate_memory(Blocks(), **arguments)  # type: ignore[arg-type]
