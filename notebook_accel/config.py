@@ -362,6 +362,15 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
 
 
+# What other launchers call an option: torchrun, Lightning, mpirun, Accelerate.
+_NAMES_ELSEWHERE = {
+    "--num_processes": ("np", "nproc", "nproc_per_node", "gpus", "num_gpus", "devices", "ranks", "workers"),
+    "--num_nodes": ("nnodes", "num_machines"),
+    "--mixed_precision": ("fp16", "bf16", "amp"),
+}
+_CLOSE = 0.7  # from here on difflib's ratio means a slip of the pen and not another word
+
+
 def closest_flag(word: str, flags: Iterable[str]) -> str:
     """Return the known flag that is closest to an unknown one; empty if none is close.
 
@@ -369,5 +378,6 @@ def closest_flag(word: str, flags: Iterable[str]) -> str:
     """
     name = word.partition("=")[0]
     flags = list(flags)
+    elsewhere = [flag for flag, names in _NAMES_ELSEWHERE.items() if name.strip("-") in names and flag in flags]
     longer = [flag for flag in flags if name.strip("-") in flag.strip("-").split("_")]
-    return next(iter([*longer, *difflib.get_close_matches(name, flags)]), "")
+    return next(iter([*elsewhere, *longer, *difflib.get_close_matches(name, flags, cutoff=_CLOSE)]), "")

@@ -89,7 +89,7 @@ def test_option_that_is_not_allowed_is_one_clear_line(capsys: pytest.CaptureFixt
     [
         ([], "usage: notebook-accel [-h]"),
         (["launch"], "usage: notebook-accel launch [-h]"),
-        (["doctor", "--gpus", "2"], "notebook-accel doctor: there is no option --gpus; notebook-accel doctor --help "),
+        (["doctor", "--gpus", "2"], "notebook-accel doctor: there is no option --gpus; is it --num_processes? "),
         (["launch", "--num_proceses=2", "train.py"], "there is no option --num_proceses=2; is it --num_processes? "),
     ],
 )

@@ -67,6 +67,8 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("--nonsense 3", "there is no option --nonsense"),
         ("--num_proceses 3", "there is no option --num_proceses; is it --num_processes? %%distributed?"),
         ("--cpu", "there is no option --cpu; is it --use_cpu? %%distributed?"),
+        ("--nproc_per_node 2", "there is no option --nproc_per_node; is it --num_processes? %%distributed?"),
+        ("--quiet", "there is no option --quiet. %%distributed?"),  # not "is it --view?"
         ("--pull modle", "the cell neither assigns nor uses 'modle'"),
         ("--num_processes", "expected one argument"),
         ("--pull a-b", "'a-b' is not a valid name"),

@@ -57,11 +57,17 @@ def _env(_: RankShell, line: str) -> Any:
     if not has_value:
         return os.environ.get(name)
     os.environ[name] = value
+    print(f"env: {name}={value}")
     return None
 
 
+def _cd(_: RankShell, line: str) -> None:
+    os.chdir(os.path.expanduser(line.strip() or "~"))
+    print(os.getcwd())
+
+
 LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
-    "cd": lambda _shell, line: os.chdir(os.path.expanduser(line.strip() or "~")),
+    "cd": _cd,
     "env": _env,
     "matplotlib": lambda _shell, _line: None,  # a rank draws to files or through display()
     "pwd": lambda _shell, _line: os.getcwd(),
