@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ _OUT_OF_MEMORY = (
 )
 _DEADLINE_S = 1800.0  # one rank may evaluate or save for a long time after the others have returned
 _POLL_S = 0.05
+_WATCH_PERIOD_S = 0.5
 
 
 def find_executable_batch_size(
@@ -47,7 +50,7 @@ def find_executable_batch_size(
     function, and rank 0 prints it if it isn't the first one.
 
     Ranks can only agree once there is an ``Accelerator``. In a process group that the user's code has made without one,
-    a rank that waits for another waits until the group's timeout. So does a rank whose GPU waits in NCCL.
+    a rank that waits for another waits until the group's timeout.
 
     Args:
         function: The function to decorate. Its first parameter is the batch size, which callers leave out.
@@ -92,7 +95,8 @@ def find_executable_batch_size(
             steps = starting_batch_size // size
             sizes = (size, steps) if keep_effective_batch_size else (size,)
             member = _join_existing()
-            value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
+            with _giving_up_with_others():
+                value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
             outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
             runs_out = _runs_out_anywhere(outcome)
             del member
@@ -197,16 +201,56 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
     return ran_out
 
 
+@contextlib.contextmanager
+def _giving_up_with_others() -> Iterator[None]:
+    """Give up the group during the body once memory has run out on another rank.
+
+    gloo's waits end without this, because that rank closes its connections. NCCL's only end if this rank aborts them.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        announced = None
+        while not is_over.wait(_WATCH_PERIOD_S):
+            group = torch_group.made_here()
+            if group is None:  # the function may make it
+                continue
+            with contextlib.suppress(RuntimeError):  # the store ends with rank 0
+                announced = announced or _Exchange.next_announcement(process_group.rank_place().rank)
+                if announced():
+                    group.give_up()
+                    return
+
+    thread = threading.Thread(target=watch, name="notebook-accel-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 class _Exchange:
     """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
+        store = self._connect()
+        self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
+
+    @staticmethod
+    def _connect() -> PrefixStore:
         # A connection of its own, since another thread may wait on the process group's.
         own: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        store = PrefixStore("batch size", own)
-        self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
+        return PrefixStore("batch size", own)
+
+    @classmethod
+    def next_announcement(cls, rank: int) -> Callable[[], bool]:
+        """Return a function that returns whether memory has run out in the exchange that this rank will enter next."""
+        store = cls._connect()
+        round_store = PrefixStore(f"round {store.add(f'rounds of {rank}', 0) + 1}", store)
+        return lambda: bool(round_store.check(["memory"]))
 
     def announce_out_of_memory(self) -> None:
         """Announce that memory ran out. Call it before giving up the group on which other ranks wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, environment
+from notebook_accel import Accelerator, environment, find_executable_batch_size
 from notebook_accel.training.handlers import GradScalerKwargs, InitProcessGroupKwargs
 from tests.gpu.test_gpu import gpus
 from tests.training import ranks
@@ -108,6 +109,30 @@ def test_batches_come_whole_in_their_own_stream(pinned: bool) -> None:
     expected = data.reshape(16, -1).sum(1).tolist() * 3
     assert torch.stack(sums).tolist() == pytest.approx(expected, rel=1e-4)
     accelerator.end_training()
+
+
+def halve_while_another_rank_waits() -> Any:
+    accelerator = Accelerator()
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def training(batch_size: int) -> float:
+        tried.append(batch_size)
+        if accelerator.process_index == 1 and batch_size == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return accelerator.reduce(torch.ones((), device=accelerator.device)).item()  # waits in NCCL, then for the GPU
+
+    begun = time.monotonic()
+    total = training()
+    accelerator.end_training()
+    return tried, total, time.monotonic() - begun
+
+
+@pytest.mark.skipif(gpus() < 2, reason="NOT TESTED: no two NVIDIA GPUs on this machine")
+def test_a_rank_that_waits_in_nccl_takes_a_smaller_batch_too(sharing: ranks.Ranks) -> None:
+    for tried, total, took_s in sharing.run(halve_while_another_rank_waits):
+        assert (tried, total) == ([8, 4], 2)
+        assert took_s < 60  # NCCL's deadline is ten minutes
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from notebook_accel import nccl
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.ranks import nccl
 from notebook_accel.launching.state.silence import Silence
 from notebook_accel.launching.state.stacks import RankStack
 from notebook_accel.protocol import session_messages as messages
@@ -318,7 +318,7 @@ def test_rank_that_keeps_another_waiting_in_a_cell_is_marked(prepared: Session) 
 
 _NCCL_NOTED = """
 from notebook_accel import reporting
-from notebook_accel.launching.ranks import nccl
+from notebook_accel import nccl
 done, reporter = [], reporting.reporter()
 catch_up = reporter.catch_up
 nccl.can_abort, nccl.abort = lambda: True, lambda: done.append("abort")

@@ -101,6 +101,34 @@ def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str
         assert took_s < DEADLINE.total_seconds() / 2
 
 
+def halve_without_closing_connections() -> Any:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[OWN_DEADLINE])
+    group = torch_group.made_here()
+    assert group is not None
+    rank = accelerator.process_index
+    if rank == 1:  # as with NCCL, whose peers don't see that this rank has given up
+        group.give_up = lambda: None  # type: ignore[method-assign]
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def training(batch_size: int) -> float:
+        tried.append(batch_size)
+        if rank == 1 and batch_size == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return accelerator.reduce(torch.tensor(1.0)).item()
+
+    begun = time.monotonic()
+    total = training()
+    accelerator.end_training()
+    return tried, total, time.monotonic() - begun
+
+
+def test_ranks_give_up_by_themselves_once_memory_has_run_out_elsewhere(two_ranks: Ranks) -> None:
+    for tried, total, took_s in two_ranks.run(halve_without_closing_connections):
+        assert (tried, total) == ([8, 4], 2)
+        assert took_s < DEADLINE.total_seconds() / 2
+
+
 def fail_beside() -> Any:
     accelerator = Accelerator(cpu=True)
 

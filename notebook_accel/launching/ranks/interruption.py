@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from notebook_accel.launching.ranks import nccl
+from notebook_accel import nccl
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05

@@ -15,9 +15,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from notebook_accel import reporting
+from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, nccl, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 from torch.distributed.rendezvous import rendezvous
 
+from notebook_accel import nccl
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
@@ -118,8 +119,12 @@ class Group:
             dist.destroy_process_group()
 
     def give_up(self) -> None:
-        """Make waits for other ranks fail, here and on ranks that wait for this one. Only ``break_up`` may follow."""
+        """Make waits for other ranks fail. Only ``break_up`` may follow.
+
+        With gloo, ranks that wait for this one fail as well. With NCCL, they have to give up the group themselves.
+        """
         self._sockets.shut_down()
+        nccl.abort()
 
     def stop_watchdog(self) -> None:
         """Stop the watchdog, which tells the other ranks that this one has left."""

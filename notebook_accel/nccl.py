@@ -1,7 +1,8 @@
 """Aborting this process's NCCL communicators, so that waits for other ranks in them end.
 
-This works only where torch's watchdog ignores failed collectives: otherwise the watchdog would end the process. torch's
-documentation of ``abort`` requires that too.
+A process surely survives that where torch's watchdog ignores failed collectives, as torch's documentation of ``abort``
+requires. Otherwise it survives as long as no peer's abort reaches it over a network before its own (torch 2.13:
+``abort`` first tells the watchdog to look for errors no more).
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ def can_abort() -> bool:
 
 
 def abort() -> None:
-    """Abort all communicators.
+    """Abort all communicators, if there are any.
 
     Calls that wait for their collectives return or raise. Afterwards the groups can only be destroyed.
     """
-    first, *_ = backends = _backends()
+    backends = _backends()
+    if not backends:
+        return
+    first = backends[0]
     first._group_start()  # otherwise several communicators wait for each other
     try:
         for backend in backends:
