@@ -17,7 +17,7 @@ from typing import Any
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, loops, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -207,6 +207,7 @@ class _SessionRank:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
+        loops.loops().begin_cell()
         try:
             yield
             displays.end()
