@@ -159,7 +159,7 @@ class DataLoaderShard(DataLoader[Any]):
             position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
-            current.upload_next = feed.begin
+            current.loader, current.upload_next = self, feed.begin
             following = _sent(feed, following)
             while following is not _END:
                 batch = feed.take(following)

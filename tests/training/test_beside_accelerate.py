@@ -59,6 +59,9 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("surroundings", (), {}),
     ("models", (), {}),
     ("settings", (), {}),
+    ("names", (), {}),
+    ("settings_that_change", (), {}),
+    ("helpers", (), {}),
 ]
 
 
