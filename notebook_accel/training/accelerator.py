@@ -604,6 +604,9 @@ class Accelerator(ProcessState):
         A loader goes on with the next batch of the interrupted epoch, which is its ``epoch``. If the loop had received
         the last batch of that epoch, it gets no further one, and the code after the loop runs.
 
+        Any number of ranks loads what another number saved. Loaders then go on with the first sample that none of those
+        ranks had taken, and a rank that wasn't there draws its random numbers afresh, which a warning says.
+
         Args:
             input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
             load_kwargs: ``{"weights_only": False}`` to also read registered objects that can run code when read.
@@ -613,7 +616,7 @@ class Accelerator(ProcessState):
             The folder.
 
         Raises:
-            CheckpointError: There is no such checkpoint, it isn't whole, or its world size or model differs.
+            CheckpointError: There is no such checkpoint, it isn't whole, or its model differs.
         """
         configuration = self.project_configuration
         is_numbered = input_dir is None and configuration.automatic_checkpoint_naming
