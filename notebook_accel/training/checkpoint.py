@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
+from notebook_accel.training import accelerate_checkpoint, collectives, model_files, random_state
 from notebook_accel.training import checkpoint_folders as folders
-from notebook_accel.training import collectives, model_files, random_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
@@ -192,7 +192,8 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    manifest = folders.read_manifest(folder)
+    is_of_accelerate = folders.is_of_accelerate(folder)
+    manifest = {} if is_of_accelerate else folders.read_manifest(folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -201,6 +202,8 @@ def _read(
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
+    if is_of_accelerate:
+        return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
     _check_counts(manifest, models, state, folder)
     weights = []
     for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
@@ -217,6 +220,34 @@ def _read(
     ]
     saved_ranks = manifest["world_size"]
     return _RankPart(weights, states, _read_own_state(folder, saved_ranks, backend), saved_ranks)
+
+
+def _read_accelerates(
+    backend: Backend,
+    state: CheckpointState,
+    models: list[torch.nn.Module],
+    folder: pathlib.Path,
+    *,
+    strict: bool,
+    weights_only: bool,
+) -> _RankPart:
+    """Return this rank's part of a checkpoint that Accelerate has saved."""
+    saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
+    _check_counts(saved.manifest(state.states), models, state, folder)
+    weights = []
+    for number, model in enumerate(models):
+        own = state_of(model)
+        of_model = saved.weights(number, own)
+        if strict and _fingerprint(own) != _fingerprint(of_model):
+            raise _other_model_error(own, of_model, folder)
+        weights.append((model, of_model))
+    states = [
+        (item, saved.state(name, number, weights_only=weights_only))
+        for name, items in state.states.items()
+        for number, item in enumerate(items)
+    ]
+    own_state = saved.own_state(backend, state.loaders, state.gradients.num_steps)
+    return _RankPart(weights, states, own_state, saved.ranks)
 
 
 def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) -> dict[str, Any]:
