@@ -40,12 +40,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A reservation for a run.
-
-    Attributes:
-        group: Ray's placement group, one bundle a rank.
-        nodes: The nodes in the order of the ranks.
-    """
+    """A reservation for a run: Ray's placement group, one bundle a rank, and its nodes in the order of the ranks."""
 
     group: Any
     nodes: tuple[Node, ...]
@@ -53,12 +48,7 @@ class Placement:
 
 @dataclasses.dataclass(eq=False)
 class Host:
-    """The notebook's ``NodeHost`` on a node.
-
-    Attributes:
-        actor: The actor.
-        slot: The agent that it runs.
-    """
+    """The actor that is the notebook's ``NodeHost`` on a node, and the agent that it runs."""
 
     actor: Any
     slot: AgentSlot = dataclasses.field(default_factory=AgentSlot)
@@ -69,12 +59,7 @@ _deputies: dict[str, Any] = {}  # by connection
 
 
 class Cluster:
-    """A cluster that this process is connected to.
-
-    Args:
-        connection: The connection.
-        options: The launch's options.
-    """
+    """A cluster that this process is connected to, and the options of a launch on it."""
 
     def __init__(self, connection: ClusterConnection, options: RayOptions) -> None:
         self.connection = connection
@@ -126,13 +111,9 @@ class Cluster:
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
     ) -> Placement:
-        """Wait until the cluster has reserved what the ranks need.
+        """Wait until the cluster has reserved these resources for each rank.
 
-        Args:
-            world_size: Number of ranks.
-            resources: Needs of each rank.
-            notice: Called with what is missing, now and then.
-            is_wanted: Tells whether anybody still waits for it.
+        ``notice`` is called with what is missing, now and then; ``is_wanted`` tells whether anybody still waits.
 
         Raises:
             LaunchError: The cluster can't reserve it, or not in time.

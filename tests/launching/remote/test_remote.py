@@ -94,14 +94,14 @@ class Run(RemoteRun):
         agent = node.slot.agent(pid, NodeFacts(*node.host.facts()), lambda: Stream(node, pid))
         ranks = range(number * size, (number + 1) * size)
         return NodePart(
-            self,
-            agent,
-            part_id=self._attempt_id,
+            run=self,
+            agent=agent,
+            id=self._attempt_id,
             address="127.0.0.1",
             ranks=ranks,
             variables={"NODE": str(number)},
             store_port=port,
-            log_folder=folder,
+            log_folder=pathlib.Path(folder) if folder else None,
         )
 
     def _launch(self, bodies: Sequence[bytes]) -> None:
