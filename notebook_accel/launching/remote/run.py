@@ -376,7 +376,7 @@ class RemoteRun(abc.ABC):
                 self.job.take_dumps([dump for other in there for dump in other.dumps or ()])
 
     def part_ended(self, part: NodePart, reason: Reason, error: NotebookAccelError | None) -> None:
-        """Note the end of a part. The first one that didn't end well ends the others."""
+        """Note the end of a part. The first one that didn't end well ends the others, unless all were told to end."""
         if part not in self._parts:
             return  # of an attempt that is over
         is_lost = isinstance(error, SupervisorLostError)
@@ -387,7 +387,7 @@ class RemoteRun(abc.ABC):
                 self._error = error
             if is_first and (reason or error is not None):
                 self._reason = reason or "failed"
-        if is_lost or (is_first and self._reason):
+        if is_lost or (is_first and self._reason and self._wanted is None):
             self._end_parts("stop")
         self._ended_parts.put(part)
 
