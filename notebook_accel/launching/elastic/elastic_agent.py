@@ -51,12 +51,7 @@ class LeaveError(Exception):
 
 
 class Line:
-    """The connection to the agent.
-
-    Args:
-        connection: This process's end.
-        order: The agent's order.
-    """
+    """The connection to the agent, for the run of its order."""
 
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
         self._connection = connection
@@ -97,11 +92,6 @@ class Line:
 
 class ElasticAgent(api.SimpleElasticAgent):
     """Torch elastic's agent, which starts and stops this node's ranks through our own.
-
-    Args:
-        spec: Torch elastic's specification of the workers.
-        line: The connection to our agent.
-        order: Our agent's order.
 
     Attributes:
         elsewhere: The failure on another node that was the last reason to stop ranks here; ``None`` if there was none.
