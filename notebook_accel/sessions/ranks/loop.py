@@ -94,7 +94,6 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 bound=bound,
                 unbound=unbound,
-                has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,
