@@ -24,8 +24,7 @@ _WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; 
 class ConfigForm:
     """The form as the value of a cell: a notebook shows it, anything else prints it as text.
 
-    Args:
-        draft: The values that it edits. Default: those of the file that launches on this machine read.
+    By default it edits the values of the file that launches on this machine read.
     """
 
     def __init__(self, draft: Draft | None = None) -> None:
@@ -147,11 +146,7 @@ class _FormWidgets:
         self._rare.layout.display = "" if self._more.value else "none"
 
     def _show(self, said: str = "") -> None:
-        """Show the draft's state.
-
-        Args:
-            said: The result of the last write; empty if nothing was written.
-        """
+        """Show the draft's state, with ``said`` about the last write if something was written."""
         self._filling = True  # changing the choices that fit must not count as the user's choice
         wrong = [name for name, field in self._fields.items() if not field.show()]
         self._filling = False

@@ -43,12 +43,7 @@ _ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`; an interr
 
 
 class SessionMagics:
-    """The notebook's session, if it has one, and its magics.
-
-    Args:
-        shell: The notebook's shell.
-        read: Parses a cell.
-    """
+    """The notebook's session, if it has one, and its magics. ``read`` parses a cell."""
 
     def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell]) -> None:
         self._shell = shell
