@@ -63,13 +63,11 @@ class SessionHelp:
         self._session = session
 
     def start(self) -> None:
-        """Wrap the kernel's methods."""
         if self._kernel is not None:
             self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
             self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
 
     def stop(self) -> None:
-        """Restore the kernel's methods."""
         if self._kernel is not None:
             del self._kernel.do_complete, self._kernel.do_inspect
 

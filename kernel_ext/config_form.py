@@ -125,7 +125,6 @@ class _FormWidgets:
             self._fill()
 
     def _fill(self) -> None:
-        """Set the fields to the draft's values."""
         self._filling = True
         for field in self._fields.values():
             field.fill()
@@ -197,14 +196,12 @@ class _Field:
             self.input = ipywidgets.Text(description=option.name, placeholder=placeholder)
 
     def fill(self) -> None:
-        """Set the input to the draft's value."""
         value = self._draft.values[self._option.name]
         if self._option.choices:
             self.input.options = self._option.choices
         self.input.value = value if self._option.kind is bool else config.to_text(value)
 
     def read(self) -> None:
-        """Set the draft's value to the input."""
         value = self.input.value
         read = value if self._option.kind is bool else config.from_text(self._option, value)
         self._draft.values[self._option.name] = read

@@ -72,7 +72,6 @@ class OutputLog:
         return self.count - len(self.head) - len(self.tail)
 
     def take(self, rank: int, event: events.Output) -> None:
-        """Add what a rank has written."""
         if event.left_out:
             self.pass_over(rank, event.left_out)
         self.add(rank, list(plain_lines(event.text)), event.time_s)
@@ -122,7 +121,6 @@ class Choice:
     search: str = ""
 
     def finds(self, text: str) -> bool:
-        """Return whether a line contains the searched text."""
         return self.search.lower() in text.lower()
 
 

@@ -55,7 +55,6 @@ class SessionMagics:
         self.help = SessionHelp(shell, lambda: self.session)
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Return each magic's kind, name and function."""
         return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
 
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
@@ -122,7 +121,6 @@ class SessionMagics:
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
-        """End the session, if there is one."""
         with held():
             session, self.session = self.session, None
             if session is not None:

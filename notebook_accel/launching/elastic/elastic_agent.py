@@ -363,7 +363,6 @@ def _in_words(name: str, status: NodeStatus | None) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket for the ranks' store."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=4096)

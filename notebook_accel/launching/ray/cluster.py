@@ -188,7 +188,6 @@ class Cluster:
         return f"{amounts}, but not as strategy={self._options.strategy!r} wants it" if is_there else amounts
 
     def release(self, group: Any) -> None:
-        """Give back what was reserved."""
         with contextlib.suppress(Exception):  # the cluster may be gone
             self.connection.call(lambda: self._placement_call("remove_placement_group", group))
 
@@ -274,7 +273,6 @@ class Cluster:
         return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
 
     def is_alive(self, node: Node) -> bool:
-        """Return whether the cluster still has a node."""
         return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
 
 
@@ -282,7 +280,6 @@ class _Deputy:
     """Calls Ray for a notebook that is connected by Ray Client, which would have a new process do so each time."""
 
     def call(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a function of ``ray.util.placement_group``."""
         return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
 
 

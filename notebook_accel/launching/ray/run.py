@@ -164,7 +164,6 @@ class RayRun(RemoteRun):
             self._answer(node, answer, _TRANSFER_DEADLINE_S, lambda: True)
 
     def _ask(self, there: Host, method: str, *args: Any, **options: Any) -> Answer:
-        """Call a host's method, and return the answer to come."""
         return self._connection.ask(functools.partial(getattr(there.actor, method).remote, *args, **options))
 
     def _answer(self, node: Node, answer: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
@@ -260,7 +259,6 @@ class _ActorStream:
 
 
 def _host_lost_error(cluster: Cluster, node: Node, ranks: str, error: BaseException) -> SupervisorLostError:
-    """Return the error of a run whose host on a node doesn't answer."""
     lost = f"The node {node.address} has gone, and {ranks} with it."
     if cluster.is_alive(node):
         lost = f"What runs {ranks} on the node {node.address} was ended, or doesn't answer."

@@ -135,7 +135,6 @@ class NodeHost:
         return time.monotonic(), data
 
     def last_words(self) -> str:
-        """Return what the agent and the templates wrote last."""
         return "" if self._agent is None else last_words(self._agent.log)
 
     def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:

@@ -220,12 +220,10 @@ class NodePart:
 
     @property
     def config(self) -> LaunchConfig:
-        """The run's options."""
         return self.run.job.config
 
     @property
     def world_size(self) -> int:
-        """Number of ranks there."""
         return len(self.ranks)
 
     @property
@@ -354,7 +352,6 @@ class RemoteRun(abc.ABC):
     # What the agents' threads say -----------------------------------------------------------------------------------
 
     def deliver(self, part: NodePart, rank: int, event: events.Event) -> None:
-        """Take an event of a rank."""
         if part not in self._parts:
             return  # of an attempt that is over
         self.job.deliver(rank, event)
@@ -422,7 +419,6 @@ class RemoteRun(abc.ABC):
         return has_failed and self._wanted is None and not was_refused and self._can_restart()
 
     def _attempt(self, restarts: int) -> None:
-        """Run the ranks once."""
         before, self._reason, self._error = self._error, "", None
         self._finished.clear()
         self.job.start(

@@ -278,7 +278,6 @@ class _TorchModes:
             self._nesting = self._autocast_nesting()
 
     def restore(self) -> None:
-        """Restore the modes."""
         if self._torch is None:
             return
         self._torch.set_grad_enabled(self._has_gradients)
