@@ -27,6 +27,7 @@ from notebook_accel.formatting import (
 )
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 
 MOST_ROWS = 16
 """Of more ranks than this, those in one state share a row, unless all are asked for."""
@@ -388,7 +389,12 @@ def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
 def _step_text(rank: RankState) -> str:
     if rank.step is None:
         return _UNKNOWN
-    return f"{rank.step:,} / {rank.total:,}" if rank.total is not None else f"{rank.step:,}"
+    of_total = "" if rank.total is None else f" / {rank.total:,}"
+    return f"{rank.step:,}{of_total}{_evaluating(rank)}"
+
+
+def _evaluating(rank: RankState) -> str:
+    return f" {events.EVALUATION}" if rank.is_evaluating else ""
 
 
 def _step_html(rank: RankState) -> str:
@@ -396,7 +402,8 @@ def _step_html(rank: RankState) -> str:
         return html.escape(_step_text(rank))
     steps = _bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.number}"')
     total = f"{rank.total:,}"
-    return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {faint(f"/ {total}")}'
+    of_total = faint(f"/ {total}{_evaluating(rank)}")
+    return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {of_total}'
 
 
 def _steps_html(ranks: Sequence[RankState]) -> str:

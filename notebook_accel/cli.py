@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import __version__, config, launch_command, runs_command
+from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launching.kernel import configuring, launcher
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _DashParser(
         prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
     )
-    parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
+    parser.add_argument("--version", action="version", version=f"notebook-accel {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     env = commands.add_parser("env", help="print the facts for a bug report")
     env.set_defaults(run=_env, parser=env)
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _env(_: argparse.Namespace) -> int:
-    lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    lines = {"notebook-accel": VERSION, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
     devices = Devices.find(config.LaunchConfig())
     lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import copy
 import functools
 import gc
 import operator
@@ -43,7 +43,7 @@ from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.precision import Precision
+from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, ProcessState
 
 _T = TypeVar("_T")
@@ -66,18 +66,26 @@ class Accelerator(ProcessState):
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: the launch's setting, or ``"no"``.
         gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: the
             launch's setting, or 1.
-        gradient_accumulation_plugin: Further settings of accumulation.
-        dataloader_config: Settings of prepared loaders.
         cpu: Compute on the CPU, even where there are GPUs.
+        dataloader_config: Settings of prepared loaders.
+        deepspeed_plugin: Refused, like the other plugins without a description.
+        fsdp_plugin: Refused.
+        torch_tp_plugin: Refused.
+        megatron_lm_plugin: Refused.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
+            ranks have one order of samples even without it.
         log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
         project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
-            ranks have one order of samples even without it.
+        gradient_accumulation_plugin: Further settings of accumulation.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
-        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
             ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
+        dynamo_backend: Refused.
+        dynamo_plugin: Refused.
+        deepspeed_plugins: Refused.
+        parallelism_config: Refused.
+        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
 
     Attributes:
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
@@ -98,29 +106,46 @@ class Accelerator(ProcessState):
 
     def __init__(
         self,
-        *,
-        device_placement: bool = True,
+        device_placement: bool = True,  # here and below in Accelerate's order, since programs give some by position
         split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: object = None,
+        torch_tp_plugin: object = None,
+        megatron_lm_plugin: object = None,
+        rng_types: Iterable[Any] | None = None,
         log_with: Any = None,
         project_dir: _Path | None = None,
         project_config: ProjectConfiguration | None = None,
-        rng_types: Iterable[Any] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        downcast_bf16: bool = False,
         kwargs_handlers: Iterable[object] | None = None,
-        **others: Any,
+        dynamo_backend: object = None,
+        dynamo_plugin: object = None,
+        deepspeed_plugins: object = None,
+        parallelism_config: object = None,
+        *,
+        downcast_bf16: bool = False,
     ) -> None:
-        refusals.refuse(others)
+        refusals.refuse(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+        )
         self._handlers = handlers.Handlers.from_list(kwargs_handlers)
         self._rng_types = random_state.check_rng_types(rng_types or ())
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
-        config = dataloader_config or DataLoaderConfiguration()
-        self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
+        self._loading = copy.copy(dataloader_config or DataLoaderConfiguration())
+        if split_batches is not None:
+            self._loading.split_batches = split_batches
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
         self._open_project(project_dir, project_config, log_with)
@@ -176,6 +201,16 @@ class Accelerator(ProcessState):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.gradient_state.change_steps(steps)
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler of fp16, with the methods of torch's ``GradScaler``; ``None`` in another precision."""
+        return self._precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        """True if models compute under autocast."""
+        return self._precision.dtype is not None
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -288,12 +323,22 @@ class Accelerator(ProcessState):
     def _all_prepared(self) -> list[Any]:
         return [prepared for _, prepared in self._prepared]
 
+    # Programs read these lists too, by Accelerate's names.
+
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:
         return [item for item in self._all_prepared if isinstance(item, AcceleratedOptimizer)]
 
     @property
-    def _loaders(self) -> list[DataLoaderShard]:
+    def _models(self) -> list[torch.nn.Module]:
+        return [item for item in self._all_prepared if isinstance(item, torch.nn.Module)]
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return [item for item in self._all_prepared if isinstance(item, AcceleratedScheduler)]
+
+    @property
+    def _dataloaders(self) -> list[DataLoaderShard]:
         return [item for item in self._all_prepared if isinstance(item, DataLoaderShard)]
 
     def _is_placed(self, device_placement: bool | None) -> bool:
@@ -406,7 +451,7 @@ class Accelerator(ProcessState):
         if self.num_processes == 1:
             return contextlib.nullcontext()
         even = self._loading.even_batches if even_batches is None else even_batches
-        return join_uneven_inputs(joinables, even, loaders=self._loaders, state=self.gradient_state)
+        return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes in mixed precision, for code outside of a prepared model."""
@@ -559,6 +604,9 @@ class Accelerator(ProcessState):
         A loader goes on with the next batch of the interrupted epoch, which is its ``epoch``. If the loop had received
         the last batch of that epoch, it gets no further one, and the code after the loop runs.
 
+        Any number of ranks loads what another number saved. Loaders then go on with the first sample that none of those
+        ranks had taken, and a rank that wasn't there draws its random numbers afresh, which a warning says.
+
         Args:
             input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
             load_kwargs: ``{"weights_only": False}`` to also read registered objects that can run code when read.
@@ -568,7 +616,7 @@ class Accelerator(ProcessState):
             The folder.
 
         Raises:
-            CheckpointError: There is no such checkpoint, it isn't whole, or its world size or model differs.
+            CheckpointError: There is no such checkpoint, it isn't whole, or its model differs.
         """
         configuration = self.project_configuration
         is_numbered = input_dir is None and configuration.automatic_checkpoint_naming
@@ -586,15 +634,13 @@ class Accelerator(ProcessState):
         return str(folder)
 
     def _checkpoint_state(self) -> CheckpointState:
-        prepared = self._all_prepared
         states: dict[str, list[Any]] = {
             "optimizer": [*self._optimizers],
-            "scheduler": [item for item in prepared if isinstance(item, AcceleratedScheduler)],
+            "scheduler": [*self._schedulers],
             "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
             checkpoint.CUSTOM: self._registered,
         }
-        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
-        return CheckpointState(models, states, self._loaders, self.gradient_state)
+        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.

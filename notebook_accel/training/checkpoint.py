@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with the weights of each model in safetensors, the state of each optimizer, scheduler and
 registered object, and for each rank a file with its random numbers, the position of each loader, and the gradients of
-an unfinished window. A failure on one rank raises on all ranks, and the group can still be used.
+an unfinished window. Any number of ranks can load it. A failure on one rank raises on all ranks, and the group can
+still be used.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import functools
 import hashlib
 import pathlib
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
+from notebook_accel.training import accelerate_checkpoint, collectives, model_files, random_state
 from notebook_accel.training import checkpoint_folders as folders
-from notebook_accel.training import collectives, model_files, random_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
@@ -167,6 +169,7 @@ def load(
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
     _on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
     _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
+    _tell_new_ranks(parts[0].saved_ranks, backend, folder)
     return folder
 
 
@@ -177,6 +180,7 @@ class _RankPart:
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
     states: list[tuple[Any, Any]]
     own: dict[str, Any]
+    saved_ranks: int
 
 
 def _read(
@@ -188,8 +192,8 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    manifest = folders.read_manifest(folder)
-    _check_world_size(manifest, backend, folder)
+    is_of_accelerate = folders.is_of_accelerate(folder)
+    manifest = {} if is_of_accelerate else folders.read_manifest(folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -198,6 +202,8 @@ def _read(
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
+    if is_of_accelerate:
+        return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
     _check_counts(manifest, models, state, folder)
     weights = []
     for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
@@ -212,7 +218,63 @@ def _read(
         for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
-    return _RankPart(weights, states, _read_object(folder / f"rank_{backend.place.rank}.bin"))
+    saved_ranks = manifest["world_size"]
+    return _RankPart(weights, states, _read_own_state(folder, saved_ranks, backend), saved_ranks)
+
+
+def _read_accelerates(
+    backend: Backend,
+    state: CheckpointState,
+    models: list[torch.nn.Module],
+    folder: pathlib.Path,
+    *,
+    strict: bool,
+    weights_only: bool,
+) -> _RankPart:
+    """Return this rank's part of a checkpoint that Accelerate has saved."""
+    saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
+    _check_counts(saved.manifest(state.states), models, state, folder)
+    weights = []
+    for number, model in enumerate(models):
+        own = state_of(model)
+        of_model = saved.weights(number, own)
+        if strict and _fingerprint(own) != _fingerprint(of_model):
+            raise _other_model_error(own, of_model, folder)
+        weights.append((model, of_model))
+    states = [
+        (item, saved.state(name, number, weights_only=weights_only))
+        for name, items in state.states.items()
+        for number, item in enumerate(items)
+    ]
+    own_state = saved.own_state(backend, state.loaders, state.gradients.num_steps)
+    return _RankPart(weights, states, own_state, saved.ranks)
+
+
+def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) -> dict[str, Any]:
+    """Return this rank's part of the state that differs between ranks, which other ranks may have saved.
+
+    A rank that wasn't there gets the place in the data of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
+    """
+    rank, ranks = backend.place.rank, backend.place.world_size
+    own: dict[str, Any] = _read_object(folder / f"rank_{rank if rank < saved_ranks else 0}.bin")
+    if rank >= saved_ranks:
+        own["afresh"] = own.pop("random")
+    if ranks != saved_ranks and any(own["gradients"]):
+        # Their mean over the ranks is what training goes on from, however many ranks there are.
+        parts = (_read_object(folder / f"rank_{other}.bin")["gradients"] for other in range(saved_ranks))
+        own["gradients"] = functools.reduce(_added, parts)
+        for gradients in own["gradients"]:
+            for gradient in gradients.values():
+                gradient.div_(saved_ranks)
+    return own
+
+
+def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.Tensor]]) -> list[Any]:
+    """Add the second model's gradients to the first's, by name. A rank has none for what it hasn't used."""
+    for total, further in zip(sums, gradients, strict=True):
+        for name, gradient in further.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return sums
 
 
 def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
@@ -227,7 +289,10 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         for name, parameter in unwrap_model(model, keep_torch_compile=False).named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    random_state.restore(read.own["random"], backend)
+    if "afresh" in read.own:
+        random_state.draw_afresh(read.own["afresh"], backend.place.rank, backend)
+    else:
+        random_state.restore(read.own["random"], backend)
 
 
 def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
@@ -252,14 +317,13 @@ def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> lis
     return [value for value, _ in outcomes]
 
 
-def _check_world_size(manifest: Mapping[str, Any], backend: Backend, folder: pathlib.Path) -> None:
-    saved, now = manifest["world_size"], backend.place.world_size
-    if saved != now:
-        raise CheckpointError(
-            f"The checkpoint {folder} was saved by {saved} ranks, and this run has {now}.",
-            why="Each rank has its own position in the data and random numbers, which can't be redistributed.",
-            fix=f"num_processes={saved}; or take the weights alone: "
-            f'safetensors.torch.load_model(model, "{folder / "model.safetensors"}")',
+def _tell_new_ranks(saved: int, backend: Backend, folder: pathlib.Path) -> None:
+    now = backend.place.world_size
+    if now > saved and backend.place.rank == 0:
+        ranks = f"rank {saved} draws its" if now == saved + 1 else f"ranks {saved} to {now - 1} draw their"
+        warnings.warn(
+            f"The checkpoint {folder} was saved by {saved} of this run's {now} ranks: {ranks} random numbers afresh.",
+            stacklevel=3,
         )
 
 

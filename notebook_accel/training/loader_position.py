@@ -72,6 +72,8 @@ class LoaderIteration:
         tail: The ``Tail`` of the round that is out, ``None`` if that round is like the others.
         upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
         moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
+        loader: The loader.
+        undealt: Batches of the sampler that were left out before the rest was dealt out to the ranks.
     """
 
     counter: Counter
@@ -81,6 +83,8 @@ class LoaderIteration:
     tail: Tail | None = None
     upload_next: Callable[[], None] | None = None
     moment: int = 0
+    loader: Any = None
+    undealt: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -147,6 +151,31 @@ class ActiveIterations:
 ACTIVE_ITERATIONS = ActiveIterations()
 
 
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """How the samples of an epoch are dealt out to the ranks.
+
+    Attributes:
+        ranks: Number of ranks.
+        round_samples: Number of samples that all ranks together take at a time.
+        epoch_samples: Number of samples of the dataset, ``None`` if unknown.
+        batch_samples: Number of samples of a sampler's batch if each rank takes whole ones, else ``None``.
+    """
+
+    ranks: int
+    round_samples: int
+    epoch_samples: int | None
+    batch_samples: int | None = None
+
+    def samples_after(self, batches: int, undealt: int) -> int:
+        """Return how many samples all ranks have taken when each has taken ``batches``; see ``ResumePoint``."""
+        return undealt * (self.batch_samples or 0) + (batches - self.rounds_of(undealt)) * self.round_samples
+
+    def rounds_of(self, batches: int) -> int:
+        """Return in how many rounds the ranks take so many batches of the sampler."""
+        return -(-batches // self.ranks)
+
+
 @dataclasses.dataclass
 class ResumePoint:
     """The position of a loader when a checkpoint was saved. The checkpoint has these field names.
@@ -159,6 +188,10 @@ class ResumePoint:
         generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't.
         ahead: A list with the batch that was read but not out yet, if reading it again could give another one.
         is_told: True once ``skip_first_batches`` has set the batch from which to go on.
+        samples: Number of samples of the epoch that had come out on all ranks together; ``None`` in old checkpoints.
+        ranks: Number of ranks that shared them; 0 in old checkpoints.
+        epoch_samples: Number of samples of the dataset, ``None`` if unknown.
+        undealt: Batches of the sampler to leave out before the rest is dealt out, if other ranks had taken them.
     """
 
     epoch: int
@@ -168,6 +201,10 @@ class ResumePoint:
     generators: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ahead: list[Any] = dataclasses.field(default_factory=list)
     is_told: bool = False
+    samples: int | None = None
+    ranks: int = 0
+    epoch_samples: int | None = None
+    undealt: int = 0
 
 
 class LoaderPosition:
@@ -196,38 +233,51 @@ class LoaderPosition:
         """The epoch that is running, or else the one that comes next."""
         return self.epochs.following if self._running is None else self.epochs.running
 
-    def state_dict(self, generators: Sequence[torch.Generator], length: int | None) -> dict[str, Any]:
+    def state_dict(self, generators: Sequence[torch.Generator], length: int | None, deal: Deal) -> dict[str, Any]:
         """Return the fields of a ``ResumePoint``, which ``torch.load(weights_only=True)`` reads.
 
         ``generators`` are the loader's own; ``length`` is the number of batches of an epoch, ``None`` if unknown.
         """
         if self._resume_point is not None:  # loaded, and not iterated since
             return dict(vars(self._resume_point))
-        if self._running is None:
+        dealt: dict[str, Any] = {"ranks": deal.ranks, "epoch_samples": deal.epoch_samples}
+        running = self._running
+        if running is None:
             states = [generator.get_state() for generator in generators]
-            return vars(ResumePoint(self.epoch, length=length, generators=states))
-        ahead = [_plain(self.ahead)] if _is_plain(self.ahead) else []
-        begun = random_state.plain(self._begun)
-        return vars(ResumePoint(self.epoch, self._running.counter.step, length, begun, self._generators, ahead))
+            return vars(ResumePoint(self.epoch, length=length, generators=states, samples=0, **dealt))
+        step = running.counter.step
+        return vars(
+            ResumePoint(
+                self.epoch,
+                step,
+                running.total,
+                begun=random_state.plain(self._begun),
+                generators=self._generators,
+                ahead=[_plain(self.ahead)] if _is_plain(self.ahead) else [],
+                samples=deal.samples_after(step, running.undealt),
+                **dealt,
+            )
+        )
 
-    def load_state_dict(self, state: dict[str, Any], generators: Sequence[torch.Generator], length: int | None) -> None:
-        """Have the next iteration go on where ``state_dict`` was taken.
+    def load_state_dict(
+        self, state: dict[str, Any], generators: Sequence[torch.Generator], length: int | None, deal: Deal
+    ) -> None:
+        """Have the next iteration go on where ``state_dict`` was taken, also if other ranks shared the samples then.
 
         With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment it begins its epoch anew, as with Accelerate.
         """
-        resume_point = ResumePoint(**state)
-        self.epochs.following = resume_point.epoch
-        for generator, saved in zip(generators, resume_point.generators, strict=False):
-            generator.set_state(saved)
-        fits = resume_point.length == length
-        if resume_point.batches and not fits and process_group.rank_place().rank == 0:
-            warnings.warn(
-                f"A loader had {resume_point.length} batches when it was saved and has {length} now: it begins epoch "
-                f"{resume_point.epoch} anew. Fix: the same data and batch size, or skip_first_batches",
-                stacklevel=2,
+        saved = ResumePoint(**state)
+        self.epochs.following = saved.epoch
+        for generator, its_state in zip(generators, saved.generators, strict=False):
+            generator.set_state(its_state)
+        resume_point = _dealt_anew(saved, length, deal)
+        if resume_point is None and saved.batches:
+            _warn(
+                f"A loader had {saved.length} batches when it was saved and has {length} now: it begins epoch "
+                f"{saved.epoch} anew. Fix: the same data and batch size, or skip_first_batches"
             )
-        begins_anew = not fits or environment.follows_accelerate()
-        self._resume_point = None if begins_anew or resume_point.begun is None else resume_point
+        begins_anew = resume_point is None or resume_point.begun is None or environment.follows_accelerate()
+        self._resume_point = None if begins_anew else resume_point
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one. A resume point in another epoch is dropped."""
@@ -282,6 +332,36 @@ class LoaderPosition:
             if self._latest is current:
                 self._latest = None
                 self.ahead = _NOTHING
+
+
+def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoint | None:
+    """Return the same position for the ranks of this run; ``None`` if the data or its batches differ.
+
+    Other ranks go on with the first batch that none of the saved ones had taken.
+    """
+    is_alike = saved.ranks in (0, deal.ranks) and saved.samples in (None, saved.batches * deal.round_samples)
+    if is_alike and saved.length == length:
+        return saved
+    if is_alike or saved.samples is None or saved.epoch_samples != deal.epoch_samples:
+        return None
+    here = dataclasses.replace(saved, length=length, ahead=[], ranks=deal.ranks)
+    if saved.batches == saved.length and length is not None:
+        return dataclasses.replace(here, batches=length, samples=deal.samples_after(length, 0))
+    rounds, left = divmod(saved.samples, deal.round_samples)
+    if left and deal.batch_samples is not None and not saved.samples % deal.batch_samples:
+        undealt = saved.samples // deal.batch_samples
+        return dataclasses.replace(here, batches=deal.rounds_of(undealt), undealt=undealt)
+    if left:
+        _warn(
+            f"{left} samples of epoch {saved.epoch} come a second time: {saved.samples} had come out when the loader "
+            f"was saved, and now {deal.round_samples} come out at a time."
+        )
+    return dataclasses.replace(here, batches=rounds, samples=saved.samples - left)
+
+
+def _warn(text: str) -> None:
+    if process_group.rank_place().rank == 0:
+        warnings.warn(text, stacklevel=4)
 
 
 def _is_plain(tree: Any) -> bool:

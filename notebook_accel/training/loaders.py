@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -19,7 +20,7 @@ from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend, Uploader
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
-from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, EpochCounter, LoaderPosition, ResumePoint
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
@@ -58,6 +59,7 @@ class DataLoaderShard(DataLoader[Any]):
         is_marked: True if each batch comes with its round's ``Tail``, as a ``MarkedBatch``.
         position: The loader's position, shared with a loader that continues it.
         skipped: Number of batches left out at the beginning of each epoch.
+        undealt: Number of batches of the sampler left out before the rest is dealt out to the ranks.
         options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Attributes:
@@ -75,6 +77,7 @@ class DataLoaderShard(DataLoader[Any]):
         is_marked: bool = False,
         position: LoaderPosition | None = None,
         skipped: int = 0,
+        undealt: int = 0,
         **options: Any,
     ) -> None:
         position = position or LoaderPosition(EpochCounter())
@@ -95,6 +98,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.source = source
         self.shard = shard
         self.skipped = skipped
+        self.undealt = undealt
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
@@ -123,11 +127,11 @@ class DataLoaderShard(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, the batches that are out, and the random numbers that drew them."""
-        return self.position.state_dict(self._generators(), self._total())
+        return self.position.state_dict(self._generators(), self._total(), self._deal())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on where ``state_dict`` was taken."""
-        self.position.load_state_dict(state, self._generators(), self._total())
+        self.position.load_state_dict(state, self._generators(), self._total(), self._deal())
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch of sampler and dataset, counted from 0. Without this, each epoch follows the last."""
@@ -139,10 +143,20 @@ class DataLoaderShard(DataLoader[Any]):
         arguments: dict[str, Any] = {**self._arguments, "skipped": self.skipped + num_batches}
         return type(self)(self.source, self.dataset, **arguments)
 
+    def _dealing_after(self, undealt: int) -> Self:
+        """Return a loader that deals out the sampler's batches after the first ``undealt``."""
+        shard: Any = self.shard
+        shard = dataclasses.replace(shard, batch_sampler=SkipBatchSampler(shard.batch_sampler, undealt))
+        arguments = {name: shard if value is self.shard else value for name, value in self._arguments.items()}
+        return type(self)(self.source, self.dataset, **{**arguments, "undealt": undealt})
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         resume_point = self.position.take_resume_point()
-        rest = self if resume_point is None or resume_point.is_told else self.skipping(resume_point.batches)
-        return rest._iterate(resume_point)
+        if resume_point is None or resume_point.is_told:
+            return self._iterate(resume_point)
+        if resume_point.undealt:
+            return self._dealing_after(resume_point.undealt)._iterate(resume_point)
+        return self.skipping(resume_point.batches)._iterate(resume_point)
 
     def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:
         position = self.position
@@ -159,7 +173,8 @@ class DataLoaderShard(DataLoader[Any]):
             position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
-            current.upload_next = feed.begin
+            current.loader, current.upload_next = self, feed.begin
+            current.undealt = self.undealt
             following = _sent(feed, following)
             while following is not _END:
                 batch = feed.take(following)
@@ -188,7 +203,7 @@ class DataLoaderShard(DataLoader[Any]):
         for function in self._before_epoch:
             function()
         self.counter.start(epoch=epoch + 1, total=self._total())
-        self.counter.step = self.skipped
+        self.counter.step = self.skipped + self._rounds_before
 
     def _pass_epoch_on(self, epoch: int) -> None:
         for part in (*chain_of(self._batches), self.dataset):
@@ -208,7 +223,7 @@ class DataLoaderShard(DataLoader[Any]):
         """Return whether some ranks have no batch when this rank has ``following``."""
         if self._is_marked:
             return following.tail is not None and following.tail.missing > 0
-        return getattr(self.shard, "rounds_of_all", None) == self.counter.step
+        return getattr(self.shard, "rounds_of_all", None) == self.counter.step - self._rounds_before
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that draw the order of the batches, besides torch's own."""
@@ -216,10 +231,30 @@ class DataLoaderShard(DataLoader[Any]):
         found = [getattr(part, "generator", None) for part in parts]
         return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
+    @property
+    def _rounds_before(self) -> int:
+        """Rounds of the epoch that were dealt out to other ranks."""
+        return self._deal().rounds_of(self.undealt) if self.undealt else 0
+
+    def _deal(self) -> Deal:
+        """Return how samples are dealt out, to resume with another number of ranks."""
+        shard = self.shard
+        is_whole = isinstance(shard, BatchSamplerShard) and not shard.split_batches
+        try:
+            epoch_samples: int | None = self.total_dataset_length
+        except TypeError:  # a stream
+            epoch_samples = None
+        return Deal(
+            ranks=1 if shard is None else shard.num_processes,
+            round_samples=self.total_batch_size,
+            epoch_samples=epoch_samples,
+            batch_samples=(shard.batch_size or 1) if is_whole and shard is not None else None,
+        )
+
     def _total(self) -> int | None:
         """Return the number of batches of an epoch, skipped ones included; ``None`` if unknown."""
         try:
-            return self.skipped + len(self)
+            return self._rounds_before + self.skipped + len(self)
         except TypeError:  # a stream, or a sampler that doesn't know how long it is
             return None
 

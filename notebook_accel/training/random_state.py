@@ -6,6 +6,7 @@ import contextlib
 import enum
 import random
 import sys
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,6 +86,22 @@ def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
         numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
     if backend is not None:
         backend.set_generator_state(state)
+
+
+def draw_afresh(saved: dict[str, Any], rank: int, backend: Backend) -> None:
+    """Seed this rank's generators by its number and by the state of a rank that was saved, from ``capture``.
+
+    So a rank that wasn't there when a checkpoint was saved draws numbers that no other one draws, and the same ones
+    each time the checkpoint is loaded.
+    """
+    seed = zlib.crc32(bytes(saved["torch"].tolist()), rank)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    backend.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(seed)
 
 
 def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:

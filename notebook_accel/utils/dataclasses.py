@@ -9,6 +9,7 @@ from notebook_accel.training.handlers import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
     ProfileKwargs,
 )
 from notebook_accel.training.precision import PrecisionType
@@ -43,6 +44,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",

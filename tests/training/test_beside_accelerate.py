@@ -53,12 +53,16 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("tutorial", (), {}),
     ("tutorial", (), {"precision": "bf16"}),
     ("checkpoints", (), {}),
+    ("checkpoint_of_accelerate", (), {}),
     ("tracking", (), {}),
     ("collectives", (), {}),
     ("trees", (), {}),
     ("surroundings", (), {}),
     ("models", (), {}),
     ("settings", (), {}),
+    ("names", (), {}),
+    ("settings_that_change", (), {}),
+    ("helpers", (), {}),
 ]
 
 
@@ -69,7 +73,7 @@ def side_by_side(folder: str) -> list[tuple[Any, Any]]:
         dist.init_process_group("gloo")  # both of them then use it
     found = []
     for name, args, options in CASES:
-        given = (folder,) if name == "checkpoints" else args
+        given = (folder,) if name.startswith("checkpoint") else args
         found.append((outcome("accelerate", name, given, options), outcome("notebook_accel", name, given, options)))
     return found
 

@@ -189,7 +189,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             max_restarts=self._worker_group.spec.max_restarts,
             python=platform.python_version(),
             torch=str(torch.__version__),
-            notebook_accel=notebook_accel.__version__,
+            notebook_accel=notebook_accel.VERSION,
             host=socket.gethostname(),
             restarts=self._restarts,
         )

@@ -24,8 +24,8 @@ from typing import Any, overload
 
 import msgspec
 
+from notebook_accel import VERSION, environment, uninterruptible
 from notebook_accel import config as configuration
-from notebook_accel import environment, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     ConfigError,
@@ -195,15 +195,11 @@ def _facts(job: DetachedJob, request: LaunchRequest) -> RunFacts:
         began=time.time(),
         began_s=job.started_s,
         keep_days=request.config.keep_days,
-        version=_version(),
+        version=VERSION,
         journal_version=JOURNAL_VERSION,
         host=socket.gethostname(),
         boot_id=run_folders.boot_id(),
     )
-
-
-def _version() -> str:
-    return str(sys.modules["notebook_accel"].__version__)
 
 
 class _Link(AgentLink[DetachedJob]):
@@ -490,7 +486,7 @@ def open_job(
     facts = folder.facts
     if facts.journal_version != JOURNAL_VERSION:
         raise NotebookAccelError(
-            f"The run {facts.name!r} can't be read by notebook-accel {_version()}.",
+            f"The run {facts.name!r} can't be read by notebook-accel {VERSION}.",
             why=f"notebook-accel {facts.version} has launched it, and writes its folder in another format "
             f"({facts.journal_version} instead of {JOURNAL_VERSION}).",
             fix=f"attach with notebook-accel {facts.version}; notebook-accel stop {facts.name} works with any",

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
-    """Return these names and, transitively, those that the functions and classes among their values use.
-
-    Args:
-        names: The names of notebook variables.
-        namespace: The notebook's namespace.
-    """
+    """Return these names and, transitively, those that the functions and classes among their values use."""
     found: dict[str, None] = {}
     waiting = [name for name in names if name in namespace]
     while waiting:

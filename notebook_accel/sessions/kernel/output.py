@@ -37,13 +37,7 @@ _IMAGES = ("image/png", "image/jpeg")
 
 
 class _Log:
-    """A rank's log file, and the position up to which it was read.
-
-    Args:
-        path: The file.
-        most_lines: Number of a cell's lines that are shown as they arrive.
-        show: Shows lines.
-    """
+    """A rank's log file, and the position up to which it was read."""
 
     def __init__(self, path: str, most_lines: int, show: Callable[[Sequence[str]], object]) -> None:
         self._path = path
@@ -101,11 +95,7 @@ def _shown(line: bytes) -> str:
 
 
 class CellOutput:
-    """The ranks' output, shown in the cells that it belongs to.
-
-    Args:
-        job: The ranks' run. Without log files, for which there may be no room, nothing is shown.
-    """
+    """The ranks' output, shown in the cells that it belongs to; nothing if there was no room for log files."""
 
     def __init__(self, job: Job) -> None:
         most = max(_MOST_LINES // job.world_size, 1)
@@ -165,12 +155,7 @@ class CellOutput:
 
 
 class _CellProgress:
-    """Shows the steps and metrics of the running cell, if it counts any.
-
-    Args:
-        job: The session's run.
-        display: Shows the progress.
-    """
+    """Shows the steps and metrics of the running cell, if it counts any."""
 
     def __init__(self, job: Job, display: KernelDisplay) -> None:
         self._job = job
@@ -195,8 +180,7 @@ class _CellProgress:
     def end(self, steps: Mapping[int, int]) -> None:
         """Show the final counts, if any were shown before.
 
-        Args:
-            steps: The ranks' final step counts. Their last progress events may still be on the way.
+        The ranks' last progress events may still be on the way; ``steps`` are the counts that they will bring.
         """
         if not self._shown:
             return
@@ -232,11 +216,7 @@ class _CellProgress:
 
 
 class Shown:
-    """A cell's value as each rank shows it. Values that look alike are shown once.
-
-    Args:
-        bundles: Each rank's value by mime type.
-    """
+    """A cell's value as each rank shows it, by mime type. Values that look alike are shown once."""
 
     def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
         self._bundles = dict(sorted(bundles.items()))
