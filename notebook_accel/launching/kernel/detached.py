@@ -47,12 +47,13 @@ from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFacts, RunF
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
 _DEADLINE_S = 10.0
 _START_DEADLINE_S = 60.0  # a busy machine takes its time for a new interpreter
 _LOOK_PERIOD_S = 0.5
 _PAUSE_S = 0.1
+_SHORT_PAUSE_S = 0.005
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 _STOP_DEADLINE_S = 30.0
 
@@ -132,17 +133,18 @@ class DetachedEngine:
         def make_job(request: LaunchRequest, **arguments: Any) -> DetachedJob:
             return DetachedJob(request, folder=folder, **arguments)
 
+        held = contextlib.ExitStack()
+        held.callback(os.close, lock)
         try:
             files = _FolderFiles(folder)
-            with run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
+            with held, run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
                 assert isinstance(prepared.job, DetachedJob)
                 folder.write_facts(_facts(prepared.job, request))
-                _Link(prepared.job).launch(prepared, lock)
+                _Link(prepared.job).launch(prepared, lock, held.close)
         except BaseException:
-            folder.remove()
+            if not folder.is_published:
+                folder.remove()
             raise
-        finally:
-            os.close(lock)
         return prepared.job
 
 
@@ -222,27 +224,41 @@ class _Link(AgentLink[DetachedJob]):
     def _is_over(self) -> bool:
         return self._job.id not in self._jobs
 
-    def launch(self, prepared: PreparedRun, lock: int) -> None:
+    def launch(self, prepared: PreparedRun, lock: int, release: Callable[[], None]) -> None:
         """Start the agent and the run, and follow it from now on.
+
+        Args:
+            prepared: The run.
+            lock: Descriptor that holds the folder's lock.
+            release: Closes it here, once the agent has it.
 
         Raises:
             ProcessStartError: The agent can't be started, or has gone again.
         """
-        self._job.attach(_Control(self, self._job.id))
         connection, theirs = Connection.pair()
         try:
             with contextlib.closing(theirs):
                 _start_agent(self._folder, theirs, lock)
+            release()
             self._follow(connection)
             self.prepare(prepared.job.config)
             self._send(self._launch_message(self._job), [prepared.payload, *prepared.result_files])
+            self._wait_until_published()
         except (OSError, subprocess.SubprocessError) as error:
             connection.close()
             raise self._start_error(error) from error
         except BaseException:
             connection.close()
             raise
+        self._job.attach(_Control(self, self._job.id))
         self._start_thread()
+
+    def _wait_until_published(self) -> None:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not self._folder.is_published:
+            if not self._folder.is_held or time.monotonic() > deadline_s:
+                raise TimeoutError("it has not taken over the launch")
+            time.sleep(_SHORT_PAUSE_S)
 
     def attach(self) -> None:
         """Read the journal, and follow the run from now on if it goes on.
@@ -251,11 +267,12 @@ class _Link(AgentLink[DetachedJob]):
             RunError: The agent lives and doesn't answer.
         """
         self._job.attach(_Control(self, self._job.id))
-        if self._reconnect():
-            if not self._is_over:
-                self._start_thread()
-        else:
+        if not self._reconnect():
             self._end_lost()
+        if self._is_over:
+            self._close()
+        else:
+            self._start_thread()
 
     def hear(self, descriptor: int) -> None:
         """Hear the messages in a file only, and close it."""
@@ -343,8 +360,9 @@ class _Link(AgentLink[DetachedJob]):
         deadline_s = time.monotonic() + _DEADLINE_S
         while self._folder.is_held:
             with contextlib.suppress(OSError, msgspec.MsgspecError):  # it may be about to end, or to begin
-                self._follow(Connection(_connect(self._folder)))
+                self._follow(*_connect(self._folder))
                 return True
+            self._close()
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
             time.sleep(_PAUSE_S)
@@ -352,22 +370,21 @@ class _Link(AgentLink[DetachedJob]):
         self._replay(self._folder.open_journal())
         return self._is_over
 
-    def _follow(self, connection: Connection) -> None:
-        """Say who this is, and hear what is in the journal. What comes after it comes by the connection."""
+    def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
+        """Say who this is, and hear what is in the journal. What comes after it comes by the connection.
+
+        Args:
+            connection: The connection to the agent.
+            agent_pid: The agent's process, which is continued if somebody has stopped it.
+        """
         self._connection = connection
-        connection.set_send_deadline(_DEADLINE_S)
-        connection.set_receive_deadline(_START_DEADLINE_S)
-        connection.send(messages.encode(messages.Hello(who=_who_this_is(), follows=True)))
-        frames = connection.receive()
-        if not frames:
-            raise TimeoutError("the agent doesn't answer")
+        frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
         self._known = self._seen
         [descriptor] = frames[0].descriptors
         self._replay(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._heard(messages.decode_for_kernel(body))
-        connection.set_receive_deadline(_LOOK_PERIOD_S)
 
     def _replay(self, descriptor: int, size_bytes: int | None = None) -> None:
         """Hear what is in a journal and isn't known yet, and close it."""
@@ -563,11 +580,10 @@ def send_order(folder: RunFolder, message: messages.Order) -> None:
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     while folder.is_held:
-        with contextlib.suppress(OSError), contextlib.closing(Connection(_connect(folder))) as connection:
-            connection.set_send_deadline(_DEADLINE_S)
-            connection.set_receive_deadline(_DEADLINE_S)
-            connection.send(messages.encode(messages.Hello(who=_who_this_is(), follows=False)))
-            if connection.receive():  # it is not refused
+        with contextlib.suppress(OSError):
+            connection, agent_pid = _connect(folder)
+            with contextlib.closing(connection):
+                _introduce(connection, agent_pid, _DEADLINE_S, follows=False)
                 connection.send(messages.encode(message))
                 return
         if time.monotonic() > deadline_s:
@@ -583,8 +599,8 @@ def _no_answer(folder: RunFolder) -> RunError:
     )
 
 
-def _connect(folder: RunFolder) -> socket.socket:
-    """Connect to the agent of a run, and continue it if somebody has stopped it.
+def _connect(folder: RunFolder) -> tuple[Connection, int]:
+    """Connect to the agent of a run. Return the connection and the agent's process.
 
     Raises:
         OSError: Nobody listens, or another user does.
@@ -594,8 +610,24 @@ def _connect(folder: RunFolder) -> socket.socket:
     if user != os.getuid():
         connected.close()
         raise PermissionError(errno.EPERM, "another user listens there", str(folder.path))
-    processes.resume_if_stopped(pid)
-    return connected
+    return Connection(connected), pid
+
+
+def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, follows: bool) -> list[Message]:
+    """Say who this is, and return the agent's answer with what it says after it.
+
+    Raises:
+        OSError: The agent has gone, refuses, or doesn't answer.
+    """
+    connection.set_send_deadline(_DEADLINE_S)
+    connection.set_receive_deadline(_LOOK_PERIOD_S)
+    connection.send(messages.encode(messages.Hello(who=_who_this_is(), follows=follows)))
+    deadline_s = time.monotonic() + patience_s
+    while not (frames := connection.receive()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the agent doesn't answer")
+        processes.resume_if_stopped(agent_pid)
+    return frames
 
 
 def _who_this_is() -> str:
