@@ -242,9 +242,18 @@ class RunFolder:
 
 
 def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Return the folder of this user's detached runs, which may not exist yet."""
-    state = environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return pathlib.Path(state).expanduser() / "notebook_accel" / "runs"
+    """Return the folder of this user's detached runs, which may not exist yet.
+
+    Raises:
+        LaunchError: This user has no home.
+    """
+    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
+    if not os.path.isabs(state):
+        raise LaunchError(
+            f"There is no place for detached runs: {state} is no absolute path.",
+            fix="set XDG_STATE_HOME to a folder of yours on a local disk",
+        )
+    return pathlib.Path(state, "notebook_accel", "runs")
 
 
 def make(name: str, *, is_unique: bool = False) -> tuple[RunFolder, int]:

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached
-from notebook_accel.launching.kernel.detached import DetachedJob
+from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import events
 from tests import processes
@@ -57,7 +57,7 @@ def kill_at(moment: str, launcher: subprocess.Popen[str], mark: pathlib.Path, rn
         )  # fmt: skip
     if moment in ("training", "ending"):
         [folder] = run_folders.every()
-        processes.wait_until(lambda: detached.summary(folder).metrics, "the ranks train", _LONG_S)
+        processes.wait_until(lambda: detached_runs.summary(folder).metrics, "the ranks train", _LONG_S)
     if moment == "ending":
         mark.touch()
     time.sleep(rng.uniform(0.0, 1.0 if moment == "launching" else 0.5))  # the random moment itself

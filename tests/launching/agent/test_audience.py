@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached
-from notebook_accel.launching.kernel.detached import DetachedJob
+from notebook_accel.launching.kernel import detached_link
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
 from tests import processes
@@ -164,7 +164,7 @@ def test_agent_that_no_launch_reaches_goes_and_its_folder_too() -> None:
     folder, lock = run_folders.make("night")
     folder.write_facts(facts())
     ours, theirs = Connection.pair()
-    detached._start_agent(folder, theirs, lock)
+    detached_link.start_agent(folder, theirs, lock)
     theirs.close()
     os.close(lock)
     ours.set_receive_deadline(_LONG_S)
