@@ -217,6 +217,8 @@ def _settings(request: ExportRequest) -> list[str]:
         values[environment.MIXED_PRECISION] = options.mixed_precision
     if options.gradient_accumulation_steps is not None:
         values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
+    if options.dynamo_backend != "no":
+        values[f"{environment.DYNAMO}BACKEND"] = options.dynamo_backend
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]

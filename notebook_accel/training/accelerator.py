@@ -24,6 +24,7 @@ from notebook_accel.training import (
     checkpoint,
     checkpoint_folders,
     collectives,
+    compiling,
     data,
     handlers,
     model_files,
@@ -38,6 +39,7 @@ from notebook_accel.training import (
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.checkpoint import CheckpointState
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
@@ -81,8 +83,9 @@ class Accelerator(ProcessState):
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
             ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
-        dynamo_backend: Refused.
-        dynamo_plugin: Refused.
+        dynamo_backend: Compile models by ``torch.compile`` with this backend, such as ``"inductor"``. Default: the
+            launch's setting, or ``"no"``.
+        dynamo_plugin: Further settings of ``torch.compile``, in place of ``dynamo_backend``.
         deepspeed_plugins: Refused.
         parallelism_config: Refused.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
@@ -123,8 +126,8 @@ class Accelerator(ProcessState):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[object] | None = None,
-        dynamo_backend: object = None,
-        dynamo_plugin: object = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: object = None,
         parallelism_config: object = None,
         *,
@@ -135,8 +138,6 @@ class Accelerator(ProcessState):
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
@@ -158,6 +159,7 @@ class Accelerator(ProcessState):
             computes_in=self._backend.computes_in,
         )
         self.state = AcceleratorState.from_accelerator(self._backend, self._precision)
+        self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -254,7 +256,7 @@ class Accelerator(ProcessState):
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients."""
         return self._once(
             model,
-            models.prepare_model,
+            compiling.compiling(self._dynamo, models.prepare_model),
             self._backend,
             self._precision,
             device_placement=self._is_placed(device_placement),

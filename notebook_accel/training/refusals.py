@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,8 +21,6 @@ _INSTEAD = {
     "megatron_lm_plugin": _SHARDING,
     "parallelism_config": _SHARDING,
     "torch_tp_plugin": _SHARDING,
-    "dynamo_backend": "torch.compile(model, backend=...), before prepare",
-    "dynamo_plugin": "torch.compile(model), before prepare",
 }
 
 
@@ -36,19 +33,6 @@ def refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None and str(getattr(value, "value", value)).lower() != "no":
             raise ConfigError(f"Accelerator({name}=...) isn't supported.", why=_WHOLE_MODEL, fix=_INSTEAD[name])
-
-
-class DynamoBackend(str, enum.Enum):
-    """Backends of ``torch.compile``. ``Accelerator(dynamo_backend=...)`` accepts ``NO`` only."""
-
-    NO = "NO"
-    AOT_EAGER = "AOT_EAGER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    EAGER = "EAGER"
-    INDUCTOR = "INDUCTOR"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    TVM = "TVM"
 
 
 # Programs import these names, and use them in isinstance. So they are classes, which can't be instantiated.
@@ -94,13 +78,6 @@ class DummyScheduler(_Unsupported):
 
     _why = "It stands for a scheduler that DeepSpeed makes, and ranks don't train by DeepSpeed."
     _fix = "a scheduler of torch.optim.lr_scheduler"
-
-
-class TorchDynamoPlugin(_Unsupported):
-    """``prepare`` doesn't compile models."""
-
-    _why = "prepare doesn't compile models."
-    _fix = _INSTEAD["dynamo_plugin"]
 
 
 class FP8RecipeKwargs(_Unsupported):

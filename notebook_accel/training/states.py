@@ -18,6 +18,7 @@ from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.unpicklable import StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.precision import Precision
 
@@ -289,6 +290,7 @@ class AcceleratorState(ProcessState):
     """
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
+    dynamo_plugin: TorchDynamoPlugin | None = None
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))

@@ -263,6 +263,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     }
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
+    if config.dynamo_backend != "no":  # otherwise the user's own variable counts
+        variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}
