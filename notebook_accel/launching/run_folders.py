@@ -144,6 +144,11 @@ class RunFolder:
         """Return the descriptor of a new file for the payload."""
         return self._create(_PAYLOAD)
 
+    def take_payload_of(self, other: RunFolder) -> int:
+        """Give this run the payload of another one, without a copy, and return its descriptor."""
+        os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
+        return self.open_payload()
+
     def create_result(self, rank: int) -> int:
         """Return the descriptor of a new file for a rank's result."""
         return self._create(f"result_{rank}")

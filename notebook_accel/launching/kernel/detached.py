@@ -12,21 +12,21 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from notebook_accel import VERSION, uninterruptible
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, RunError
+from notebook_accel.errors import ConfigError, LaunchError, PreflightError, RunError
 from notebook_accel.launching import logs, run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
-from notebook_accel.launching.kernel.detached_job import DetachedJob, open_job
+from notebook_accel.launching.kernel.detached_job import Definitions, DetachedJob, open_job, request_of
 from notebook_accel.launching.kernel.detached_link import Link, send_order
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import RunFiles
+from notebook_accel.launching.kernel.run_payload import PreparedRun, RunFiles
 from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFacts, RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import agent_messages as messages
@@ -49,25 +49,35 @@ class DetachedEngine:
         )
 
     def _launch(self, request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str]) -> DetachedJob:
-        run_folders.remove_old()
-        folder, lock = run_folders.make(request.spec.name, is_unique=bool(request.config.name))
+        with _new_folder(request.spec.name, is_unique=bool(request.config.name)) as (folder, lock, release):
 
-        def make_job(request: LaunchRequest, **arguments: Any) -> DetachedJob:
-            return DetachedJob(request, folder=folder, **arguments)
+            def make_job(request: LaunchRequest, **arguments: Any) -> DetachedJob:
+                return DetachedJob(request, folder=folder, **arguments)
 
-        held = contextlib.ExitStack()
-        held.callback(os.close, lock)
-        try:
             files = _FolderFiles(folder)
-            with held, run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
+            with run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
                 assert isinstance(prepared.job, DetachedJob)
                 folder.write_facts(_facts(prepared.job, request))
-                Link(prepared.job).launch(prepared, lock, held.close)
-        except BaseException:
+                Link(prepared.job).launch(prepared, lock, release)
+        return prepared.job
+
+
+@contextlib.contextmanager
+def _new_folder(name: str, *, is_unique: bool) -> Iterator[tuple[RunFolder, int, Callable[[], None]]]:
+    """Make the folder of a new run. Remove it on leaving if no agent has taken over the launch.
+
+    Yields:
+        The folder, the descriptor that holds its lock, and a function that closes the descriptor here.
+    """
+    run_folders.remove_old()
+    folder, lock = run_folders.make(name, is_unique=is_unique)
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, lock)
+        try:
+            yield folder, lock, held.close
+        finally:
             if not folder.is_published:
                 folder.remove()
-            raise
-        return prepared.job
 
 
 class _FolderFiles(RunFiles):
@@ -164,6 +174,54 @@ def attach_and_show(
     uninterruptible.call(Link(job).attach)
     registry.add(job)
     show(job)
+    return job
+
+
+def again(
+    which: str = "",
+    *,
+    set_variables: Callable[[dict[str, Any]], object] | None = None,
+    show: Callable[[Job], None] = foreground.draw_in_background,
+) -> DetachedJob:
+    """Launch a detached run that has ended once more: the same code with the variables that were sent then.
+
+    Args:
+        which: The run's name or id. Default: the latest.
+        set_variables: Takes the pulled variables when the results are read.
+        show: Shows the run.
+
+    Raises:
+        LaunchError: The run goes on, or this machine can't run the launch.
+        NotebookAccelError: There is no such run, or a version with another format has launched it.
+    """
+    earlier = run_folders.find(which)
+    if earlier.is_held:
+        name = earlier.facts.name
+        raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
+    request = request_of(earlier, set_variables)
+    findings = preflight.check(request.config)
+    if any(finding.refuses for finding in findings):
+        raise PreflightError(findings)
+    preflight.warn((*findings, *detached_runs.logout_findings()))
+    job = uninterruptible.call(lambda: _launch_again(earlier, request), Job.discard)
+    registry.add(job)
+    show(job)
+    return job
+
+
+def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
+    with _new_folder(request.spec.name, is_unique=True) as (folder, lock, release):
+        payload = folder.take_payload_of(earlier)
+        try:
+            results = [folder.create_result(rank) for rank in range(request.spec.world_size)]
+            log_folder = _FolderFiles(folder).log_folder(request.config.log_dir, request.spec.name)
+            job = DetachedJob(
+                request, folder=folder, by_value=Definitions(folder), result_files=results, log_folder=log_folder
+            )
+            folder.write_facts(_facts(job, request))
+            Link(job).launch(PreparedRun(job, payload, results), lock, release)
+        finally:
+            os.close(payload)
     return job
 
 

@@ -90,6 +90,24 @@ def open_job(
     Raises:
         NotebookAccelError: The folder can't be read, or has the format of another version.
     """
+    request, facts = request_of(folder, set_variables), folder.facts
+    job = DetachedJob(
+        request,
+        folder=folder,
+        by_value=Definitions(folder),
+        result_files=[folder.open_result(rank) for rank in range(facts.world_size)] if has_results else [],
+        log_folder=pathlib.Path(facts.log_folder) if facts.log_folder else None,
+    )
+    job.started_s = facts.began_s
+    return job
+
+
+def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None) -> LaunchRequest:
+    """Return the launch of a run, without the target, which is in its payload.
+
+    Raises:
+        NotebookAccelError: The folder can't be read, or has the format of another version.
+    """
     facts = folder.facts
     if facts.journal_version != JOURNAL_VERSION:
         raise NotebookAccelError(
@@ -105,21 +123,12 @@ def open_job(
         os.close(payload)
     known = {option.name for option in configuration.fields()}
     config = LaunchConfig().replace(**{name: value for name, value in facts.config.items() if name in known})
-    request = LaunchRequest(
+    return LaunchRequest(
         Target(names={}), {}, spec, config, devices=facts.devices, set_variables=set_variables, detach=True
     )
-    job = DetachedJob(
-        request,
-        folder=folder,
-        by_value=_Definitions(folder),
-        result_files=[folder.open_result(rank) for rank in range(spec.world_size)] if has_results else [],
-        log_folder=pathlib.Path(facts.log_folder) if facts.log_folder else None,
-    )
-    job.started_s = facts.began_s
-    return job
 
 
-class _Definitions(Sequence[Any]):
+class Definitions(Sequence[Any]):
     """The functions and classes that a run's payload has by value. The payload is opened when one is asked for."""
 
     def __init__(self, folder: RunFolder) -> None:

@@ -235,12 +235,13 @@ class Link(AgentLink[DetachedJob]):
         self._job.is_live = False
         steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
         last = f" Its last known step is {steps:,}." if steps else ""
+        fix = f"%distributed again {self._job.name}: it continues from the checkpoint that it loads, if it loads one"
         if facts.boot_id != run_folders.boot_id():
             what = f"The run {self._job.name!r} was lost with the machine, which was started again.{last}"
-            error = SupervisorLostError(what, fix="launch it again: it continues from a checkpoint that it loads")
+            error = SupervisorLostError(what, fix=fix)
         else:
             what = f"The agent process of the run {self._job.name!r} has gone, and the ranks with it.{last}"
-            error = SupervisorLostError(what, why=self._last_words(), fix="launch it again")
+            error = SupervisorLostError(what, why=self._last_words(), fix=fix)
         self._end(error)
 
     def _end(self, error: NotebookAccelError) -> None:

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached_runs
+from notebook_accel.launching.kernel import detached, detached_runs
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from tests import processes
 from tests.launching import functions
@@ -157,6 +157,22 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
     with pytest.raises(SupervisorLostError, match="was lost with the machine, which was started again"):
         attach("night", view="none").results()
+    # It is launched again, with what was sent to it.
+    mark.touch()
+    repeated = detached.again("night", show=lambda _: None)
+    assert repeated.folder.id != job.folder.id
+    assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
+    wait_for_its_end(repeated)
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    with pytest.raises(LaunchError, match=r"'night' goes on\.\nFix: %distributed attach night"):
+        detached.again("night")
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
 
 
 def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
