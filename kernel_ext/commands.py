@@ -1,7 +1,7 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
 ``%distributed status | stop | logs | stacks | runs | attach | again | config | doctor``. The first four take ``--run``
-and a run's name or number; ``logs`` and ``stacks`` also take a rank, and ``attach`` and ``again`` a detached run's name.
+and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's name.
 """
 
 from __future__ import annotations

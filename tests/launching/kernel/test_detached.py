@@ -186,7 +186,7 @@ def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
     wait_for_its_end(job)
 
 
-def test_pulled_variables_are_there_for_who_asks_later(mark: pathlib.Path) -> None:
+def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
     mark.touch()
     job = launch(functions.reports_until, str(mark), ranks=1)
     with pytest.raises(NotebookAccelError, match="keeps no variable model"):
