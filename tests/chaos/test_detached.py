@@ -1,4 +1,4 @@
-"""Detached runs whose kernel is killed at random moments, for two minutes. See ``test_launching`` for the variables."""
+"""Detached runs whose kernel is killed at random moments, for some seconds. ``test_launching`` has the variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.behaviour.test_detached import MOMENTS, one_round
 from tests.chaos.test_launching import DURATION_S, SEED
 
-_SHARE_S = 0.25 * DURATION_S
+_SHARE_S = 0.15 * DURATION_S
 
 
 @pytest.mark.chaos
