@@ -3,6 +3,7 @@
 from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -18,7 +19,6 @@ from notebook_accel.training.refusals import (
     DeepSpeedPlugin,
     DynamoBackend,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,
