@@ -16,9 +16,18 @@ from typing import TypeAlias
 
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.style import STYLE
-from notebook_accel.formatting import format_clock, format_duration, format_size, plain_lines, plain_text, rank_spans
+from notebook_accel.formatting import (
+    aligned,
+    format_clock,
+    format_duration,
+    format_size,
+    plain_lines,
+    plain_text,
+    rank_spans,
+)
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
 
 MOST_ROWS = 16
 """Of more ranks than this, those in one state share a row, unless all are asked for."""
@@ -120,12 +129,6 @@ def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
     lines = [first, *state.restarts_why, *state.nodes, *aligned(rows), *notes]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, with the cells of a column below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _time(facts: RunFacts) -> str:
@@ -386,7 +389,12 @@ def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
 def _step_text(rank: RankState) -> str:
     if rank.step is None:
         return _UNKNOWN
-    return f"{rank.step:,} / {rank.total:,}" if rank.total is not None else f"{rank.step:,}"
+    of_total = "" if rank.total is None else f" / {rank.total:,}"
+    return f"{rank.step:,}{of_total}{_evaluating(rank)}"
+
+
+def _evaluating(rank: RankState) -> str:
+    return f" {events.EVALUATION}" if rank.is_evaluating else ""
 
 
 def _step_html(rank: RankState) -> str:
@@ -394,7 +402,8 @@ def _step_html(rank: RankState) -> str:
         return html.escape(_step_text(rank))
     steps = _bar(rank.step, rank.total, f'role="progressbar" aria-label="Steps of rank {rank.number}"')
     total = f"{rank.total:,}"
-    return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {faint(f"/ {total}")}'
+    of_total = faint(f"/ {total}{_evaluating(rank)}")
+    return f'{steps}<span class="nba-count" style="min-width:{len(total)}ch">{rank.step:,}</span> {of_total}'
 
 
 def _steps_html(ranks: Sequence[RankState]) -> str:

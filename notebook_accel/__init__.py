@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from notebook_accel.launching.kernel.configuring import write_basic_config
+    from notebook_accel.launching.kernel.detached import attach
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         DeepSpeedPlugin,
         ParallelismConfig,
         cpu_offload,
+        cpu_offload_with_hook,
         disk_offload,
         dispatch_model,
         infer_auto_device_map,
@@ -65,7 +67,14 @@ if TYPE_CHECKING:
     from notebook_accel.utils.imports import is_rich_available
     from notebook_accel.utils.memory import find_executable_batch_size
 
-__version__ = "0.1.0"
+# This package's own version, which people see: metadata, `notebook-accel --version` and `notebook-accel env` have it.
+VERSION = "0.1.0"
+# The version that programs compare. Those written for Accelerate turn features on by
+# `version.parse(accelerate.__version__) >= version.parse("0.16.0")`, and they must not lose them when the import is
+# renamed. So the public part is the release of Accelerate whose names are here, and the local part (PEP 440) is our own
+# version, which comparisons with `>=` ignore. An epoch such as "1!0.1.0" would also claim every future feature, and
+# `__version__.split(".")` would find no number in it.
+__version__ = f"1.15.0+notebook.accel.{VERSION}"
 
 # A table of names instead of imports: every kernel that loads the extension would pay for the imports, and the kernel
 # must not import torch.
@@ -76,6 +85,7 @@ _NAMES = {
         "RankFailedError ResultError RunError RunStoppedError RunTimeoutError TrainingError"
     ),
     "launching.kernel.configuring": "write_basic_config",
+    "launching.kernel.detached": "attach",
     "launching.kernel.job": "Job",
     "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",
     "launching.results": "Results",
@@ -94,8 +104,9 @@ _NAMES = {
     "training.memory_estimate": "MemoryEstimate estimate_memory",
     "training.random_state": "synchronize_rng_states",
     "training.refusals": (
-        "DeepSpeedPlugin ParallelismConfig cpu_offload disk_offload dispatch_model infer_auto_device_map "
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model prepare_pippy"
+        "DeepSpeedPlugin ParallelismConfig cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
+        "load_checkpoint_in_model prepare_pippy"
     ),
     "training.states": "AcceleratorState DistributedType PartialState",
     "utils.imports": "is_rich_available",
@@ -110,11 +121,11 @@ __all__ = [
     "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "MemoryEstimate", "NotebookAccelError",
     "ParallelismConfig", "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration",
     "RankFailedError", "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session",
-    "TrainingError", "config_widget", "cpu_offload", "debug_launcher", "disk_offload", "dispatch_model",
-    "estimate_memory", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-    "is_rich_available", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
-    "prepare_data_loader", "prepare_pippy", "report", "skip_first_batches", "synchronize_rng_states",
-    "write_basic_config",
+    "TrainingError", "attach", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
+    "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size", "infer_auto_device_map",
+    "init_empty_weights", "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "prepare_pippy", "report",
+    "skip_first_batches", "synchronize_rng_states", "write_basic_config",
 ]  # fmt: skip
 
 

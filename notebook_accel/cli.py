@@ -2,7 +2,7 @@
 
 ``notebook-accel env`` prints the facts for a bug report, ``notebook-accel doctor`` the obstacles to a launch here;
 ``notebook-accel config`` asks for options and writes the configuration file; ``notebook-accel launch`` runs a script on
-every device.
+every device; ``notebook-accel runs | attach | logs | stop`` are for detached runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import __version__, config, launch_command
+from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launching.kernel import configuring, launcher
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _DashParser(
         prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
     )
-    parser.add_argument("--version", action="version", version=f"notebook-accel {__version__}")
+    parser.add_argument("--version", action="version", version=f"notebook-accel {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     env = commands.add_parser("env", help="print the facts for a bug report")
     env.set_defaults(run=_env, parser=env)
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("--default", action="store_true", help="Ask nothing: write the found values and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace an existing file.")
     asking.set_defaults(run=_config, parser=asking)
+    runs_command.add_commands(commands.add_parser)
     launch = commands.add_parser(
         "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_EPILOG
     )
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _env(_: argparse.Namespace) -> int:
-    lines = {"notebook-accel": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    lines = {"notebook-accel": VERSION, "python": platform.python_version(), "platform": platform.platform()}
     lines |= {name: _version(name) for name in _REPORTED}
     devices = Devices.find(config.LaunchConfig())
     lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}

@@ -44,6 +44,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, msgspec.Meta(ge=1)] | None,
         _help("Micro-batches that make one optimizer step, for Accelerators that aren't told themselves."),
     ] = None
+    dynamo_backend: Annotated[
+        Literal["no", "aot_eager", "cudagraphs", "eager", "inductor", "onnxrt", "openxla", "tensorrt", "tvm"],
+        _help("Backend by which the ranks' Accelerator compiles models, with torch.compile."),
+    ] = "no"
     use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
@@ -116,6 +120,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, msgspec.Meta(max_length=80)],
         _help("Name of the run in the panel. Default: the function's name, or the cell's number."),
     ] = ""
+    keep_days: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=3650)],
+        _help("Days that the results, logs and curves of a detached run are kept after its end."),
+    ] = 7.0
     log_dir: Annotated[
         str,
         _help(
@@ -228,12 +236,15 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the usable options of a file, and a line about everything else in it."""
     known = {option.name: option for option in fields()}
+    file = file.unfolded()
     found = config_file.problems(file, known)
     options: dict[str, Any] = {}
     for name in file.values.keys() & known.keys():
         value = file.values[name]
         if value is False and "no" in known[name].choices:
             value = "no"  # YAML 1.1 reads a bare `no` as false
+        elif isinstance(value, str) and value.lower() in known[name].choices:
+            value = value.lower()  # Accelerate writes the names of backends in capitals
         try:
             _checked({name: value})
         except ConfigError as error:

@@ -31,6 +31,7 @@ class _ForeignKey:
     instead: str = ""
 
 
+_PLUGIN = "give the Accelerator a TorchDynamoPlugin"
 # The keys of Accelerate 1.15 besides those that are options here. Empty values and `no` are harmless for each.
 _KEYS: Mapping[str, _ForeignKey] = {
     **dict.fromkeys(
@@ -42,8 +43,11 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "deepspeed_config": _ForeignKey("DeepSpeed"),
     "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU")),
     "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
-    "dynamo_backend": _ForeignKey("a compiled model", instead="torch.compile it in the cell"),
-    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},), "torch.compile it in the cell"),
+    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},)),  # see ConfigFile.unfolded
+    "dynamo_mode": _ForeignKey("a mode of torch.compile", ("default",), _PLUGIN),
+    "dynamo_use_dynamic": _ForeignKey("compiling for any shape", instead=_PLUGIN),
+    "dynamo_use_fullgraph": _ForeignKey("compiling in one graph", instead=_PLUGIN),
+    "dynamo_use_regional_compilation": _ForeignKey("compiling block by block", instead=_PLUGIN),
     "enable_cpu_affinity": _ForeignKey("ranks bound to CPU cores"),
     "fp16": _ForeignKey("what is another key now", instead="write mixed_precision: fp16"),
     "fp8_config": _ForeignKey("FP8"),
@@ -70,6 +74,15 @@ class ConfigFile:
     values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     lines: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     repeated: tuple[Any, ...] = ()
+
+    def unfolded(self) -> ConfigFile:
+        """Return the file with the entries of Accelerate's ``dynamo_config`` as keys of their own, on its line."""
+        inner = self.values.get("dynamo_config")
+        if not isinstance(inner, dict):
+            return self
+        outer = {key: value for key, value in self.values.items() if key != "dynamo_config"}
+        lines = {**dict.fromkeys(inner, self.lines.get("dynamo_config", 0)), **self.lines}
+        return dataclasses.replace(self, values={**outer, **inner}, lines=lines)
 
 
 def accelerate_path() -> pathlib.Path:

@@ -30,7 +30,7 @@ _WHOLE = (
     "each rank has the whole model: FSDP, DeepSpeed and Megatron-LM are not supported here; "
     "`accelerate launch` supports them"
 )
-_COMPILE = "a compiled model is made in the script: model = torch.compile(model)"
+_COMPILE = "say it in the script: Accelerator(dynamo_plugin=TorchDynamoPlugin(mode=..., fullgraph=...))"
 _POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
 _FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
 _AWS = "Amazon SageMaker is not supported here"
@@ -94,7 +94,6 @@ _FLAGS = (
     _ForeignFlag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
     _ForeignFlag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
     _ForeignFlag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
-    _ForeignFlag("dynamo_backend", _COMPILE, ("no",)),
     _ForeignFlag("dynamo_mode", _COMPILE, ("default",)),
     *_group(_COMPILE, "", switches="dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation"),
     *_group(_POD, "vm env", switches="tpu_cluster tpu_use_sudo"),

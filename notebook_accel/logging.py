@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accel.training import collectives, process_group
 
-__all__ = ["RankLogger", "get_logger"]
+__all__ = ["MultiProcessAdapter", "RankLogger", "get_logger"]
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -48,6 +48,9 @@ class RankLogger(_Adapter):
         if (self.logger.name, msg) not in _warned:
             _warned.add((self.logger.name, msg))
             self.warning(msg, *args, **kwargs)
+
+
+MultiProcessAdapter = RankLogger  # as Accelerate calls it
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:

@@ -29,7 +29,7 @@ def _no_configuration_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
 def test_env_has_the_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["notebook-accel"] == notebook_accel.__version__
+    assert lines["notebook-accel"] == notebook_accel.VERSION
     assert lines["torch"] == importlib.metadata.version("torch")
     assert lines["torch-xla"] in {"not installed", "2.9.0"}
     assert lines["devices"] == "1 CPU"
@@ -106,7 +106,7 @@ def test_unknown_command_line_is_refused(arguments: list[str], said: str, capsys
 ], ids=["console script", "module"])  # fmt: skip
 def test_installed_program(program: list[str]) -> None:
     run = subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout == f"notebook-accel {notebook_accel.__version__}\n"
+    assert run.stdout == f"notebook-accel {notebook_accel.VERSION}\n"
 
 
 def test_closed_pipe_is_no_traceback() -> None:

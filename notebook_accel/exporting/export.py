@@ -63,11 +63,7 @@ class ExportRequest:
 def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
     """Write the script, and a file with its data if it needs one. Return a message about the written files.
 
-    Args:
-        cell: The cell.
-        request: The options of the export.
-        namespace: The notebook's namespace.
-        history: The cells that were run, in order, from number 0, with IPython's syntax translated.
+    ``history`` has the cells that were run, in order, from number 0, with IPython's syntax translated.
 
     Raises:
         CellError: The cell can't be a script. The message has the reason and the line.
@@ -221,6 +217,8 @@ def _settings(request: ExportRequest) -> list[str]:
         values[environment.MIXED_PRECISION] = options.mixed_precision
     if options.gradient_accumulation_steps is not None:
         values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
+    if options.dynamo_backend != "no":
+        values[f"{environment.DYNAMO}BACKEND"] = options.dynamo_backend
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]
@@ -269,12 +267,7 @@ _ADVICE = "make it inside the cell, or leave it out of what the cell uses"
 
 @dataclasses.dataclass
 class _DataContents:
-    """The functions and classes in a data file.
-
-    Attributes:
-        by_name: Those of the script, which the file refers to by name.
-        by_value: Those of the notebook, which the file contains.
-    """
+    """The script's functions and classes that a data file refers to by name, and the notebook's that it contains."""
 
     by_name: dict[str, None] = dataclasses.field(default_factory=dict)
     by_value: dict[str, None] = dataclasses.field(default_factory=dict)

@@ -26,15 +26,10 @@ _OF_PYTHON_TOO = {"exit", "quit"}
 
 
 class ScriptContents:
-    """The parts of a script besides the cell.
-
-    Args:
-        cell: The cell, in plain Python.
-        namespace: The notebook's namespace.
-        sources: The sources of the notebook's cells.
-        own: Names that the script defines before the cell runs, so that it doesn't need the notebook's.
+    """The parts of a script besides the cell, which is in plain Python.
 
     Attributes:
+        own: Names that the script defines before the cell runs, so that it doesn't need the notebook's.
         imports: Import statements.
         literals: The texts of small values by name.
         definitions: Functions and classes by name.
@@ -46,7 +41,7 @@ class ScriptContents:
         self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources, own: Collection[str] = ()
     ) -> None:
         self._cell = cell
-        self._own = own
+        self.own = own
         self._namespace = namespace
         self._sources = sources
         self._done: set[str] = set()
@@ -123,9 +118,9 @@ class ScriptContents:
         known_here = self._cell.assigns or frozenset()
         for name in names:
             own = self._namespace.get(name, _NOTHING)
-            if name in _MODULE_NAMES or name in self._own:
+            if name in _MODULE_NAMES or name in self.own:
                 continue
-            if own is not _NOTHING and not _is_of_python(name, own) and name not in cells.OF_IPYTHON:
+            if own is not _NOTHING and not cells.is_builtin(name, own) and name not in cells.OF_IPYTHON:
                 self.require(name)
             elif name == "display" and hasattr(builtins, name):
                 self.imports["from IPython.display import display"] = None
@@ -235,12 +230,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
     return type(value) in _CONTAINERS and (type(value) is not set or bool(value)) and all(map(_is_plain, value))
-
-
-def _is_of_python(name: str, value: Any) -> bool:
-    if not hasattr(builtins, name):
-        return False
-    return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
 def _without_source(name: str, value: Any) -> CellError:

@@ -176,17 +176,12 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 class Body:
     """A cell's statements, sorted into imports, definitions and the main program.
 
-    Args:
-        source: The cell, in plain Python.
-        calls: The function that the cell ends by defining, empty if it doesn't.
-        args: The expression with that function's arguments, if there is one.
-
     Attributes:
         imports: The imports at the beginning.
         definitions: The texts of functions and classes that can come before the main program.
         defines: The names of these functions and classes.
         guarded: The text of the main program, not indented.
-        arguments: The arguments of the function that the cell ends by defining.
+        arguments: The arguments, from ``args``, of the function that the cell ends by defining, if it ``calls`` one.
 
     Raises:
         CellError: The number of arguments is only known at run time.

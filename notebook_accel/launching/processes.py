@@ -226,9 +226,13 @@ def _stacks() -> str:
     reference to them, which has crashed a rank (seen with Python 3.11).
     """
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
+    frames = sys._current_frames()
+    # With this function's own frame among them, its variables would keep all frames alive until garbage is collected,
+    # and with them the user's tensors, loaders and workers.
+    del frames[threading.get_ident()]
     return "\n".join(
-        f"Thread 0x{thread:016x} (most recent call first):\n{''.join(_lines(frame))}" for thread, frame in frames
+        f"Thread 0x{thread:016x} (most recent call first):\n{''.join(_lines(frames[thread]))}"
+        for thread in sorted(frames, key=main.__eq__)
     )
 
 

@@ -33,6 +33,10 @@ class Started(_Event, frozen=True, kw_only=True):
     node: int = 0
 
 
+EVALUATION = "evaluation"
+"""The label of a loop that takes batches and doesn't train."""
+
+
 class Progress(_Event, frozen=True, kw_only=True):
     """The rank's progress.
 
@@ -42,7 +46,7 @@ class Progress(_Event, frozen=True, kw_only=True):
         epoch: The running epoch, from 1; ``None`` if the source has no epochs.
         epochs: Number of epochs, ``None`` if unknown.
         steps: Steps since the rank was started, over all epochs and loaders. The rate comes from this.
-        label: Name of the counted thing, such as a bar's description.
+        label: Name of the counted thing, such as a bar's description; ``EVALUATION`` for a loop that doesn't train.
         device: The device on which the rank computes, such as ``cpu`` or ``cuda:0``; empty if unknown yet.
         compiling: True while the device's compiler works on the running step, which says nothing about later steps.
     """

@@ -7,6 +7,7 @@ restarted has to join too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import os
 import pathlib
@@ -30,6 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
 
+@dataclasses.dataclass(eq=False)
 class JoinedRank:
     """A rank that has joined.
 
@@ -40,14 +42,12 @@ class JoinedRank:
         was_taken: Set once the rank's connection is served.
     """
 
-    def __init__(self, rank: int, connection: Connection, pidfd: int) -> None:
-        self.rank = rank
-        self.connection = connection
-        self.pidfd = pidfd
-        self.was_taken = Latch()
+    rank: int
+    connection: Connection
+    pidfd: int
+    was_taken: Latch = dataclasses.field(default_factory=Latch)
 
     def close(self) -> None:
-        """Close the connection and the pidfd."""
         self.connection.close()
         os.close(self.pidfd)
 

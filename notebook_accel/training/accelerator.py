@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
+import copy
 import functools
 import gc
 import operator
@@ -24,6 +24,7 @@ from notebook_accel.training import (
     checkpoint,
     checkpoint_folders,
     collectives,
+    compiling,
     data,
     fsdp,
     handlers,
@@ -39,6 +40,7 @@ from notebook_accel.training import (
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.checkpoint import CheckpointState
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_launch
@@ -46,7 +48,7 @@ from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
-from notebook_accel.training.precision import Precision
+from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
 
 _T = TypeVar("_T")
@@ -69,19 +71,27 @@ class Accelerator(ProcessState):
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``. Default: the launch's setting, or ``"no"``.
         gradient_accumulation_steps: Micro-batches that make one optimizer step, with ``accumulate``. Default: the
             launch's setting, or 1.
-        gradient_accumulation_plugin: Further settings of accumulation.
-        dataloader_config: Settings of prepared loaders.
         cpu: Compute on the CPU, even where there are GPUs.
+        dataloader_config: Settings of prepared loaders.
+        deepspeed_plugin: Refused, like the other plugins without a description.
+        fsdp_plugin: Shard models over the ranks, with these settings. Default: what the launch says, or whole models.
+        torch_tp_plugin: Refused.
+        megatron_lm_plugin: Refused.
+        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
+            ranks have one order of samples even without it.
         log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
         project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
-            ranks have one order of samples even without it.
+        gradient_accumulation_plugin: Further settings of accumulation.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
-        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
-        fsdp_plugin: Shard models over the ranks, with these settings. Default: what the launch says, or whole models.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
             ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
+        dynamo_backend: Compile models by ``torch.compile`` with this backend, such as ``"inductor"``. Default: the
+            launch's setting, or ``"no"``.
+        dynamo_plugin: Further settings of ``torch.compile``, in place of ``dynamo_backend``.
+        deepspeed_plugins: Refused.
+        parallelism_config: Refused.
+        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
 
     Attributes:
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
@@ -101,30 +111,43 @@ class Accelerator(ProcessState):
 
     def __init__(
         self,
-        *,
-        device_placement: bool = True,
+        device_placement: bool = True,  # here and below in Accelerate's order, since programs give some by position
         split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        dataloader_config: DataLoaderConfiguration | None = None,
         cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: object = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: object = None,
+        megatron_lm_plugin: object = None,
+        rng_types: Iterable[Any] | None = None,
         log_with: Any = None,
         project_dir: _Path | None = None,
         project_config: ProjectConfiguration | None = None,
-        rng_types: Iterable[Any] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        downcast_bf16: bool = False,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         kwargs_handlers: Iterable[object] | None = None,
-        **others: Any,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: object = None,
+        parallelism_config: object = None,
+        *,
+        downcast_bf16: bool = False,
     ) -> None:
-        refusals.refuse(others)
+        refusals.refuse(
+            deepspeed_plugin=deepspeed_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+        )
         self._handlers = handlers.Handlers.from_list(kwargs_handlers)
         self._rng_types = random_state.check_rng_types(rng_types or ())
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
-        config = dataloader_config or DataLoaderConfiguration()
-        self._loading = config if split_batches is None else dataclasses.replace(config, split_batches=split_batches)
+        self._loading = copy.copy(dataloader_config or DataLoaderConfiguration())
+        if split_batches is not None:
+            self._loading.split_batches = split_batches
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
         self._open_project(project_dir, project_config, log_with)
@@ -138,6 +161,7 @@ class Accelerator(ProcessState):
         )
         self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
         self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
+        self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -195,6 +219,16 @@ class Accelerator(ProcessState):
         self.gradient_state.change_steps(steps)
 
     @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler of fp16, with the methods of torch's ``GradScaler``; ``None`` in another precision."""
+        return self._precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        """True if models compute under autocast."""
+        return self._precision.dtype is not None
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if an optimizer skipped its last step because a gradient overflowed in fp16."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
@@ -237,7 +271,7 @@ class Accelerator(ProcessState):
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
         model = self._once(
             model,
-            models.prepare_model,
+            compiling.compiling(self._dynamo, models.prepare_model),
             self._backend,
             self._precision,
             device_placement=self._is_placed(device_placement),
@@ -313,12 +347,22 @@ class Accelerator(ProcessState):
     def _all_prepared(self) -> list[Any]:
         return [prepared for _, prepared in self._prepared]
 
+    # Programs read these lists too, by Accelerate's names.
+
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:
         return [item for item in self._all_prepared if isinstance(item, AcceleratedOptimizer)]
 
     @property
-    def _loaders(self) -> list[DataLoaderShard]:
+    def _models(self) -> list[torch.nn.Module]:
+        return [item for item in self._all_prepared if isinstance(item, torch.nn.Module)]
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return [item for item in self._all_prepared if isinstance(item, AcceleratedScheduler)]
+
+    @property
+    def _dataloaders(self) -> list[DataLoaderShard]:
         return [item for item in self._all_prepared if isinstance(item, DataLoaderShard)]
 
     def _is_placed(self, device_placement: bool | None) -> bool:
@@ -433,7 +477,7 @@ class Accelerator(ProcessState):
         joinables = list(joinables)
         fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
         even = self._loading.even_batches if even_batches is None else even_batches
-        return join_uneven_inputs(joinables, even, loaders=self._loaders, state=self.gradient_state)
+        return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes in mixed precision, for code outside of a prepared model."""
@@ -616,16 +660,14 @@ class Accelerator(ProcessState):
         return str(folder)
 
     def _checkpoint_state(self) -> CheckpointState:
-        prepared = self._all_prepared
         states: dict[str, list[Any]] = {
             "optimizer": [*self._optimizers],
-            "scheduler": [item for item in prepared if isinstance(item, AcceleratedScheduler)],
+            "scheduler": [*self._schedulers],
             "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
             checkpoint.CUSTOM: self._registered,
         }
-        models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         writes_whole = self._sharding is not None and self._sharding.saves_whole
-        return CheckpointState(models, states, self._loaders, self.gradient_state, writes_whole)
+        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state, writes_whole)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.

@@ -19,6 +19,7 @@ from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import fsdp
 from notebook_accel.training.backends import group_recovery
+from notebook_accel.training.handlers import KwargsHandler
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, LoaderIteration
 from notebook_accel.training.sharding import Tail
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientAccumulationPlugin:
+@dataclasses.dataclass
+class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation.
 
     Attributes:
@@ -86,7 +87,7 @@ def resolve(
         )
     return dataclasses.replace(
         plugin,
-        num_steps=plugin.num_steps or steps,
+        num_steps=steps if plugin.num_steps is None else plugin.num_steps,
         scale_last_window=plugin.scale_last_window and not environment.follows_accelerate(environ),
     )
 
@@ -149,6 +150,15 @@ class GradientState:
 
     abandon_step = reset  # after an interrupt
 
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget the latest ``Accelerator``'s window, so that the next state without a plugin is a new one."""
+        cls._latest = None
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Decide by hand whether gradients sync and optimizers step, for a program that counts batches itself."""
+        self.sync_gradients = sync_gradients
+
     @property
     def is_in_window(self) -> bool:
         """True if there are summed gradients that haven't synced yet."""
@@ -198,6 +208,17 @@ class GradientState:
     def sync_with_dataloader(self) -> bool:
         """The plugin's setting."""
         return self.plugin.sync_with_dataloader
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state works as soon as it is made."""
+        return True
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that the current batch came from; ``None`` outside of a loop."""
+        current = self._seen(ACTIVE_ITERATIONS.current)
+        return None if current is None else current.loader
 
     @property
     def in_dataloader(self) -> bool:

@@ -20,8 +20,15 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
+from notebook_accel.training import (
+    accelerate_checkpoint,
+    collectives,
+    fsdp,
+    model_files,
+    random_state,
+    sharded_files,
+)
 from notebook_accel.training import checkpoint_folders as folders
-from notebook_accel.training import collectives, fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
@@ -240,7 +247,8 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    manifest = folders.read_manifest(folder)
+    is_of_accelerate = folders.is_of_accelerate(folder)
+    manifest = {} if is_of_accelerate else folders.read_manifest(folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -249,6 +257,8 @@ def _read(
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
+    if is_of_accelerate:
+        return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
     _check_counts(manifest, models, state, folder)
     files = sharded_files.ShardedFiles(folder)
     to_read: dict[str, torch.Tensor] = {}
@@ -310,6 +320,35 @@ def _counterpart_in(item: Any) -> Callable[[tuple[Any, ...]], Any]:
         return found
 
     return at
+
+
+def _read_accelerates(
+    backend: Backend,
+    state: CheckpointState,
+    models: list[torch.nn.Module],
+    folder: pathlib.Path,
+    *,
+    strict: bool,
+    weights_only: bool,
+) -> _RankPart:
+    """Return this rank's part of a checkpoint that Accelerate has saved."""
+    saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
+    _check_counts(saved.manifest(state.states), models, state, folder)
+    files = sharded_files.ShardedFiles(folder)  # there are none: what is read is whole, and cut into shares
+    weights = []
+    for number, model in enumerate(models):
+        own = state_of(model)
+        of_model = saved.weights(number, own)
+        if strict and _fingerprint(own) != _fingerprint(of_model):
+            raise _other_model_error(own, of_model, folder)
+        weights.append((model, files.fitted(of_model, _by_name(own), {})))
+    states = [
+        (item, files.fitted(saved.state(name, number, weights_only=weights_only), _counterpart_in(item), {}))
+        for name, items in state.states.items()
+        for number, item in enumerate(items)
+    ]
+    own_state = saved.own_state(backend, state.loaders, state.gradients.num_steps)
+    return _RankPart(weights, states, own_state, saved.ranks)
 
 
 def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *, has_shards: bool) -> dict[str, Any]:

@@ -207,6 +207,11 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     return manifest
 
 
+def is_of_accelerate(folder: pathlib.Path) -> bool:
+    """Return whether Accelerate has written the checkpoint in a folder. It writes these random numbers late."""
+    return not (folder / MANIFEST).is_file() and (folder / "random_states_0.pkl").is_file()
+
+
 def _parsed_manifest(folder: pathlib.Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return manifest
@@ -221,7 +226,7 @@ def _others_near(folder: pathlib.Path) -> str:
 
 def _is_complete(folder: pathlib.Path) -> bool:
     # The manifest is written before the folder gets its name.
-    return not folder.name.startswith(".") and (folder / MANIFEST).is_file()
+    return not folder.name.startswith(".") and ((folder / MANIFEST).is_file() or is_of_accelerate(folder))
 
 
 def _numbered(folder: pathlib.Path) -> list[pathlib.Path]:

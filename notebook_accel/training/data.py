@@ -33,7 +33,7 @@ from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetS
 from notebook_accel.training.trees import send_to_device
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class DataLoaderConfiguration:
     """Options for preparing loaders.
 

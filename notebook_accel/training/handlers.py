@@ -1,8 +1,12 @@
-"""Settings that ``Accelerator(kwargs_handlers=[...])`` passes on to torch, under Accelerate's names."""
+"""Settings that ``Accelerator(kwargs_handlers=[...])`` passes on to torch, under Accelerate's names.
+
+They can be changed after they were made. An Accelerator copies and checks them when it is made.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import enum
@@ -31,8 +35,22 @@ class DDPCommunicationHookType(enum.Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-@dataclasses.dataclass(frozen=True)
-class AutocastKwargs:
+@dataclasses.dataclass
+class KwargsHandler:
+    """The base class of settings that are passed on as arguments."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all settings by name."""
+        return copy.deepcopy(vars(self))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, by name."""
+        defaults = vars(type(self)())
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+
+
+@dataclasses.dataclass
+class AutocastKwargs(KwargsHandler):
     """Settings of autocast in the forward pass; ``torch.autocast`` has the details.
 
     Attributes:
@@ -44,8 +62,8 @@ class AutocastKwargs:
     cache_enabled: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class GradScalerKwargs:
+@dataclasses.dataclass
+class GradScalerKwargs(KwargsHandler):
     """Settings of loss scaling in fp16; ``torch.amp.GradScaler`` has the details.
 
     Attributes:
@@ -63,8 +81,8 @@ class GradScalerKwargs:
     enabled: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class InitProcessGroupKwargs:
+@dataclasses.dataclass
+class InitProcessGroupKwargs(KwargsHandler):
     """Settings of the process group: its backend and its timeout.
 
     Attributes:
@@ -97,8 +115,8 @@ class InitProcessGroupKwargs:
             raise ConfigError(f"InitProcessGroupKwargs(timeout={self.timeout!r}).", fix="timedelta(minutes=30)")
 
 
-@dataclasses.dataclass(frozen=True)
-class DistributedDataParallelKwargs:
+@dataclasses.dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
     """Settings of gradient averaging; ``torch.nn.parallel.DistributedDataParallel`` has the details.
 
     Attributes:
@@ -136,12 +154,11 @@ class DistributedDataParallelKwargs:
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``DistributedDataParallel`` that differ from its defaults, since it warns of some."""
         ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in ours}
-        return {name: value for name, value in given.items() if value != getattr(type(self), name)}
+        return {name: value for name, value in self.to_kwargs().items() if name not in ours}
 
 
-@dataclasses.dataclass(frozen=True)
-class ProfileKwargs:
+@dataclasses.dataclass
+class ProfileKwargs(KwargsHandler):
     """Settings of torch's profiler; ``torch.profiler.profile`` has the details.
 
     Attributes:
@@ -204,27 +221,28 @@ def profile(options: ProfileKwargs | None, rank: int) -> Iterator[torch.profiler
 class Handlers:
     """A handler of each kind."""
 
-    autocast: AutocastKwargs = AutocastKwargs()
-    ddp: DistributedDataParallelKwargs = DistributedDataParallelKwargs()
-    group: InitProcessGroupKwargs = InitProcessGroupKwargs()
-    profile: ProfileKwargs = ProfileKwargs()
-    scaler: GradScalerKwargs = GradScalerKwargs()
+    autocast: AutocastKwargs = dataclasses.field(default_factory=AutocastKwargs)
+    ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+    group: InitProcessGroupKwargs = dataclasses.field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = dataclasses.field(default_factory=ProfileKwargs)
+    scaler: GradScalerKwargs = dataclasses.field(default_factory=GradScalerKwargs)
 
     @classmethod
     def from_list(cls, given: Iterable[object] | None) -> Handlers:
-        """Sort the handlers in ``kwargs_handlers`` by kind.
+        """Sort copies of the handlers in ``kwargs_handlers`` by kind.
 
         Raises:
-            ConfigError: Two handlers are of one kind, or one is of no known kind.
+            ConfigError: Two handlers are of one kind, one is of no known kind, or one has a value that isn't possible.
         """
-        kinds = {type(field.default): field.name for field in dataclasses.fields(cls)}
+        kinds: dict[Any, str] = {field.default_factory: field.name for field in dataclasses.fields(cls)}
         known = ", ".join(kind.__name__ for kind in kinds)
         found: dict[str, Any] = {}
+        handler: Any
         for handler in given or ():
             name = kinds.get(type(handler))
             if name is None:
                 raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}.", fix=f"one of {known}")
             if name in found:
                 raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}.", fix="put both into one")
-            found[name] = handler
+            found[name] = dataclasses.replace(handler)  # a copy, which is checked again
         return cls(**found)

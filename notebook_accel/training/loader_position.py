@@ -72,6 +72,7 @@ class LoaderIteration:
         tail: The ``Tail`` of the round that is out, ``None`` if that round is like the others.
         upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
         moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
+        loader: The loader.
         undealt: Batches of the sampler that were left out before the rest was dealt out to the ranks.
     """
 
@@ -82,6 +83,7 @@ class LoaderIteration:
     tail: Tail | None = None
     upload_next: Callable[[], None] | None = None
     moment: int = 0
+    loader: Any = None
     undealt: int = 0
 
 

@@ -83,7 +83,7 @@ def save_model(
         CheckpointError: A value isn't a tensor, and safetensors holds tensors only.
         ConfigError: ``max_shard_size`` isn't a size, or ``folder`` is a file.
     """
-    limit_bytes = _size_bytes(max_shard_size)
+    limit_bytes = size_bytes(max_shard_size, "max_shard_size")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"A model is saved to a folder; {folder} is a file.", fix="give it another name")
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,9 +147,13 @@ def _bytes_of(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def _size_bytes(size: int | str) -> int:
-    """Return a size in bytes: ``"5GB"`` counts in powers of ten, as at Hugging Face, ``"5GiB"`` in powers of two."""
+def size_bytes(size: int | str, name: str) -> int:
+    """Return a size in bytes: ``"5GB"`` counts in powers of ten, as at Hugging Face, ``"5GiB"`` in powers of two.
+
+    Raises:
+        ConfigError: ``size``, the value of the option ``name``, isn't a size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"max_shard_size is {size!r}.", fix='a size such as "500MB" or "10GB", or a number of bytes')
+        raise ConfigError(f"{name} is {size!r}.", fix='a size such as "500MB" or "10GB", or a number of bytes')
     return int(float(match[1]) * _UNITS[match[2].upper()])

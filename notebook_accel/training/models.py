@@ -21,6 +21,7 @@ from notebook_accel.training import collectives, fsdp
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_model
+from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
@@ -182,6 +183,7 @@ def unwrap_model(
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+    model = without_own_wrapper(model)
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)

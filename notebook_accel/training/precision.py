@@ -118,6 +118,29 @@ class LossScaler:
         """The factor of losses."""
         return self._scaler.get_scale()
 
+    # Methods of torch's scaler, for programs that call it themselves. All others, such as ``is_enabled``, are its own.
+
+    def get_scale(self) -> float:
+        """Return the factor of the next loss: after a step that was skipped, the smaller one."""
+        factor: float = self.state_dict()["scale"]
+        return factor
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients of an optimizer, prepared or not, back to their real size."""
+        self.unscale(_own(optimizer))
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Let the scale change now rather than before the next loss, or set it."""
+        self._update()
+        if new_scale is not None:
+            with self._rescaled_gradients():
+                self._scaler.update(new_scale)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_scaler":  # not set yet: the object is being made
+            raise AttributeError(name)
+        return getattr(self._scaler, name)
+
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the gradients of this optimizer's parameters at the scale from now on."""
         self._optimizers.add(optimizer)
@@ -189,6 +212,7 @@ class LossScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step unless a gradient overflowed, and return whether the step was skipped."""
+        optimizer = _own(optimizer)
         self.unscale(optimizer)
         # torch's own step would refuse a second step with the same gradients, and a step without gradients.
         found = self._scaler._found_inf_per_device(optimizer)
@@ -196,3 +220,9 @@ class LossScaler:
         if not overflowed:
             optimizer.step()
         return overflowed
+
+
+def _own(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that a prepared one wraps, any other unchanged."""
+    own: torch.optim.Optimizer = optimizer.optimizer if hasattr(optimizer, "step_was_skipped") else optimizer
+    return own

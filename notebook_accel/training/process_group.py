@@ -6,6 +6,7 @@ import dataclasses
 import os
 import weakref
 
+import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from notebook_accel import environment
@@ -70,9 +71,20 @@ def joined() -> Backend | None:
     return None if backend is None or backend.has_left or not is_at(rank_place(), backend) else backend
 
 
-def current(*, cpu: bool = False) -> Backend:
+def current(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
     """Return the present backend; join if there is none."""
-    return joined() or join(cpu=cpu)
+    return joined() or join(cpu=cpu, options=options)
+
+
+def end() -> None:
+    """Leave the group with everything in this process that uses it, and destroy it, whoever has made it."""
+    backend, group = joined(), torch_group.made_here()
+    for member in [] if group is None else list(group.members):
+        member.leave()
+    if backend is not None and not backend.has_left:
+        backend.leave()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_at(place: RankPlace, backend: Backend) -> bool:

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from notebook_accel.errors import TrainingError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.unpicklable import StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -143,11 +146,29 @@ class ProcessState:
         """The kind of the ranks' devices; ``NO`` for a single rank."""
         return _BY_DEVICE[self.device.type] if self.use_distributed else DistributedType.NO
 
+    @property
+    def backend(self) -> str | None:
+        """The library that connects the ranks: ``"nccl"``, ``"gloo"`` or ``"xla"``; ``None`` for a single rank."""
+        if not self.use_distributed:
+            return None
+        if self.device.type == "xla":
+            return "xla"
+        return "gloo" if f"{self.device.type}:gloo" in dist.get_backend_config() else "nccl"
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state joins the group of all ranks when it is made."""
+        return True
+
     # All ranks together
 
     def wait_for_everyone(self) -> None:
         """Block until every rank has called this method."""
         collectives.wait_for_everyone(self._backend)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Destroy a group; by default the group of all ranks, after which this object can't communicate any more."""
+        process_group.end() if group is None else dist.destroy_process_group(group)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Return a context whose body rank 0 runs before the others, such as to download something once."""
@@ -228,14 +249,31 @@ class PartialState(ProcessState):
 
     Args:
         cpu: Compute on the CPU even where there are GPUs, unless the process has joined already.
+        group: Settings of the group, unless the process has joined already: the fields of ``InitProcessGroupKwargs``,
+            such as ``backend="gloo"``.
 
     Raises:
-        ConfigError: The environment variables don't describe a rank.
+        ConfigError: The environment variables don't describe a rank, or the process has joined with another backend.
         TrainingError: The other ranks didn't come in time, or this rank has no device.
     """
 
-    def __init__(self, cpu: bool = False) -> None:
-        super().__init__(process_group.current(cpu=cpu))
+    def __init__(self, cpu: bool = False, **group: Any) -> None:
+        options = InitProcessGroupKwargs(**group)
+        super().__init__(process_group.current(cpu=cpu, options=options))
+        if options.backend is not None and self.backend not in (None, options.backend):
+            raise ConfigError(
+                f"PartialState(backend={options.backend!r}) comes too late: this rank has joined with {self.backend}.",
+                fix=f"make it before the first Accelerator, or leave backend={options.backend!r} out",
+            )
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.device
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Do nothing: a new state has nothing of an earlier one but the group, which ``destroy_process_group`` ends."""
 
 
 class AcceleratorState(ProcessState):
@@ -254,6 +292,7 @@ class AcceleratorState(ProcessState):
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))
@@ -289,6 +328,17 @@ class AcceleratorState(ProcessState):
         """The kind of the ranks' devices; ``FSDP`` if models are sharded, and ``NO`` for a single rank."""
         kind = super().distributed_type
         return kind if self.fsdp_plugin is None or kind is DistributedType.NO else DistributedType.FSDP
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:  # noqa: ARG003  there is nothing to reset in it
+        """Forget the latest ``Accelerator``'s precision. Each Accelerator has its own even without this."""
+        global _latest
+        _latest = None
+
+
+def is_initialized() -> bool:
+    """Return whether there has been an ``Accelerator`` in this process, and it still exists."""
+    return _latest is not None and _latest() is not None
 
 
 _latest: weakref.ref[Precision] | None = None  # the precision of the latest Accelerator

@@ -2,6 +2,7 @@
 
 from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import (
@@ -10,6 +11,7 @@ from notebook_accel.training.handlers import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
     ProfileKwargs,
 )
 from notebook_accel.training.precision import PrecisionType
@@ -17,13 +19,11 @@ from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import (
     AORecipeKwargs,
     DeepSpeedPlugin,
-    DynamoBackend,
     FP8RecipeKwargs,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,
     TERecipeKwargs,
-    TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
 from notebook_accel.training.states import DistributedType
@@ -43,6 +43,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",

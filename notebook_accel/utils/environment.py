@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
+
+import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError
 
 __all__ = [
+    "are_libraries_initialized",
     "clear_environment",
+    "get_current_device_type",
     "get_int_from_env",
     "parse_choice_from_env",
     "parse_flag_from_env",
@@ -37,6 +42,16 @@ def clear_environment() -> Iterator[None]:
         yield
     finally:
         environment.become(before)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of some modules that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return the type of the devices that ranks would train on here, as torch and as ``DistributedType`` call it."""
+    return ("cuda", "MULTI_GPU") if torch.cuda.is_available() else ("cpu", "MULTI_CPU")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:

@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 __all__ = [
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
+    "is_aim_available",
     "is_bf16_available",
+    "is_bnb_available",
+    "is_boto3_available",
+    "is_clearml_available",
     "is_comet_ml_available",
     "is_cuda_available",
     "is_datasets_available",
     "is_deepspeed_available",
+    "is_dvclive_available",
     "is_fp8_available",
     "is_fp16_available",
+    "is_hpu_available",
+    "is_lomo_available",
     "is_matplotlib_available",
     "is_megatron_lm_available",
     "is_mlflow_available",
+    "is_mlu_available",
     "is_mps_available",
+    "is_msamp_available",
+    "is_musa_available",
+    "is_neuron_available",
     "is_npu_available",
+    "is_numpy_available",
     "is_pandas_available",
+    "is_peft_available",
+    "is_pippy_available",
+    "is_pynvml_available",
+    "is_pytest_available",
     "is_rich_available",
+    "is_rocm_available",
+    "is_sagemaker_available",
+    "is_schedulefree_available",
+    "is_sdaa_available",
+    "is_swanlab_available",
     "is_tensorboard_available",
+    "is_timm_available",
+    "is_torch_distributed_available",
     "is_torch_xla_available",
+    "is_torchao_available",
+    "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available",
+    "is_tqdm_available",
+    "is_trackio_available",
+    "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available",
     "is_transformers_available",
+    "is_triton_available",
     "is_wandb_available",
+    "is_weights_only_available",
+    "is_xccl_available",
     "is_xpu_available",
 ]
 
@@ -66,54 +105,109 @@ def is_tensorboard_available() -> bool:
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed.
+
+    Args:
+        min_version: Also require this version or a later one.
+    """
+    if not _is_installed("bitsandbytes"):
+        return False
+    return min_version is None or TorchVersion(importlib.metadata.version("bitsandbytes")) >= TorchVersion(min_version)
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes is installed in a version that has 4-bit weights."""
+    return is_bnb_available("0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes is installed in a version that has 8-bit weights."""
+    return is_bnb_available("0.37.2")
+
+
+def is_rocm_available() -> bool:
+    """Return whether torch is built for AMD's GPUs."""
+    return torch.version.hip is not None
+
+
+def is_torch_distributed_available() -> bool:
+    """Return whether torch was built with its distributed package."""
+    return torch.distributed.is_available()
+
+
+def is_weights_only_available() -> bool:
+    """Return ``True``: every supported version of torch can load without running code."""
+    return True
+
+
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _check_of(package: str) -> Callable[[], bool]:
+def _check_of(package: str, module: str = "") -> Callable[[], bool]:
     def check() -> bool:
-        return _is_installed(package)
+        return _is_installed(module or package)
 
     check.__name__ = check.__qualname__ = f"is_{package}_available"
-    check.__doc__ = f"Return whether {package} is installed."
+    check.__doc__ = f"Return whether {module or package} is installed."
     return check
 
 
+is_aim_available = _check_of("aim")
+is_boto3_available = _check_of("boto3")
+is_clearml_available = _check_of("clearml")
 is_comet_ml_available = _check_of("comet_ml")
 is_datasets_available = _check_of("datasets")
+is_dvclive_available = _check_of("dvclive")
 is_matplotlib_available = _check_of("matplotlib")
 is_mlflow_available = _check_of("mlflow")
+is_numpy_available = _check_of("numpy")
 is_pandas_available = _check_of("pandas")
+is_peft_available = _check_of("peft")
+is_pynvml_available = _check_of("pynvml")
+is_pytest_available = _check_of("pytest")
 is_rich_available = _check_of("rich")
+is_schedulefree_available = _check_of("schedulefree")
+is_swanlab_available = _check_of("swanlab")
+is_timm_available = _check_of("timm")
+is_torchao_available = _check_of("torchao")
+is_torchdata_available = _check_of("torchdata")
+is_torchvision_available = _check_of("torchvision")
+is_tqdm_available = _check_of("tqdm")
+is_trackio_available = _check_of("trackio")
 is_transformers_available = _check_of("transformers")
+is_triton_available = _check_of("triton")
 is_wandb_available = _check_of("wandb")
+is_lomo_available = _check_of("lomo", "lomo_optim")
+is_torchdata_stateful_dataloader_available = _check_of(
+    "torchdata_stateful_dataloader", "torchdata"
+)  # every version since 0.8 has it
 
 
-def is_fp8_available() -> bool:
-    """Return ``False``: ranks don't compute in 8 bits."""
-    return False
+def _never(name: str, reason: str) -> Callable[..., bool]:
+    def check(*_: Any, **__: Any) -> bool:
+        return False
+
+    check.__name__ = check.__qualname__ = f"is_{name}_available"
+    check.__doc__ = f"Return ``False``: {reason}."
+    return check
 
 
-def is_deepspeed_available() -> bool:
-    """Return ``False``: ranks don't train by DeepSpeed, even if it is installed."""
-    return False
-
-
-def is_megatron_lm_available() -> bool:
-    """Return ``False``: ranks don't train by Megatron-LM, even if it is installed."""
-    return False
-
-
-def is_mps_available(min_version: str = "1.12") -> bool:  # noqa: ARG001  the name that Accelerate documents
-    """Return ``False``: ranks don't compute on Apple's GPUs."""
-    return False
-
-
-def is_npu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return ``False``: ranks don't compute on Ascend's NPUs."""
-    return False
-
-
-def is_xpu_available(check_device: bool = False) -> bool:  # noqa: ARG001
-    """Return ``False``: ranks don't compute on Intel's GPUs."""
-    return False
+is_fp8_available = _never("fp8", "ranks don't compute in 8 bits")
+is_msamp_available = _never("msamp", "ranks don't compute in 8 bits")
+is_transformer_engine_available = _never("transformer_engine", "ranks don't compute in 8 bits")
+is_transformer_engine_mxfp8_available = _never("transformer_engine_mxfp8", "ranks don't compute in 8 bits")
+is_deepspeed_available = _never("deepspeed", "ranks don't train by DeepSpeed, even if it is installed")
+is_megatron_lm_available = _never("megatron_lm", "ranks don't train by Megatron-LM, even if it is installed")
+is_pippy_available = _never("pippy", "models aren't cut into pipelines")
+is_sagemaker_available = _never("sagemaker", "ranks don't run on Amazon SageMaker")
+is_hpu_available = _never("hpu", "ranks don't compute on Intel's Gaudi")
+is_mlu_available = _never("mlu", "ranks don't compute on Cambricon's devices")
+is_mps_available = _never("mps", "ranks don't compute on Apple's GPUs")
+is_musa_available = _never("musa", "ranks don't compute on Moore Threads' GPUs")
+is_neuron_available = _never("neuron", "ranks don't compute on AWS's Trainium")
+is_npu_available = _never("npu", "ranks don't compute on Ascend's NPUs")
+is_sdaa_available = _never("sdaa", "ranks don't compute on Tecorigin's devices")
+is_xpu_available = _never("xpu", "ranks don't compute on Intel's GPUs")
+is_xccl_available = _never("xccl", "ranks don't compute on Intel's GPUs")

@@ -22,7 +22,7 @@ from notebook_accel.training import process_group
 from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.backend import Backend
 
-__all__ = ["find_executable_batch_size", "release_memory"]
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
 _REDUCTION = 0.9  # as in Accelerate
 _OUT_OF_MEMORY = (
@@ -131,6 +131,17 @@ def release_memory(*objects: Any) -> list[None]:
     return [None] * len(objects)
 
 
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Release unused device memory.
+
+    Args:
+        garbage_collection: Collect Python's garbage first, which may hold tensors.
+    """
+    if garbage_collection:
+        gc.collect()
+    process_group.current().release_memory()
+
+
 def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own: int) -> None:
     """Raise ``TypeError`` if ``args`` are too many for the function after its first ``own`` arguments."""
     try:
@@ -161,7 +172,7 @@ class _Outcome:
     """The end of a rank's attempt: ``runs_out`` is true if memory ran out, and ``error`` is any other exception."""
 
     def __init__(self, error: Exception | None) -> None:
-        self.runs_out = error is not None and _is_about_memory(error)
+        self.runs_out = error is not None and should_reduce_batch_size(error)
         self.error = None if self.runs_out else error
 
 
@@ -300,9 +311,10 @@ class _Exchange:
             time.sleep(_POLL_S)
 
 
-def _is_about_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether an exception says that memory has run out."""
+    return isinstance(exception, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
     )
 
 

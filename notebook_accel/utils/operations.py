@@ -5,6 +5,7 @@ Collectives use the group that this process is in.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,16 +18,23 @@ from notebook_accel.training import collectives, process_group, trees
 
 __all__ = [
     "DistributedOperationException",
+    "TensorInformation",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
     "gather",
     "gather_object",
+    "get_data_structure",
     "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
     "is_torch_tensor",
     "listify",
     "pad_across_processes",
@@ -79,6 +87,27 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad the ranks' tensors along ``dim`` to the length of the longest, so that they can be gathered."""
     return collectives.pad_across_processes(process_group.current(), tensor, dim, pad_index, pad_first)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return one rank's tensor on every rank.
+
+    Args:
+        tensor: The tensor on the rank that has it, ``None`` on the others.
+
+    Raises:
+        TrainingError: No rank has a tensor.
+    """
+    backend = process_group.current()
+    described = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    by_rank = collectives.gather_object(backend, [described])
+    owner = next((rank for rank, found in enumerate(by_rank) if found is not None), None)
+    if owner is None:
+        raise TrainingError("copy_tensor_to_devices was given a tensor on no rank.", fix="pass it on one rank")
+    shape, dtype = by_rank[owner]
+    own = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    copied: torch.Tensor = collectives.broadcast(backend, own.to(backend.device), owner)
+    return copied
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False) -> Any:
@@ -158,12 +187,47 @@ def find_batch_size(data: Any) -> int:
     Raises:
         TrainingError: There is no such tensor.
     """
-    for leaf in trees.leaves_of(data):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return len(leaf)
+    length = ignorant_find_batch_size(data)
+    if length is not None:
+        return length
     raise TrainingError(
         f"There is no tensor with a length in this {type(data).__name__}.", fix="pass a batch that has one"
     )
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Return the length of the first tensor that has a dimension, ``None`` if there is no such tensor."""
+    return next((len(leaf) for leaf in trees.leaves_of(data) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+@dataclasses.dataclass
+class TensorInformation:
+    """A tensor's shape and type, which can be sent before the tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: object) -> bool:
+    """Return whether an object is a ``TensorInformation``."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Replace each tensor by its ``TensorInformation``."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Replace each ``TensorInformation`` by a tensor with that shape and type, whose values are undefined."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def is_namedtuple(data: object) -> bool:
+    """Return whether an object is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def find_device(data: Any) -> torch.device | None:

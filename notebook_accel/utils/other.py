@@ -1,23 +1,32 @@
-"""Models, files, progress bars and a barrier, for code that has no ``Accelerator``."""
+"""Models, files, a barrier and small helpers, for code that has no ``Accelerator``."""
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
 from typing import Any
 
 import torch
 
 from notebook_accel.launching.kernel.configuring import write_basic_config
 from notebook_accel.training import collectives, model_files, models, process_group
+from notebook_accel.training.compiling import compile_regions
 from notebook_accel.training.models import is_compiled_module
 from notebook_accel.training.states import PartialState
 
 __all__ = [
+    "compile_regions",
+    "convert_bytes",
     "extract_model_from_parallel",
+    "get_free_port",
+    "get_pretty_name",
     "is_compiled_module",
+    "is_port_in_use",
     "load",
+    "merge_dicts",
+    "recursive_getattr",
     "save",
-    "tqdm",
     "wait_for_everyone",
     "write_basic_config",
 ]
@@ -26,21 +35,6 @@ __all__ = [
 def wait_for_everyone() -> None:
     """Block until every rank has called this function."""
     collectives.wait_for_everyone(process_group.current())
-
-
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a progress bar of the package tqdm, shown on the first rank of each machine only.
-
-    Args:
-        args: Arguments of ``tqdm.auto.tqdm``.
-        main_process_only: ``False`` shows a bar for each rank.
-        kwargs: Keyword arguments of ``tqdm.auto.tqdm``.
-    """
-    from tqdm.auto import tqdm as bar  # not a dependency
-
-    if main_process_only and not PartialState().is_local_main_process:
-        kwargs["disable"] = True
-    return bar(*args, **kwargs)
 
 
 def extract_model_from_parallel(
@@ -75,3 +69,48 @@ def save(
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Call ``torch.load``, which reads nothing that can run code unless ``weights_only=False``."""
     return torch.load(f, map_location=map_location, **kwargs)
+
+
+def convert_bytes(size: float) -> str:
+    """Return a number of bytes as text, in units of 1024: ``"1.5 KB"``."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of a function or class, of another object the name of its class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    name: str = getattr(named, "__qualname__", None) or named.__name__
+    return name
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy the items of ``source`` into ``destination``, dictionaries item by item, and return ``destination``."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute of an attribute: ``recursive_getattr(model, "encoder.weight")``."""
+    return functools.reduce(getattr, attr.split("."), obj)
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a program listens on a TCP port of this machine; by default on 29500."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Return a TCP port that is free now. A launch needs none: it finds its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -15,7 +15,7 @@ from notebook_accel.launching.kernel import local
 from notebook_accel.launching.results import Results
 from notebook_accel.sessions.kernel import rank_pool
 from notebook_accel.sessions.kernel.session import Session
-from tests import kernels
+from tests import kernels, processes
 
 
 class Pair:
@@ -214,6 +214,17 @@ def test_what_a_session_cannot_be(session: Session) -> None:
         Session(1, start_method="inline")
     with pytest.raises(ConfigError, match="num_processes"):
         Session(0)
+
+
+def test_each_cell_counts_its_epochs_anew(session: Session) -> None:
+    session.execute("from tests.launching.ranks.training_loops import Training\nmade = Training()")
+    session.execute("def train():\n    for _ in range(2):\n        for x, y in made.loader: made.step(x, y)")
+    before = session.job.ranks[0].steps or 0
+    for steps in (before + 32, before + 64):
+        session.execute("train()")
+        processes.wait_until(lambda steps=steps: session.job.ranks[0].steps == steps, f"{steps} steps")
+        rank = session.job.ranks[0]
+        assert (rank.step, rank.total, rank.epoch) == (16, 16, 2)
 
 
 def test_many_cells_leave_nothing(session: Session) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pathlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -261,6 +262,104 @@ def checkpoints(api: str, folder: str) -> Any:
     accelerator.load_state(str(path))
     again = train(accelerator.skip_first_batches(loader, 2))
     return without_pause, again
+
+
+def checkpoint_of_accelerate(api: str, folder: str) -> Any:
+    """Train on from a checkpoint that Accelerate has saved after an epoch, with dropout and a registered object."""
+    path = pathlib.Path(folder, "of_accelerate")
+
+    def made() -> Any:
+        accelerator = accelerator_of(api, num_steps=2, precision="bf16")
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40)
+        counts = Counts()
+        accelerator.register_for_checkpointing(counts)
+        loader = loader_of("numbers", 18, 2)
+        return accelerator, model, counts, *accelerator.prepare(model, optimizer, schedule, loader)
+
+    def train(parts: Any) -> Any:
+        accelerator, model, counts, net, optimizer, schedule, loader = parts
+        for rows in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(torch.stack([rows, rows + 1, rows * 2, rows**2], 1).float()).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            counts.seen += 1
+        return weights_of(model), schedule.get_last_lr(), counts.seen, torch.rand(2).tolist(), random.random()
+
+    torch.manual_seed(3)
+    random.seed(3)
+    first = made()
+    train(first)
+    if api == "accelerate":
+        first[0].save_state(str(path))
+    second = made()
+    second[0].load_state(str(path))
+    return train(second)
+
+
+class Blocks(torch.nn.Module):
+    """A model with repeated blocks between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
+        self.last = torch.nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def compiled(api: str, given: Any, **options: Any) -> Any:
+    """Train a model that ``prepare`` compiles, with accumulation, and evaluate it.
+
+    Args:
+        api: The library's name.
+        given: The arguments of ``TorchDynamoPlugin``, or the name of a backend.
+        options: The options of ``accelerator_of``.
+    """
+    library, utils = importlib.import_module(api), importlib.import_module(f"{api}.utils")
+    torch._dynamo.reset()
+    if api == "accelerate":
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state()
+    said = {"dynamo_backend": given} if isinstance(given, str) else {"dynamo_plugin": utils.TorchDynamoPlugin(**given)}
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2, **said, **options)
+    torch.manual_seed(1)
+    model, x, y = Blocks(), torch.randn(24, 4), torch.randint(0, 3, (24,))
+    net, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader_of("numbers", 24, 4)
+    )
+    for _ in range(2):
+        for rows in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
+                optimizer.step()
+                optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        logits = accelerator.gather(net(x[:4])).tolist()
+    plugin = accelerator.state.dynamo_plugin
+    return [weights_of(model), logits, plugin.to_kwargs(), plugin.to_dict(), utils.is_compiled_module(net)]
+
+
+class Counts:
+    """A registered object."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
 
 
 def tracking(api: str) -> Any:

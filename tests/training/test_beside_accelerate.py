@@ -45,6 +45,11 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("training", (23, "shuffled", "StepLR"), {"num_steps": 2, **SEEDABLE}),
     ("training", (13, "stream", "LambdaLR"), {"num_steps": 2}),
     ("training", (24, "numbers", "StepLR"), {"num_steps": 2, "precision": "bf16"}),
+    ("compiled", ("eager",), {}),
+    ("compiled", ({"backend": "AOT_EAGER", "dynamic": True},), {}),
+    ("compiled", ("aot_eager",), {"mixed_precision": "bf16"}),
+    ("compiled", ({"backend": "eager", "use_regional_compilation": True},), {}),
+    ("compiled", ("no",), {}),
     ("without_end", (), {}),
     ("by_hand", (), {}),
     ("late_sync", (), {}),
@@ -53,12 +58,16 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("tutorial", (), {}),
     ("tutorial", (), {"precision": "bf16"}),
     ("checkpoints", (), {}),
+    ("checkpoint_of_accelerate", (), {}),
     ("tracking", (), {}),
     ("collectives", (), {}),
     ("trees", (), {}),
     ("surroundings", (), {}),
     ("models", (), {}),
     ("settings", (), {}),
+    ("names", (), {}),
+    ("settings_that_change", (), {}),
+    ("helpers", (), {}),
 ]
 
 
@@ -69,7 +78,7 @@ def side_by_side(folder: str) -> list[tuple[Any, Any]]:
         dist.init_process_group("gloo")  # both of them then use it
     found = []
     for name, args, options in CASES:
-        given = (folder,) if name == "checkpoints" else args
+        given = (folder,) if name.startswith("checkpoint") else args
         found.append((outcome("accelerate", name, given, options), outcome("notebook_accel", name, given, options)))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import io
 import logging
@@ -18,9 +19,18 @@ import torch
 from torch.utils.data import DataLoader
 
 import notebook_accel
-from notebook_accel import Accelerator, AcceleratorState, ConfigError, DistributedType, TrainingError, utils
+from notebook_accel import (
+    Accelerator,
+    AcceleratorState,
+    ConfigError,
+    DistributedType,
+    TrainingError,
+    host_memory,
+    utils,
+)
 from notebook_accel.logging import get_logger
-from notebook_accel.state import GradientState, PartialState
+from notebook_accel.state import GradientState, PartialState, is_initialized
+from notebook_accel.utils.operations import copy_tensor_to_devices
 from tests.training.ranks import Ranks
 
 _DOORS = {
@@ -71,20 +81,20 @@ def test_states_are_those_of_the_latest_accelerator() -> None:
 
 
 def test_plugins_that_can_not_be_honoured() -> None:
-    for name in ("deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "dynamo_backend"):
+    for name in ("deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"):
         with pytest.raises(ConfigError, match=name):
             Accelerator(**{name: object()})
         Accelerator(**{name: None})
     Accelerator(dynamo_backend="no")
     with pytest.raises(TypeError, match="mixed_precison"):
-        Accelerator(mixed_precison="bf16")
+        Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="rng_types has 'dice'"):
         Accelerator(rng_types=["dice"])
 
 
 @pytest.mark.parametrize("name", [
-    "DeepSpeedPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchDynamoPlugin", "TorchTensorParallelPlugin",
-    "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
+    "DeepSpeedPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchTensorParallelPlugin", "AORecipeKwargs",
+    "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
 ])  # fmt: skip
 def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:
     plugin = getattr(utils, name)
@@ -110,8 +120,6 @@ def test_large_models_are_no_subject_here(name: str) -> None:
 def test_settings_given_as_names() -> None:
     assert Accelerator(cpu=True, mixed_precision=utils.PrecisionType.BF16).mixed_precision == "bf16"
     Accelerator(cpu=True, rng_types=[utils.RNGType.TORCH], dynamo_backend=utils.DynamoBackend.NO)
-    with pytest.raises(ConfigError, match="dynamo_backend"):
-        Accelerator(cpu=True, dynamo_backend=utils.DynamoBackend.INDUCTOR)
     with pytest.raises(ConfigError, match="no arithmetic in 8 bits"):
         Accelerator(cpu=True, mixed_precision="fp8")
 
@@ -395,3 +403,72 @@ def test_the_number_of_steps_can_be_set() -> None:
         assert not accelerator.sync_gradients
     with pytest.raises(ConfigError, match="gradient_accumulation_steps is 0"):
         accelerator.gradient_accumulation_steps = 0
+
+
+def test_settings_are_those_when_the_accelerator_was_made() -> None:
+    loading, plugin = utils.DataLoaderConfiguration(), utils.GradientAccumulationPlugin(num_steps=2)
+    group, scaler = utils.InitProcessGroupKwargs(), utils.GradScalerKwargs()
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=loading, gradient_accumulation_plugin=plugin, kwargs_handlers=[group, scaler]
+    )
+    loading.even_batches, plugin.num_steps = False, 4
+    assert accelerator.even_batches
+    assert accelerator.gradient_accumulation_steps == 2
+    plugin.num_steps = 0
+    with pytest.raises(ConfigError, match="num_steps"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    group.backend = "mpi"
+    with pytest.raises(ConfigError, match="'mpi'"):
+        Accelerator(cpu=True, kwargs_handlers=[group])
+
+
+def test_the_state_of_the_process() -> None:
+    AcceleratorState._reset_state()
+    assert not is_initialized()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert is_initialized()
+    assert AcceleratorState().mixed_precision == "bf16"
+    AcceleratorState._reset_state()
+    assert not is_initialized()
+    assert AcceleratorState().mixed_precision == "no"
+    GradientState._reset_state()
+    assert GradientState() is not accelerator.gradient_state
+
+
+def destroy() -> Any:
+    state = PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(seconds=50))
+    accelerator = Accelerator(cpu=True)
+    found: list[Any] = [state.backend, accelerator.gather(torch.ones(1)).tolist()]
+    with pytest.raises(ConfigError, match="comes too late: this rank has joined with gloo") as raised:
+        PartialState(cpu=True, backend="nccl")
+    state.destroy_process_group()
+    found += [raised.value.fix, torch.distributed.is_initialized()]
+    return [*found, Accelerator(cpu=True).gather(torch.ones(1)).tolist()]
+
+
+def test_the_group_is_destroyed_and_made_again(two_ranks: Ranks) -> None:
+    fix = "make it before the first Accelerator, or leave backend='nccl' out"
+    assert two_ranks.run(destroy) == [["gloo", [1, 1], fix, False, [1, 1]]] * 2
+
+
+def copy_from_rank_1() -> Any:
+    rank = PartialState(cpu=True).process_index
+    copied = copy_tensor_to_devices(torch.tensor([[True, False]]) if rank == 1 else None)
+    with pytest.raises(TrainingError, match="on no rank"):
+        copy_tensor_to_devices()
+    return copied.tolist()
+
+
+def test_a_tensor_of_one_rank_is_copied_to_all(two_ranks: Ranks) -> None:
+    assert two_ranks.run(copy_from_rank_1) == [[[True, False]]] * 2
+
+
+def test_memory_by_device() -> None:
+    free = utils.get_max_memory()
+    assert 0 < free["cpu"] <= host_memory.total_bytes()
+    assert len(free) == 1 + torch.cuda.device_count()
+    assert list(utils.get_max_memory({"disk": "1GB", "cpu": 5, 1: 2, 0: 1})) == [0, 1, "cpu", "disk"]
+    with pytest.raises(ConfigError, match="'gpu'"):
+        utils.get_max_memory({"gpu": 1})
+    with pytest.raises(ConfigError, match="size is '1 PB'"):
+        utils.convert_file_size_to_int("1 PB")

@@ -192,3 +192,40 @@ def test_a_skipped_step_is_skipped_once() -> None:
     assert ours.scaler.state_dict()["scale"] == 512
     moved = torch.tensor([1.0, 2.0]) - ours.parameters[0]
     assert math.isclose(moved.norm().item(), 0.25 * 0.7, rel_tol=1e-4)
+
+
+def test_a_program_that_calls_the_scaler_itself() -> None:
+    """Use the methods of torch's scaler, as code does that is written for it, beside torch's own."""
+    torchs = torch.amp.GradScaler("cpu", **SETTINGS.to_kwargs())
+    plain, ours = parameters(1), Ours(1)
+    optimizer = sgd(plain[0])
+    scales = []
+    for slope in (0.5, math.inf, 0.25, 2.0, 0.5):
+        torchs.scale(loss_of(plain[0], slope)).backward()
+        torchs.unscale_(optimizer)
+        torchs.step(optimizer)
+        torchs.update()
+        optimizer.zero_grad()
+        ours.backward(0, slope)
+        ours.scaler.unscale_(ours.optimizers[0])
+        ours.scaler.step(ours.optimizers[0])
+        ours.scaler.update()
+        ours.zero_grad(0, True)
+        scales.append(ours.scaler.get_scale())
+        assert scales[-1] == torchs.get_scale()
+        assert values(ours.parameters) == values(plain)
+    assert len(set(scales)) > 1
+    assert ours.scaler.is_enabled()
+    assert ours.scaler.get_growth_interval() == SETTINGS.growth_interval
+    ours.scaler.update(8.0)
+    assert ours.scaler.get_scale() == 8.0
+
+
+def test_the_scale_falls_with_a_skipped_step() -> None:
+    """Programs compare the scale before and after a step to find out whether it was skipped."""
+    ours = Ours(1)
+    before = ours.scaler.get_scale()
+    ours.backward(0, math.inf)
+    ours.step(0)
+    assert ours.optimizers[0].step_was_skipped
+    assert ours.scaler.get_scale() == before / 2

@@ -86,7 +86,9 @@ def surroundings(api: str) -> Any:
             found += [len(os.environ), utils.parse_flag_from_env("OTHER", True), utils.get_int_from_env(["OTHER"], 1)]
         found.append(os.environ["OTHER"])
     found += ["OTHER" in os.environ, utils.str_to_bool("On"), utils.str_to_bool("n", to_bool=True)]
-    for package in ("cuda", "bf16", "mps", "npu", "xpu", "torch_xla", "tensorboard", "wandb", "pandas"):
+    packages = "cuda bf16 mps npu xpu torch_xla tensorboard wandb pandas bnb peft aim clearml dvclive swanlab trackio "
+    packages += "hpu mlu musa neuron sdaa rocm timm torchvision triton boto3 pynvml weights_only lomo schedulefree"
+    for package in packages.split():
         found.append(bool(getattr(utils, f"is_{package}_available")()))
     found += [utils.is_torch_version(">=", "2.9"), utils.is_torch_version("<", "2.9")]
     found += [utils.compare_versions("numpy", ">", "1.0"), utils.compare_versions("numpy", "==", "1.0")]
@@ -118,3 +120,90 @@ def settings(api: str) -> Any:
         "is_local_main_process use_distributed sync_gradients save_iteration optimizer_step_was_skipped"
     )
     return {name: getattr(accelerator, name) for name in names.split()} | {"device": accelerator.device.type}
+
+
+def names(api: str) -> Any:
+    """Use what programs reach for beside the documented methods: positional arguments, lists, states, the window."""
+    state = importlib.import_module(f"{api}.state")
+    accelerator_of(api, precision="bf16")  # Accelerate would refuse the next one after another precision
+    accelerator = importlib.import_module(api).Accelerator(True, False, "bf16", 2, True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = torch.utils.data.DataLoader(range(6), batch_size=1)
+    net, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    gradients = accelerator.gradient_state
+    found: list[Any] = [
+        accelerator.mixed_precision,
+        accelerator.native_amp,
+        accelerator.scaler is None,
+        [
+            [accelerator.unwrap_model(item) is model for item in accelerator._models],
+            accelerator._optimizers == [optimizer],
+        ],
+        [accelerator._schedulers == [scheduler], accelerator._dataloaders == [loader]],
+        state.is_initialized(),
+        [state.PartialState().initialized, accelerator.state.initialized, gradients.initialized],
+        state.PartialState().backend == ("gloo" if accelerator.num_processes > 1 else None),
+        str(state.PartialState().default_device),
+    ]
+    found.append([gradients.active_dataloader is loader for _ in loader])
+    found.append(gradients.active_dataloader)
+    before = model.weight.detach().clone()
+    for sync in (False, True):
+        gradients._set_sync_gradients(sync)
+        accelerator.backward(net(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((before - model.weight.detach()).tolist())
+    state.AcceleratorState._reset_state()
+    state.GradientState._reset_state()
+    found.append(accelerator_of(api).mixed_precision)
+    return found
+
+
+def settings_that_change(api: str) -> Any:
+    """Change settings after they were made, as Accelerate's can be."""
+    library, utils = importlib.import_module(api), importlib.import_module(f"{api}.utils")
+    accelerator_of(api)
+    loading, plugin = utils.DataLoaderConfiguration(), utils.GradientAccumulationPlugin(num_steps=2)
+    autocast, parallel = utils.AutocastKwargs(), utils.DistributedDataParallelKwargs()
+    loading.split_batches, plugin.num_steps, autocast.enabled = True, 3, False
+    parallel.find_unused_parameters = True
+    accelerator = library.Accelerator(
+        cpu=True, dataloader_config=loading, gradient_accumulation_plugin=plugin, kwargs_handlers=[autocast, parallel]
+    )
+    return [
+        accelerator.split_batches,
+        accelerator.gradient_accumulation_steps,
+        [autocast.to_kwargs(), parallel.to_kwargs(), autocast.to_dict()],
+        isinstance(autocast, utils.KwargsHandler),
+    ]
+
+
+def helpers(api: str) -> Any:
+    """Use the small functions of ``utils`` that need no Accelerator of their own."""
+    utils = importlib.import_module(f"{api}.utils")
+    deep = {name: importlib.import_module(f"{api}.utils.{name}") for name in ("other", "memory", "operations")}
+    rank = accelerator_of(api).process_index
+    own = torch.arange(3.0) if rank == 0 else None
+    structure = utils.get_data_structure({"a": torch.ones(2, 3), "b": [torch.ones(1).half()]})
+    made = utils.initialize_tensors(structure)
+    return [
+        deep["operations"].copy_tensor_to_devices(own).tolist(),
+        [tuple(made["a"].shape), str(made["b"][0].dtype), utils.is_tensor_information(structure["a"])],
+        [utils.ignorant_find_batch_size([torch.ones(2, 1)]), utils.ignorant_find_batch_size(["a"])],
+        [utils.is_namedtuple(Pair(1, 2)), utils.is_namedtuple((1, 2))],
+        [utils.convert_bytes(size) for size in (0, 1023, 1536, 3 * 2**30, 2**50)],
+        [utils.get_pretty_name(item) for item in (Pair, Pair(1, 2), helpers)],
+        utils.merge_dicts({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}, "c": 4}),
+        utils.recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 1)), "0.weight.shape"),
+        utils.is_port_in_use(deep["other"].get_free_port()),
+        [deep["memory"].should_reduce_batch_size(RuntimeError(text)) for text in ("CUDA out of memory.", "shape")],
+        deep["memory"].clear_device_cache(garbage_collection=True),
+        utils.are_libraries_initialized("torch", "no_such_library"),
+        [utils.convert_file_size_to_int(size) for size in (5, "5GB", "1.5GiB", "10 KB")],
+        utils.get_max_memory({"cpu": "1GiB", 0: "2GB"}),
+        bool(utils.is_peft_model(torch.nn.Linear(1, 1))),
+        utils.WEIGHTS_NAME + utils.SAFE_WEIGHTS_INDEX_NAME + utils.SAFE_WEIGHTS_PATTERN_NAME,
+    ]

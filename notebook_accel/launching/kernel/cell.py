@@ -55,7 +55,7 @@ class Cell:
             )
         values = {name: namespace[name] for name in (*self.uses, *push) if name in namespace}
         # A rank has its own builtins. A variable that replaces one, such as `input` or `id`, is sent.
-        return {name: value for name, value in values.items() if not _is_builtin(name, value)}
+        return {name: value for name, value in values.items() if not is_builtin(name, value)}
 
     def optional_names(self, names: Iterable[str], push: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the captured names that the cell may assign before it reads them, so that it may not need them."""
@@ -137,7 +137,8 @@ def _arguments_of(code: types.CodeType, *instructions: str) -> set[str]:
     return {item.argval for item in dis.get_instructions(code) if item.opname in instructions}
 
 
-def _is_builtin(name: str, value: Any) -> bool:
+def is_builtin(name: str, value: Any) -> bool:
+    """Return whether this value of a notebook's name is Python's own."""
     if not hasattr(builtins, name):
         return False
     # IPython replaces `open` by its own one, which refuses the descriptors of the standard streams.

@@ -7,9 +7,11 @@ import io
 import math
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from notebook_accel import reporting
+from notebook_accel.launching.ranks import loops
 from notebook_accel.launching.ranks.import_hooks import when_imported
 
 _FILE_POSITION = 4  # of tqdm's parameter `file`
@@ -21,7 +23,9 @@ _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 def install() -> None:
     """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
-    when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm))
+    bars = loops.loops().bars = _OpenBars()
+    reporting.reporter().before_sample(bars.refresh)
+    when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
     when_imported("transformers.trainer_callback", _patch_trainer)
     when_imported("rich.progress", _patch_rich)
@@ -72,7 +76,7 @@ class _BarCounter(reporting.Counter):
 
     @property
     def counts_epochs(self) -> bool:
-        """True if each step of this bar has at least one bar inside it.
+        """True if each step of this bar has at least one bar or loop over a loader inside it.
 
         A bar over all steps counts steps, even if an evaluation opens another bar inside it now and then.
         """
@@ -86,6 +90,22 @@ class _OpenBars:
         self._open: list[_BarCounter] = []
         self._shown: reporting.Counter | None = None
 
+    def enter_loop(self) -> None:
+        """Take note of a loop over a loader that begins inside the innermost bar.
+
+        Only a bar over a sequence, such as a range, can be one over epochs. Others go over a loader, or count by hand.
+        """
+        if self._open and isinstance(self._open[-1].bar.iterable, Sequence):
+            self._open[-1].inner_bars += 1
+
+    @property
+    def count_steps(self) -> bool:
+        """True if the innermost bar counts the running steps itself, instead of epochs around them."""
+        if self._open:
+            return not (isinstance(self._open[-1].bar.iterable, Sequence) and self._open[-1].counts_epochs)
+        shown = reporting.reporter().shown
+        return isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and not shown.bar.task.finished
+
     def add(self, bar: Any) -> None:
         """Count a bar that opens, inside those that are open."""
         if self._open:
@@ -93,6 +113,7 @@ class _OpenBars:
         counter = _BarCounter(bar)
         self._open.append(counter)
         self._show(counter)
+        loops.loops().decide_again()
 
     def remove(self, bar: Any) -> None:
         """Remove a bar that closes. The row keeps its last count until another bar counts."""
@@ -102,17 +123,27 @@ class _OpenBars:
             if self._open or not closed[0].counts_epochs:  # that all epochs are done can stay in the row
                 self._show(self._shown)
             self.refresh()
+            loops.loops().decide_again()
 
     def refresh(self) -> None:
         """Show the bar around the last one, if it counts by itself. Called before each look at the counters."""
         current = self._open[-1] if self._open else None
-        is_another_shown = self._shown is not reporting.reporter().shown
+        shown = reporting.reporter().shown
+        if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
+            self._take_row_back(current)
+            return
+        is_another_shown = self._shown is not shown
         if current is None and is_another_shown:
             reporting.reporter().show_outer(None)  # it has nothing to do with the counter that is shown now
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
             self._show(current)
+
+    def _take_row_back(self, counter: reporting.Counter | None) -> None:
+        self._shown = None
+        self._show(counter)
+        loops.loops().decide_again()
 
     def _show(self, counter: reporting.Counter | None) -> None:
         outer = self._open[0] if self._open else None
@@ -124,9 +155,7 @@ class _OpenBars:
             reporter.show(counter)
 
 
-def _patch_tqdm(bar_class: Any) -> None:
-    bars = _OpenBars()
-    reporting.reporter().before_sample(bars.refresh)
+def _patch_tqdm(bar_class: Any, bars: _OpenBars) -> None:
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -235,9 +264,9 @@ def _show_task(task: Any) -> None:
     """Show the task that has just counted in the row, unless a prepared loader counts there."""
     reporter = reporting.reporter()
     shown = reporter.shown
-    if task is None or not task.visible or not (shown is None or isinstance(shown, _BarCounter)):
+    if task is None or not task.visible or type(shown) not in (type(None), _BarCounter, loops.LoopCounter):
         return
-    if shown is not None and isinstance(shown.bar, _RichTask) and shown.bar.task is task:
+    if isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and shown.bar.task is task:
         return
     reporter.show_outer(None)
     reporter.show(_BarCounter(_RichTask(task)))

@@ -185,6 +185,11 @@ class RankState:
         return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
 
     @property
+    def is_evaluating(self) -> bool:
+        """True if the counted loop is an evaluation."""
+        return self.label == events.EVALUATION
+
+    @property
     def has_ended(self) -> bool:
         """True if the rank will send no more events."""
         return self.state not in ("starting", "running")

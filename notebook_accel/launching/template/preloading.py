@@ -18,6 +18,9 @@ from notebook_accel.launching import device_state
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # linux/mman.h
 _AT_ONCE = 8  # huge pages in a block: some milliseconds of work
+# pyarrow's allocator, jemalloc, gives unused memory back in a thread of this name. In a fork its own handlers switch
+# that off (``background_thread_postfork_child``), and the memory is given back without a thread.
+_SAFE_THREAD = "jemalloc_bg_thd"
 
 # torch must be there; the others are imported where they are installed.
 _NEEDED = ("torch", "torch.distributed", "torch.utils.data")
@@ -79,13 +82,22 @@ def _why_not_forkable() -> str:
         return "initialises XLA, which no fork can use then"
     if device_state.forks_lose_cuda():
         return "wakes CUDA's driver, as torch.cuda.device_count() can, and no fork can use CUDA then"
+    threads = _threads_no_fork_has()
+    return f"leaves {threads} thread{'s' if threads > 1 else ''} running, which no fork would have" if threads else ""
+
+
+def _threads_no_fork_has() -> int:
+    """Return the number of threads that this process has and a fork of it would miss."""
     # OpenBLAS ends its threads at a fork and starts them again when it needs them. Threads that are left are others'.
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task")) - 1
-    return f"leaves {threads} thread{'s' if threads > 1 else ''} running, which no fork would have" if threads else ""
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
+            names.append(file.read().strip())
+    return sum(name != _SAFE_THREAD for name in names) - 1
 
 
 def files() -> dict[str, tuple[int, int]]:

@@ -29,7 +29,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
         return []
     if len(ranks) > _MOST_LINES:
         return [folded(ranks, now_s)]
-    columns = [[f"rank {rank.number}" for rank in ranks], [_word(rank) for rank in ranks]]
+    columns = [[f"rank {rank.number}" for rank in ranks], [_activity(rank) for rank in ranks]]
     columns += [[column.of_rank(rank) for rank in ranks] for column in _columns(ranks, now_s)]
     widths = [max(map(len, cells)) for cells in columns]
     rows = zip(*columns, strict=True)
@@ -40,7 +40,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
 
 def folded(ranks: Sequence[RankState], now_s: float) -> str:
     """Return one line for all ranks, with the least and the most of each value, and the slowest rank."""
-    states = collections.Counter(word for rank in ranks if (word := _word(rank)))
+    states = collections.Counter(word for rank in ranks if (word := _activity(rank)))
     words = [f"{len(ranks)} ranks", ", ".join(f"{count} {state}" for state, count in states.items())]
     words += [column.of_all(ranks) for column in _columns(ranks, now_s)]
     behind = min(ranks, key=_place)
@@ -97,6 +97,11 @@ def _word(rank: RankState) -> str:
     if rank.is_compiling and not rank.has_ended:
         return "compiling"
     return rank.word if rank.has_ended else ""
+
+
+def _activity(rank: RankState) -> str:
+    """Return the word for a rank's state, or that it evaluates; empty while it trains."""
+    return _word(rank) or ("evaluating" if rank.is_evaluating and not rank.has_ended else "")
 
 
 def _rate(rank: RankState, now_s: float) -> float | None:

@@ -6,14 +6,11 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from notebook_accel.payload.unpicklable import global_names
+
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
-    """Return these names and, transitively, those that the functions and classes among their values use.
-
-    Args:
-        names: The names of notebook variables.
-        namespace: The notebook's namespace.
-    """
+    """Return these names and, transitively, those that the functions and classes among their values use."""
     found: dict[str, None] = {}
     waiting = [name for name in names if name in namespace]
     while waiting:
@@ -34,7 +31,7 @@ def dependencies_of(value: Any, namespace: Mapping[str, Any]) -> list[str]:
 def _names_in(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
-            yield from _global_names(value.__code__)
+            yield from global_names(value.__code__)
         for cell in value.__closure__ or ():
             contents = _contents(cell)
             if isinstance(contents, types.FunctionType) and contents is not value:
@@ -62,10 +59,3 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _global_names(const)

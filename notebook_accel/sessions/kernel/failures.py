@@ -20,14 +20,12 @@ _POLL_PERIOD_S = 0.02
 
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
-) -> RankFailedError | None:
-    """Return the error of the rank that failed first, ``None`` if none has failed.
+) -> RankFailedError:
+    """Return the error of the rank that failed first, of at least one that has.
 
     Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
     """
     failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
-    if not failed:
-        return None
     first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
     error = raised_error(failed[first], first, world_size, origins)
     error.fix = _of_missing_name(replies[first].missing, replies) or error.fix

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.rank_connections import RankAnswer
-
-
-class Ask(Protocol):
-    """Sends ranks a request that runs no user code."""
-
-    def __call__(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
-    ) -> Mapping[int, RankAnswer]:
-        """Return the answers of the ranks that are still alive."""
+from notebook_accel.protocol.session_messages import Reply
 
 
 class GroupRecovery:
@@ -24,13 +14,14 @@ class GroupRecovery:
 
     Args:
         world_size: Number of ranks.
-        ask: Sends ranks a request.
+        ask: Sends ranks a request that runs no user code, given its type, the ranks and its fields. Returns the answers
+            of the ranks that are still alive.
 
     Attributes:
         renewals: Number of groups given up.
     """
 
-    def __init__(self, world_size: int, ask: Ask) -> None:
+    def __init__(self, world_size: int, ask: Callable[..., Mapping[int, Reply]]) -> None:
         self._world_size = world_size
         self._ask = ask
         self.renewals = 0
@@ -38,14 +29,11 @@ class GroupRecovery:
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
         """Make a new group if the ranks have entered different collectives. Report the losses.
 
-        Args:
-            alive: The ranks that are alive.
-            is_broken: Whether the group, or one about to be made, is already known to be unusable.
+        ``is_broken`` means that the group, or one about to be made, is already known to be unusable.
         """
         if not alive:
             return
-        answers = self._ask(messages.InspectGroup, alive)
-        calls = [answer.reply.group_calls for answer in answers.values()]
+        calls = [reply.group_calls for reply in self._ask(messages.InspectGroup, alive).values()]
         if is_broken or len(alive) < self._world_size or any(of_rank != calls[0] for of_rank in calls):
             # The first number tells whether this package made the group. Ranks that differ there can't share one.
             origins = {None if of_rank is None else of_rank[0] for of_rank in calls}
@@ -61,19 +49,18 @@ class GroupRecovery:
                 )
 
     def leave(self, alive: Sequence[int]) -> None:
-        """Make these ranks leave their group."""
         # Twice: a rank that an interrupt leaves in the old group would wait there for ranks that are in another.
         _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
 
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
         self.renewals += 1
-        answers = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
-        for rank, answer in answers.items():
-            if answer.reply.failed is not None:
-                why = f"{answer.reply.failed.kind}: {answer.reply.failed.message}"
+        replies = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
+        for rank, reply in replies.items():
+            if reply.failed is not None:
+                why = f"{reply.failed.kind}: {reply.failed.message}"
                 sys.stderr.write(f"[rank {rank} could not go on in a new process group: {why}]\n")
-        lost = list(dict.fromkeys(line for answer in answers.values() for line in answer.reply.lines))
+        lost = list(dict.fromkeys(line for reply in replies.values() for line in reply.lines))
         if lost:
             sys.stderr.write(f"[lost with the ranks' process group, which had broken: {'; '.join(lost)}]\n")
-        return len(answers) == len(alive) and not any(answer.reply.failed for answer in answers.values())
+        return len(replies) == len(alive) and not any(reply.failed for reply in replies.values())

@@ -142,8 +142,7 @@ def _of_this_thread() -> Interrupts | None:
 def held(interrupts: Interrupts | None = None) -> Iterator[Interrupts]:
     """Hold back this thread's interrupts in the body. Raise the kernel's at its end, if nothing else is raised.
 
-    Args:
-        interrupts: The object that notes them. Default: that of the enclosing ``held``, or a new one.
+    ``interrupts`` notes them; by default that of the enclosing ``held``, or a new one.
     """
     owner = _of_this_thread()
     if owner is not None:

@@ -57,7 +57,6 @@ class Fingerprint:
         self._versions = _versions(value)
 
     def matches(self, value: Any) -> bool:
-        """Return whether the value is unchanged."""
         if self._refer() is not value or self._versions != _versions(value):
             return False
         return self._digest is None or self._digest == _digest(value)
@@ -65,15 +64,7 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A sealed file for some ranks.
-
-    Attributes:
-        ranks: The ranks that get it.
-        delivery: The description of its contents, for the message.
-        descriptor: The file's descriptor.
-        fingerprints: Fingerprints of its variables.
-        again: Names of variables of which the ranks have an earlier value.
-    """
+    """A sealed file for some ranks. They have earlier values of the variables in ``again``."""
 
     ranks: tuple[int, ...]
     delivery: Delivery
@@ -139,12 +130,7 @@ class NamespaceSync:
         return made
 
     def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
-        """Note that a parcel's ranks have its contents.
-
-        Args:
-            parcel: The parcel.
-            lacking: Ranks that failed before they had opened all of it.
-        """
+        """Note that a parcel's ranks have its contents, except those that failed before they had opened all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]
             if rank in lacking:
@@ -159,9 +145,8 @@ class NamespaceSync:
 
     def _needs(self, inputs: Inputs, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
         by_names: dict[tuple[str, ...], list[int]] = {}
-        changed = {rank: self._needed_by(rank, inputs) for rank in ranks}
         for rank in ranks:
-            by_names.setdefault(changed[rank], []).append(rank)
+            by_names.setdefault(self._needed_by(rank, inputs), []).append(rank)
         return [({name: inputs.names[name] for name in names}, tuple(of)) for names, of in by_names.items()]
 
     def _needed_by(self, rank: int, inputs: Inputs) -> tuple[str, ...]:
@@ -244,7 +229,8 @@ def _pickled(
     try:
         done = _pickle(names, inputs, origins)
     except PayloadError:
-        staying = [name for name in inputs.optional_names if name in names and _cannot_be_sent(names[name], origins)]
+        optional = [name for name in inputs.optional_names if name in names]
+        staying = [name for name in optional if _pickled_alone(names[name], origins) is None]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
@@ -266,21 +252,18 @@ def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -
     return _by_value(contents, roots, origins)
 
 
-def _cannot_be_sent(value: Any, origins: Mapping[int, Any]) -> bool:
+def _pickled_alone(value: Any, origins: Mapping[int, Any]) -> serialization.Pickled | None:
+    """Return a value's pickle, ``None`` if it can't be sent."""
     try:
-        _by_value(value, {"it": value}, origins)
+        return _by_value(value, {"it": value}, origins)
     except PayloadError:
-        return True
-    return False
+        return None
 
 
 def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
     with held() as interrupts, interrupts.allowed():  # pickling runs methods of the user's objects
-        return serialization.pickle_by_value(value, roots=roots, namespace=_namespace(), origins=origins)
-
-
-def _namespace() -> dict[str, Any]:
-    return sys.modules["__main__"].__dict__
+        namespace = sys.modules["__main__"].__dict__
+        return serialization.pickle_by_value(value, roots=roots, namespace=namespace, origins=origins)
 
 
 def _shareable(value: Any) -> list[Any]:
@@ -296,9 +279,8 @@ def _shareable(value: Any) -> list[Any]:
 
 
 def _parameters(value: Any) -> list[Any]:
-    """Return the parameters of a model or optimizer. A kernel that hasn't imported torch has neither."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "optim"):  # half imported by another thread
+    torch = _torch()
+    if torch is None:
         return []
     if isinstance(value, torch.nn.Module):
         return [*value.parameters()]
@@ -307,10 +289,16 @@ def _parameters(value: Any) -> list[Any]:
     return []
 
 
+def _torch() -> Any:
+    """Return torch if this kernel has imported it. Otherwise it has no tensors and models."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "optim") else None  # without it, another thread is importing torch
+
+
 def _versions(value: Any) -> int:
     """Return how often the tensors in a value were written to."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "optim"):
+    torch = _torch()
+    if torch is None:
         return 0
     tensors = [value] if isinstance(value, torch.Tensor) else _parameters(value)
     if isinstance(value, torch.nn.Module):
@@ -319,11 +307,8 @@ def _versions(value: Any) -> int:
 
 
 def _digest(value: Any) -> int | None:
-    try:
-        pickled = _by_value(value, {"it": value}, {})
-    except PayloadError:  # it can't be sent any more, and the ranks keep the value that they have
-        return None
-    return zlib.crc32(pickled.data)
+    pickled = _pickled_alone(value, {})  # without one, the ranks keep the value that they have
+    return None if pickled is None else zlib.crc32(pickled.data)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

@@ -37,13 +37,7 @@ _IMAGES = ("image/png", "image/jpeg")
 
 
 class _Log:
-    """A rank's log file, and the position up to which it was read.
-
-    Args:
-        path: The file.
-        most_lines: Number of a cell's lines that are shown as they arrive.
-        show: Shows lines.
-    """
+    """A rank's log file, and the position up to which it was read."""
 
     def __init__(self, path: str, most_lines: int, show: Callable[[Sequence[str]], object]) -> None:
         self._path = path
@@ -55,7 +49,6 @@ class _Log:
         self.start()
 
     def start(self) -> None:
-        """Reset the limits for a new cell."""
         self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
@@ -87,7 +80,6 @@ class _Log:
             self._show([_shown(line) for line in shown])
 
     def rest(self) -> list[str]:
-        """Return the lines to show at the end of the cell."""
         return [*self._limit.note, *map(_shown, self._limit.kept)]
 
     def close(self) -> None:
@@ -101,11 +93,7 @@ def _shown(line: bytes) -> str:
 
 
 class CellOutput:
-    """The ranks' output, shown in the cells that it belongs to.
-
-    Args:
-        job: The ranks' run. Without log files, for which there may be no room, nothing is shown.
-    """
+    """The ranks' output, shown in the cells that it belongs to; nothing if there was no room for log files."""
 
     def __init__(self, job: Job) -> None:
         most = max(_MOST_LINES // job.world_size, 1)
@@ -165,12 +153,7 @@ class CellOutput:
 
 
 class _CellProgress:
-    """Shows the steps and metrics of the running cell, if it counts any.
-
-    Args:
-        job: The session's run.
-        display: Shows the progress.
-    """
+    """Shows the steps and metrics of the running cell, if it counts any."""
 
     def __init__(self, job: Job, display: KernelDisplay) -> None:
         self._job = job
@@ -187,7 +170,6 @@ class _CellProgress:
         self._due_s = self._began_s + _PERIOD_S
 
     def show(self) -> None:
-        """Show the progress, if it is due."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _PERIOD_S
             self._show(is_end=False)
@@ -195,8 +177,7 @@ class _CellProgress:
     def end(self, steps: Mapping[int, int]) -> None:
         """Show the final counts, if any were shown before.
 
-        Args:
-            steps: The ranks' final step counts. Their last progress events may still be on the way.
+        The ranks' last progress events may still be on the way; ``steps`` are the counts that they will bring.
         """
         if not self._shown:
             return
@@ -232,11 +213,7 @@ class _CellProgress:
 
 
 class Shown:
-    """A cell's value as each rank shows it. Values that look alike are shown once.
-
-    Args:
-        bundles: Each rank's value by mime type.
-    """
+    """A cell's value as each rank shows it, by mime type. Values that look alike are shown once."""
 
     def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
         self._bundles = dict(sorted(bundles.items()))

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.launching.state.stacks import Stacks
@@ -22,14 +22,15 @@ _STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # with an interrupted rank that goes on, such as in a long call of C++ code
 
 
-class PendingRequest:
-    """Sends ranks a request and waits for its end.
+class PendingRequest(RankRequest):
+    """A request, and the wait for its end.
 
     Args:
-        request: The request.
+        number: The request's number.
+        outgoing: The message for each rank, as ``RankRequest`` has it.
         connections: The connections to the ranks.
-        output: Shows what ranks print and display meanwhile; ``None`` to show nothing.
         grace_s: Time that an interrupted rank may take to end before a message reports it.
+        output: Shows what ranks print and display meanwhile; ``None`` to show nothing.
         console: Answers a rank's debugger.
         stacks: Returns the ranks' stacks, given a deadline in seconds, to report ranks that wait in vain.
 
@@ -41,17 +42,18 @@ class PendingRequest:
 
     def __init__(
         self,
-        request: RankRequest,
+        number: int,
+        outgoing: Mapping[int, tuple[bytes, Sequence[int]]],
         connections: RankConnections,
-        output: CellOutput | None,
         grace_s: float,
         *,
+        output: CellOutput | None = None,
         console: Console | None = None,
         stacks: Callable[[float], Stacks] | None = None,
     ) -> None:
-        self._request = request
+        super().__init__(number, outgoing)
+        self.output = output
         self._connections = connections
-        self._output = output
         self._grace_s = grace_s
         self._console = console
         self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
@@ -69,11 +71,11 @@ class PendingRequest:
         So is any other exception: the ranks would be left to themselves. A second interrupt kills the ranks that go on.
         """
         is_over = False
-        with held() as interrupts, interrupts.waking(self._request.notify):
+        with held() as interrupts, interrupts.waking(self.notify):
             while not is_over:
                 try:
-                    if not self._request.was_asked:
-                        self._connections.ask(self._request)
+                    if not self.was_asked:
+                        self._connections.ask(self)
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
@@ -88,39 +90,38 @@ class PendingRequest:
                 self._kill()
 
     def _wait(self, interrupts: Interrupts) -> None:
-        request = self._request
         failed_s: float | None = None
         show_s = time.monotonic() + _TICK_S
-        while pending := request.pending:
+        while pending := self.pending:
             now_s = time.monotonic()
             self._act_on(interrupts)
-            if failed_s is None and (request.lost or any(a.reply.failed for a in list(request.answers.values()))):
+            if failed_s is None and (self.lost or any(reply.failed for reply in list(self.replies.values()))):
                 failed_s = now_s
             is_over = self.interrupt is not None or (failed_s is not None and now_s - failed_s >= _HEAD_START_S)
-            if is_over and request.was_sent and self._interrupt_s is None:
+            if is_over and self.was_sent and self._interrupt_s is None:
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
                 self._press(now_s - self._interrupt_s)
             elif len(pending) < len(self._connections.ranks):
                 self._look_for_waiting(now_s)
-            request.wait(_TICK_S)
+            self.wait(_TICK_S)
             self._take_messages()
-            if self._output is not None and time.monotonic() >= show_s:  # a short cell's only at its end, by rank
-                self._output.show_new()
+            if self.output is not None and time.monotonic() >= show_s:  # a short cell's only at its end, by rank
+                self.output.show_new()
                 show_s = time.monotonic() + _TICK_S
         self._take_messages()
 
     def _take_messages(self) -> None:
-        while self._request.incoming:
-            rank, message = self._request.incoming.popleft()
+        while self.incoming:
+            rank, message = self.incoming.popleft()
             if isinstance(message, messages.Displayed):
-                if self._output is not None:
-                    self._output.display(rank, message.display)
+                if self.output is not None:
+                    self.output.display(rank, message.display)
             elif self._console is not None:
-                if self._output is not None:
-                    self._output.show_until(rank, message.log_bytes)
+                if self.output is not None:
+                    self.output.show_until(rank, message.log_bytes)
                 line = self._console.answer(message.text) if self.interrupt is None else ""
-                self._connections.tell(rank, messages.Input(number=self._request.number, line=line))
+                self._connections.tell(rank, messages.Input(number=self.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s
@@ -134,7 +135,7 @@ class PendingRequest:
             self._kill()
         elif since_s > max(self._grace_s, 1.0) and not self._is_reported:
             self._is_reported = True
-            pending = self._request.pending
+            pending = self.pending
             go_on = "goes on although it was" if len(pending) == 1 else "go on although they were"
             sys.stderr.write(
                 f"[{ranks_in_words(pending)} {go_on} interrupted. Interrupt once more to kill; after {_PATIENCE_S:g} s "
@@ -148,7 +149,7 @@ class PendingRequest:
             return
         self._inspection_s *= 2
         with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
-            stacks, pending = self._stacks(_STACKS_DEADLINE_S), self._request.pending
+            stacks, pending = self._stacks(_STACKS_DEADLINE_S), self.pending
             waiting = [stack for stack in stacks if stack.rank in pending and stack.waits_in not in ("", "backward")]
             lines = [f"rank {stack.rank} waits for others at {stack.user_line}" for stack in waiting]
             if lines:
@@ -157,7 +158,7 @@ class PendingRequest:
                 sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
     def _kill(self) -> None:
-        for rank in self._request.pending:
+        for rank in self.pending:
             if rank not in self.killed:
                 self.killed.append(rank)
                 self._connections.signal(rank, signal.SIGKILL)
@@ -175,10 +176,9 @@ class Console:
         self.refusal: RunError | None = None
 
     def answer(self, text: str) -> str:
-        """Return the line that the user types, with its newline; empty when there will be no more.
+        """Show a debugger's output, which ends with its prompt. Return the line that the user types, with its newline.
 
-        Args:
-            text: The debugger's output, with its prompt at the end.
+        The line is empty when there will be no more.
         """
         if self._has_ended:
             return ""

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -26,19 +26,6 @@ from notebook_accel.sessions.listener import JoinedRank
 _SEND_DEADLINE_S = 10.0
 
 
-@dataclasses.dataclass(frozen=True)
-class RankAnswer:
-    """A rank's answer to a request.
-
-    Attributes:
-        reply: The rank's message.
-        value: Descriptor of the sealed value, -1 without one.
-    """
-
-    reply: messages.Reply
-    value: int = -1
-
-
 @dataclasses.dataclass(eq=False)
 class RankRequest:
     """A request to several ranks, and their answers so far.
@@ -46,7 +33,8 @@ class RankRequest:
     Attributes:
         number: The request's number, which the replies repeat.
         outgoing: The message for each rank, and the descriptors beside it, which the request owns.
-        answers: Answers by rank, so far.
+        replies: The ranks' answers so far, in order of arrival.
+        values: Descriptors of the sealed values that came with them, which the request owns.
         incoming: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
         was_asked: Whether the request was passed to ``RankConnections.ask``.
@@ -55,7 +43,8 @@ class RankRequest:
 
     number: int
     outgoing: Mapping[int, tuple[bytes, Sequence[int]]]
-    answers: dict[int, RankAnswer] = dataclasses.field(default_factory=dict)
+    replies: dict[int, messages.Reply] = dataclasses.field(default_factory=dict)
+    values: dict[int, int] = dataclasses.field(default_factory=dict)
     incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
     lost: set[int] = dataclasses.field(default_factory=set)
     was_asked: bool = False
@@ -68,36 +57,21 @@ class RankRequest:
     @property
     def pending(self) -> list[int]:
         """The ranks that still owe an answer."""
-        return [rank for rank in self.outgoing if rank not in self.answers and rank not in self.lost]
+        return [rank for rank in self.outgoing if rank not in self.replies and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news, such as an answer or a rank's death, for at most ``timeout_s``; without limit if negative."""
         self._news.acquire(timeout=timeout_s)
 
     def notify(self) -> None:
-        """Wake whoever waits for news."""
         with contextlib.suppress(RuntimeError):  # the last news hasn't been taken yet
             self._news.release()
 
-    def close_outgoing(self) -> None:
-        """Close the descriptors of the messages, once they are sent or won't be."""
-        for descriptor in {number for _, descriptors in self.outgoing.values() for number in descriptors}:
-            os.close(descriptor)
-
     def close(self) -> None:
         """Close the descriptors of values that nobody has taken."""
-        for answer in self.answers.values():
-            if answer.value >= 0:
-                os.close(answer.value)
-        self.answers.clear()
-
-
-@dataclasses.dataclass(frozen=True)
-class _FollowUp:
-    """A further message about the request that a rank is busy with."""
-
-    rank: int
-    body: bytes
+        for descriptor in self.values.values():
+            os.close(descriptor)
+        self.values.clear()
 
 
 class RankConnections:
@@ -106,25 +80,27 @@ class RankConnections:
     def __init__(self) -> None:
         self._joined: dict[int, JoinedRank] = {}
         self._closing = threading.Lock()  # keeps a descriptor open while it is used
-        self._outbox: collections.deque[RankRequest | JoinedRank | _FollowUp | None] = collections.deque()
+        self._outbox: collections.deque[Callable[[], None] | None] = collections.deque()  # for the thread
         self._requests: dict[int, RankRequest] = {}
         self._wake_end, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)[::-1]
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="notebook-accel-session", daemon=True)
         self._thread.start()
 
     def add(self, joined: JoinedRank) -> None:
         """Take over a rank's connection. The rank receives requests from now on."""
-        self._put(joined)
+        self._put(lambda: self._take(joined))
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
     def ask(self, request: RankRequest) -> None:
         """Send a request, without waiting for answers. A request that is asked again is sent only once."""
-        self._put(request)
+        self._put(lambda: self._send(request))
         request.was_asked = True
 
     def tell(self, rank: int, message: messages.Input) -> None:
         """Send a rank a message about the request that it is busy with."""
-        self._put(_FollowUp(rank, messages.encode(message)))
+        self._put(lambda: self._send_to(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
         """Forget a request. Answers that still arrive are discarded."""
@@ -141,13 +117,8 @@ class RankConnections:
                     pidfd_send_signal(joined.pidfd, signal.SIGCONT)
                     pidfd_send_signal(joined.pidfd, number)
 
-    def kill(self, rank: int) -> None:
-        """Kill a rank. Its death is noticed when its connection closes."""
-        self.signal(rank, signal.SIGKILL)
-
     @property
     def ranks(self) -> list[int]:
-        """The ranks that are connected."""
         return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self) -> None:
@@ -159,65 +130,65 @@ class RankConnections:
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
 
-    def _put(self, item: RankRequest | JoinedRank | _FollowUp | None) -> None:
-        self._outbox.append(item)
+    def _put(self, act: Callable[[], None] | None) -> None:
+        """Have the thread call this; ``None`` ends it."""
+        self._outbox.append(act)
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
             os.write(self._wake_end, b"x")
 
     # The thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
         while True:
             by_descriptor = {joined.connection.fileno(): rank for rank, joined in self._joined.items()}
-            for descriptor, _ in poll.poll():
+            for descriptor, _ in self._poll.poll():
                 if descriptor == self._woken:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._woken, 4096)
                 elif descriptor in by_descriptor:
-                    self._read(poll, by_descriptor[descriptor])
+                    self._read(by_descriptor[descriptor])
             while self._outbox:
-                item = self._outbox.popleft()
-                if item is None:
+                act = self._outbox.popleft()
+                if act is None:
                     for rank in list(self._joined):
-                        self._lose(poll, rank)
+                        self._lose(rank)
                     return
-                if isinstance(item, JoinedRank):
-                    self._lose(poll, item.rank)
-                    item.connection.set_send_deadline(_SEND_DEADLINE_S)
-                    self._joined[item.rank] = item
-                    poll.register(item.connection.fileno(), select.POLLIN)
-                    item.was_taken.set()
-                elif isinstance(item, _FollowUp):
-                    self._send_to(poll, item.rank, item.body)
-                elif not item.was_sent:
-                    self._send(poll, item)
+                act()
 
-    def _send(self, poll: select.poll, request: RankRequest) -> None:
+    def _take(self, joined: JoinedRank) -> None:
+        self._lose(joined.rank)
+        joined.connection.set_send_deadline(_SEND_DEADLINE_S)
+        self._joined[joined.rank] = joined
+        self._poll.register(joined.connection.fileno(), select.POLLIN)
+        joined.was_taken.set()
+
+    def _send(self, request: RankRequest) -> None:
+        if request.was_sent:
+            return
         self._requests[request.number] = request
         request.was_sent = True
         for rank, (body, descriptors) in request.outgoing.items():
             if rank not in self._joined:
                 request.lost.add(rank)
-            self._send_to(poll, rank, body, descriptors)
-        request.close_outgoing()
+            self._send_to(rank, body, descriptors)
+        for descriptor in {number for _, descriptors in request.outgoing.values() for number in descriptors}:
+            os.close(descriptor)
         request.notify()
 
-    def _send_to(self, poll: select.poll, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
+    def _send_to(self, rank: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
         joined = self._joined.get(rank)
         if joined is not None:
             try:
                 joined.connection.send(body, descriptors)
             except (ClosedError, TimeoutError):
-                self._lose(poll, rank)
+                self._lose(rank)
 
-    def _read(self, poll: select.poll, rank: int) -> None:
+    def _read(self, rank: int) -> None:
         try:
             for message in self._joined[rank].connection.receive():
                 self._received(rank, message)
         except (ClosedError, msgspec.DecodeError):
-            self._lose(poll, rank)
+            self._lose(rank)
 
     def _received(self, rank: int, message: Message) -> None:
         from_rank = messages.from_rank.decode(message.body)
@@ -227,18 +198,18 @@ class RankConnections:
                 os.close(descriptor)
             return
         if isinstance(from_rank, messages.Reply):
-            value, *_ = [*message.descriptors, -1]
-            request.answers[rank] = RankAnswer(from_rank, value)
+            request.values.update((rank, descriptor) for descriptor in message.descriptors)
+            request.replies[rank] = from_rank
         else:
             request.incoming.append((rank, from_rank))
         request.notify()
 
-    def _lose(self, poll: select.poll, rank: int) -> None:
+    def _lose(self, rank: int) -> None:
         with self._closing:
             joined = self._joined.pop(rank, None)
             if joined is None:
                 return
-            poll.unregister(joined.connection.fileno())
+            self._poll.unregister(joined.connection.fileno())
             joined.close()
         for request in list(self._requests.values()):
             if rank in request.pending:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
-from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
@@ -24,7 +24,7 @@ from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
 from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
-from notebook_accel.sessions.kernel.rank_connections import RankAnswer, RankConnections, RankRequest
+from notebook_accel.sessions.kernel.rank_connections import RankConnections
 from notebook_accel.sessions.listener import Listener
 from notebook_accel.sessions.ranks import loop
 from notebook_accel.uninterruptible import Latch
@@ -34,16 +34,12 @@ _END_DEADLINE_S = 5.0
 _LOOKUP_DEADLINE_S = 1.0
 _POLL_PERIOD_S = 0.1
 
+Answer: TypeAlias = tuple[messages.Reply, Any]
+"""A rank's reply to a request, and the value that came with it."""
+
 
 class RankPool:
-    """All ranks of one session, and their state.
-
-    Args:
-        config: The options.
-
-    Attributes:
-        job: The run that the ranks belong to.
-        namespace_sync: The notebook variables that the ranks have.
+    """All ranks of one session, and their state. ``job`` is the run that they belong to.
 
     Raises:
         LaunchError: The ranks could not be started.
@@ -94,51 +90,42 @@ class RankPool:
 
     @property
     def alive(self) -> list[int]:
-        """The ranks that are alive."""
         return self._connections.ranks
 
     def ask(
         self,
         make: Callable[..., messages.ToRank],
-        ranks: Sequence[int] | None = None,
-        inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
+        ranks: Sequence[int] | None,
+        inputs: Inputs,
         *,
         title: str,
         note: Callable[[Status], object] | None = None,
         **fields: Any,
-    ) -> dict[int, tuple[messages.Reply, Any]]:
-        """Send ranks a request that runs user code, and wait for its end. Return replies and values by rank.
+    ) -> dict[int, Answer]:
+        """Send ranks, by default all, a request that runs user code. Wait for its end, and return the answers by rank.
 
-        Wait for a turn while the ranks are busy.
-
-        Args:
-            make: The type of the message.
-            ranks: The ranks to ask. Default: all.
-            inputs: Notebook variables that the ranks need for it.
-            title: The request in words.
-            note: Takes the status of a cell in the background. Default: print which request it waits for.
-            fields: The message's other fields.
+        While the ranks are busy, the request waits for its turn. ``note`` takes the status of a job in the background;
+        without it, a message says what the request waits for. Raises as ``Session.execute`` and ``Session.pull`` do.
 
         Raises:
             PayloadError: Something that the ranks need can't be sent.
-            RankFailedError: A rank raised an error, or died.
-            ResultError: A value can't be sent or unpickled; the others are in the error.
             RunError: A rank is dead.
-            KeyboardInterrupt: The kernel was interrupted, and so were the ranks.
         """
         self._check_alive(ranks)  # refuse before waiting
-        with held() as interrupts, self._queue.turn(title, lambda: self._check_waiting(interrupts), note=note):
+        with self._turn(title, note):
             chosen = self._check_alive(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
-            self._report_sent_again(parcels)
-            request = self._request(make, chosen, parcels, **fields)
+            again = sorted({name for parcel in parcels for name in parcel.again})
+            if again:
+                print(f"Sent again after a change in the notebook: {', '.join(again)}", file=sys.stderr)
+            request = self._request(make, chosen, parcels, is_users=True, **fields)
             self._output.start()
             self.job.expect_steps(chosen)
             try:
                 if note is not None:
                     note("running")
-                pending_request = self._ask_and_settle(request, self._output, stacks=self.job.stacks)
-                return self._conclude(request, pending_request, parcels)
+                self._ask_and_settle(request)
+                return self._conclude(request, parcels)
             finally:
                 self.job.expect_steps([])
                 self._connections.drop(request)
@@ -153,17 +140,17 @@ class RankPool:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
         [rank] = self._check_alive([self._failed_rank or 0 if rank is None else rank])
         console = Console()
-        with held() as interrupts, self._queue.turn("the debugger", lambda: self._check_waiting(interrupts)):
+        with self._turn("the debugger") as interrupts:
             self._check_alive([rank])
-            request = self._request(messages.Debug, [rank])
+            request = self._request(messages.Debug, [rank], is_users=True, console=console)
             self._output.start()
-            pending_request = self._ask_and_settle(request, self._output, console=console)
+            self._ask_and_settle(request)
             interrupts.forget_taken()  # one may have ended the debugger, as it should
-            replies = {answered: answer.reply for answered, answer in request.answers.items()}
+            replies = request.replies
             self._connections.drop(request)
             self._output.finish(replies)
             # A typed command may have entered a collective.
-            self._group_recovery.after(self.alive, is_broken=bool(request.lost or pending_request.interrupted))
+            self._group_recovery.after(self.alive, is_broken=bool(request.lost or request.interrupted))
         if request.lost:
             raise self._death_error(rank)
         if console.refusal is not None:
@@ -181,18 +168,18 @@ class RankPool:
             deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
             while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
                 request.wait(min(left_s, _POLL_PERIOD_S))
-            answer = request.answers.get(0)
+            reply = request.replies.get(0)
             self._connections.drop(request)
-            return None if answer is None else answer.reply.lines
+            return None if reply is None else reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
         """Start these ranks again, by default those that have died. Return which."""
-        with held() as interrupts, self._queue.turn("the restart", lambda: self._check_waiting(interrupts)):
+        with self._turn("the restart"):
             self._refuse_ended()
             dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
             chosen = dead if ranks is None else self._check_known(ranks)
             for rank in chosen:
-                self._connections.kill(rank)
+                self._connections.signal(rank, signal.SIGKILL)
             for rank in chosen:
                 failures.death_error(self.job, rank)  # waits for the agent's report
                 self.namespace_sync.forget(rank)
@@ -269,13 +256,28 @@ class RankPool:
         if self.job.done:
             raise failures.death_error(self.job, 0)
 
-    def _check_waiting(self, interrupts: Interrupts) -> None:
-        interrupts.check()
-        self._refuse_ended()
+    @contextlib.contextmanager
+    def _turn(self, title: str, note: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
+        """Hold back interrupts and keep the ranks for the body, once they are free. See ``RequestQueue.turn``."""
+
+        def check() -> None:
+            interrupts.check()
+            self._refuse_ended()
+
+        with held() as interrupts, self._queue.turn(title, check, note=note):
+            yield interrupts
 
     def _request(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], parcels: Sequence[Parcel] = (), **fields: Any
-    ) -> RankRequest:
+        self,
+        make: Callable[..., messages.ToRank],
+        ranks: Sequence[int],
+        parcels: Sequence[Parcel] = (),
+        *,
+        is_users: bool = False,
+        console: Console | None = None,
+        **fields: Any,
+    ) -> PendingRequest:
+        """Return a request, with the fields of its message. The output of the user's code is shown."""
         number, sent_s = next(self._numbers), time.monotonic()
         outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
@@ -285,12 +287,42 @@ class RankPool:
         if have_all:
             plain = messages.encode(make(number=number, sent_s=sent_s, **fields))
             outgoing |= dict.fromkeys(have_all, (plain, ()))
-        return RankRequest(number, dict(sorted(outgoing.items())))
+        return PendingRequest(
+            number,
+            dict(sorted(outgoing.items())),
+            self._connections,
+            self.job.config.grace_s,
+            output=self._output if is_users else None,
+            console=console,
+            stacks=self.job.stacks if is_users and console is None else None,
+        )
 
-    def _conclude(
-        self, request: RankRequest, pending_request: PendingRequest, parcels: list[Parcel]
-    ) -> dict[int, tuple[messages.Reply, Any]]:
-        replies = {rank: answer.reply for rank, answer in sorted(request.answers.items())}
+    def _ask_quietly(
+        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
+    ) -> dict[int, messages.Reply]:
+        request = self._request(make, ranks, **fields)
+        self._ask_and_settle(request)
+        self._connections.drop(request)
+        return request.replies
+
+    def _ask_and_settle(self, request: PendingRequest) -> None:
+        """Ask, and wait until no interrupt of this request can hit the next one.
+
+        Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
+        written to the connection afterwards; so each interrupted rank answers one more, empty request.
+        """
+        with held() as interrupts:
+            request.ask()
+            if request.output is not None:  # the end of user code: what follows on its behalf isn't interrupted
+                interrupts.close()
+        self._killed.update(request.killed)
+        interrupted = [rank for rank in request.interrupted if rank in self.alive]
+        if interrupted:
+            self._ask_quietly(messages.Settle, interrupted)
+
+    def _conclude(self, request: PendingRequest, parcels: list[Parcel]) -> dict[int, Answer]:
+        """Note what the ranks have now, show their output, and return their answers or raise their failure."""
+        replies = dict(sorted(request.replies.items()))
         for parcel in parcels:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
         for rank, reply in replies.items():
@@ -300,97 +332,40 @@ class RankPool:
             if self._is_closed:
                 raise RunStoppedError(f"The session {self.job.name!r} was ended, and the code that ran in it too.")
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
-            self._raise_failure(request, pending_request, replies)
-        if pending_request.interrupt is not None:  # all ranks had just finished
-            raise pending_request.interrupt
-        return {
-            rank: (reply, value) for (rank, reply), value in zip(replies.items(), self._values(request), strict=True)
-        }
+            raise self._failure(request, replies)
+        if request.interrupt is not None:  # all ranks had just finished
+            raise request.interrupt
+        values = self._values(request)
+        return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
 
-    def _raise_failure(
-        self, request: RankRequest, pending_request: PendingRequest, replies: Mapping[int, messages.Reply]
-    ) -> None:
+    def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
         if request.lost:
-            raise self._death_error(min(request.lost))
-        if pending_request.interrupt is not None:
-            raise failures.describe_interrupt(pending_request.interrupt, replies)
-        failure = failures.first_failure(
-            replies, pending_request.interrupted, self.job.world_size, self.namespace_sync.origins
-        )
-        assert failure is not None
+            return self._death_error(min(request.lost))
+        if request.interrupt is not None:
+            return failures.describe_interrupt(request.interrupt, replies)
+        failure = failures.first_failure(replies, request.interrupted, self.job.world_size, self.namespace_sync.origins)
         self._failed_rank = failure.rank
-        raise failure
+        return failure
 
-    def _values(self, request: RankRequest) -> list[Any]:
-        """Return the values that came with the answers, in order of rank.
+    def _values(self, request: PendingRequest) -> dict[int, Any]:
+        """Return the values that came with the answers, by rank.
 
         Raises:
             ResultError: A value can't be unpickled; the others are in the error.
         """
-        openings = {
-            rank: ResultFile(answer.value, rank)
-            for rank, answer in sorted(request.answers.items())
-            if answer.value >= 0
-        }
-        for opening in openings.values():
-            opening.unpickle(self.namespace_sync.origins)
-        error = result_error(openings)
+        files = {rank: ResultFile(value, rank) for rank, value in sorted(request.values.items())}
+        for file in files.values():
+            file.unpickle(self.namespace_sync.origins)
+        error = result_error(files)
         if error is not None:
             raise error
-        return [openings[rank].outcome if rank in openings else None for rank in sorted(request.answers)]
-
-    def _ask_quietly(
-        self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
-    ) -> dict[int, RankAnswer]:
-        request = self._request(make, ranks, **fields)
-        self._ask_and_settle(request, None)
-        answers = dict(request.answers)
-        self._connections.drop(request)
-        return answers
-
-    def _ask_and_settle(
-        self,
-        request: RankRequest,
-        output: CellOutput | None,
-        *,
-        console: Console | None = None,
-        stacks: Callable[[float], Stacks] | None = None,
-    ) -> PendingRequest:
-        """Ask, and wait until no interrupt of this request can hit the next one.
-
-        Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
-        written to the connection afterwards; so each interrupted rank answers one more, empty request.
-        """
-        pending_request = PendingRequest(
-            request, self._connections, output, self.job.config.grace_s, console=console, stacks=stacks
-        )
-        with held() as interrupts:
-            pending_request.ask()
-            if output is not None:  # the end of user code: requests that follow on its behalf are not interrupted
-                interrupts.close()
-        self._killed.update(pending_request.killed)
-        interrupted = [rank for rank in pending_request.interrupted if rank in self.alive]
-        if interrupted:
-            self._ask_quietly(messages.Settle, interrupted)
-        return pending_request
+        return {rank: file.outcome for rank, file in files.items()}
 
     def _doing(self) -> str:
         """Return in words what the ranks do, for the panel and ``%distributed status``."""
         first, *others = self._queue.titles or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"
-
-    @staticmethod
-    def _report_sent_again(parcels: Sequence[Parcel]) -> None:
-        again = sorted({name for parcel in parcels for name in parcel.again})
-        if again:
-            print(f"Sent again after a change in the notebook: {', '.join(again)}", file=sys.stderr)
-
-
-class _Turn:
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.has_come = Latch()
 
 
 class RequestQueue:
@@ -401,12 +376,12 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: list[_Turn] = []
+        self._queue: list[tuple[str, Latch]] = []  # each request in words, and whether its turn has come
 
     @property
     def titles(self) -> list[str]:
         """The request that has the ranks, and those that wait, in words."""
-        return [turn.title for turn in list(self._queue)]
+        return [title for title, _ in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(
@@ -414,21 +389,19 @@ class RequestQueue:
     ) -> Iterator[None]:
         """Wait until the ranks are free, and keep them for the body.
 
-        Args:
-            title: The request in words.
-            check: Called repeatedly during the wait; what it raises ends the wait and nothing else.
-            note: Called with ``waiting`` if it has to wait. Default: print which request it waits for.
+        ``check`` is called repeatedly during the wait; what it raises ends the wait and nothing else. ``note`` is
+        called with ``waiting`` if it has to wait; without it, a message says which request it waits for.
         """
-        mine = _Turn(title)
+        mine = title, Latch()
         try:
             busy_with = self._join(mine)
             if busy_with and note is not None:
                 note("waiting")
             elif busy_with:
                 sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine.has_come.is_set:
+            while not mine[1].is_set:
                 check()
-                mine.has_come.wait(_POLL_PERIOD_S)
+                mine[1].wait(_POLL_PERIOD_S)
             yield
         finally:
             self._leave(mine)
@@ -436,7 +409,7 @@ class RequestQueue:
     @contextlib.contextmanager
     def if_free(self, title: str) -> Iterator[bool]:
         """Keep the ranks for the body if they are free now. Yield whether they are."""
-        mine = _Turn(title)
+        mine = title, Latch()
         with self._lock:
             is_free = not self._queue
             if is_free:
@@ -446,19 +419,20 @@ class RequestQueue:
         finally:
             self._leave(mine)
 
-    def _join(self, turn: _Turn) -> str:
+    def _join(self, turn: tuple[str, Latch]) -> str:
         """Join the queue. Return the title of the request that has the ranks, empty if they are free.
 
         Read the title under the lock: a moment later the first request may be the caller's own.
         """
         with self._lock:
             self._queue.append(turn)
-            self._queue[0].has_come.set()
-            return "" if self._queue[0] is turn else self._queue[0].title
+            first = self._queue[0]
+            first[1].set()
+            return "" if first is turn else first[0]
 
-    def _leave(self, turn: _Turn) -> None:
+    def _leave(self, turn: tuple[str, Latch]) -> None:
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
             if self._queue:
-                self._queue[0].has_come.set()
+                self._queue[0][1].set()

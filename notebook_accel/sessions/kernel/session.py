@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import zlib
@@ -13,15 +14,15 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.launching.kernel.job import Job, Status
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.background import BackgroundCell
 from notebook_accel.sessions.kernel.dependencies import dependencies_of, with_dependencies
 from notebook_accel.sessions.kernel.namespace_sync import Inputs
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import RankPool
+from notebook_accel.sessions.kernel.session_job import SessionJob
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,9 +83,9 @@ class Session:
             RankFailedError: A rank raised an error, or died. The others were interrupted and keep their variables.
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks. All keep their variables.
         """
-        return self.run_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)[0]
+        return self._cell(_parsed(source), sys.modules["__main__"].__dict__, ranks).run().shown
 
-    def start(self, source: str, *, ranks: Sequence[int] | None = None) -> BackgroundCell:
+    def start(self, source: str, *, ranks: Sequence[int] | None = None) -> SessionJob:
         """Run code without waiting for its end: ``session.start("train()").results(timeout_s=60)``."""
         return self.start_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)
 
@@ -109,36 +110,47 @@ class Session:
         Returns:
             The values as they are shown, and the values themselves; ``None`` for each if they aren't wanted.
         """
-        return self._run_cell(cell, _inputs(cell, namespace, push), ranks, wants_values=wants_values)
+        job = self._cell(cell, namespace, ranks, push, wants_value=wants_values).run()
+        return job.shown, job.results()
 
     def start_cell(
         self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
-    ) -> BackgroundCell:
+    ) -> SessionJob:
         """Run a cell in the background, with the notebook's variables as they are now.
 
         Raises:
             PayloadError: Something that the cell needs can't be sent.
         """
-        inputs = _inputs(cell, namespace, push)
-        handle = BackgroundCell(cell.label, self.stacks)
-        handle.start(lambda: self._run_cell(cell, inputs, ranks, wants_values=True, note=handle.note))
-        return handle
+        return self._cell(cell, namespace, ranks, push, wants_value=True).start()
 
-    def _run_cell(
+    def _cell(
         self,
         cell: Cell,
-        inputs: Inputs,
+        namespace: Mapping[str, Any],
         ranks: Sequence[int] | None,
+        push: Sequence[str] = (),
         *,
-        wants_values: bool,
-        note: Callable[[Status], object] | None = None,
-    ) -> tuple[Shown, Results]:
+        wants_value: bool = False,
+    ) -> SessionJob:
+        """Return the job of a cell, with the notebook's variables that it needs."""
+        captured = cell.captured(namespace, push)
+        names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
+        inputs = Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
-        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_values}
-        answers = self._pool.ask(messages.Execute, ranks, inputs, title=cell.label, note=note, **fields)
-        shown = Shown({rank: reply.shown for rank, (reply, _) in answers.items() if reply.shown})
-        return shown, Results([value for _, value in answers.values()])
+        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_value}
+        return self._job(messages.Execute, cell.label, ranks, inputs, **fields)
+
+    def _job(
+        self,
+        make: Callable[..., messages.ToRank],
+        title: str,
+        ranks: Sequence[int] | None = None,
+        inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
+        **fields: Any,
+    ) -> SessionJob:
+        """Return the job of a request to ranks, by default to all. See ``RankPool.ask``."""
+        return SessionJob(title, functools.partial(self._pool.ask, make, ranks, inputs, **fields), self.stacks)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Results:
         """Call a function on all ranks. Return its value on each.
@@ -152,7 +164,7 @@ class Session:
         inputs = Inputs({name: value for name, value in names.items() if value is not function},
                           call=(function, args, kwargs))  # fmt: skip
         title = getattr(function, "__name__", "a function")
-        return Results([value for _, value in self._pool.ask(messages.Call, None, inputs, title=title).values()])
+        return self._job(messages.Call, title, inputs=inputs).run().results()
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
         """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
@@ -165,7 +177,7 @@ class Session:
             PayloadError: A value can't be sent.
         """
         if names:
-            self._pool.ask(messages.Push, ranks, Inputs(names, tuple(names)), title=f"push of {', '.join(names)}")
+            self._job(messages.Push, f"push of {', '.join(names)}", ranks, Inputs(names, tuple(names))).run()
 
     def pull(self, *names: str, rank: int = 0) -> Any:
         """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
@@ -179,8 +191,7 @@ class Session:
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """Return the ranks' values of some names: a dictionary for each rank."""
-        answers = self._pool.ask(messages.Pull, ranks, title=f"pull of {', '.join(names)}", names=list(names))
-        return Results([values for _, values in answers.values()])
+        return self._job(messages.Pull, f"pull of {', '.join(names)}", ranks, names=list(names)).run().results()
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Start ranks again as fresh processes without variables; the others keep theirs. No process group is left.
@@ -249,13 +260,6 @@ class Session:
 
 def _parsed(source: str) -> Cell:
     return cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
-
-
-def _inputs(cell: Cell, namespace: Mapping[str, Any], push: Sequence[str]) -> Inputs:
-    """Collect the notebook variables that a cell needs."""
-    captured = cell.captured(namespace, push)
-    names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
-    return Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
 
 
 def _start_pool(config: LaunchConfig) -> RankPool:

@@ -18,13 +18,7 @@ Converse = Callable[[str], str]
 
 
 def post_mortem(traceback: types.TracebackType, rank: int, converse: Converse) -> None:
-    """Let the user inspect the frames of an error, until the debugger ends.
-
-    Args:
-        traceback: The error's traceback.
-        rank: This process's rank, for the prompt.
-        converse: Talks to the user.
-    """
+    """Let the user inspect the frames of an error, until the debugger ends."""
     debugger = _Debugger(rank, converse)
     debugger.reset()
     with _forwarding_input(converse):

@@ -17,7 +17,7 @@ from typing import Any
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, loops, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -34,12 +34,7 @@ _DEVICES = ("cpu", "cuda")  # device types with an autocast of their own
 
 
 def serve(folder: str, secret: bytes) -> None:
-    """Join the session and carry out its requests, until it is over or its kernel is gone.
-
-    Args:
-        folder: Folder of the session's socket.
-        secret: Proof that this rank belongs to the session.
-    """
+    """Join the session and carry out its requests, until it is over or its kernel is gone."""
     interruption.defer()
     nccl.let_ranks_survive()
     rank = int(os.environ["RANK"])
@@ -82,7 +77,11 @@ class _SessionRank:
             descriptors: list[int] = []
             # True until the delivery is opened, since an interrupt may come before that.
             self._lacks_delivery = getattr(request, "delivery", None) is not None
-            fields = self._run(lambda: do(self, request, message), request.sent_s, type(request) in _INTERRUPTIBLE)
+            fields = self._run(
+                lambda: do(self, request, self._open_delivery(request, message)),
+                request.sent_s,
+                type(request) in _INTERRUPTIBLE,
+            )
             if fields.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
@@ -95,7 +94,6 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 bound=bound,
                 unbound=unbound,
-                has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,
@@ -160,9 +158,9 @@ class _SessionRank:
 
     # Requests -----------------------------------------------------------------------------------------------------
 
-    def _open_delivery(self, request: messages.Push | messages.Execute | messages.Call, message: Message) -> Any:
+    def _open_delivery(self, request: Any, message: Message) -> Any:
         """Bind the names that came with a request. Return the call that came with it, if any."""
-        if request.delivery is None:
+        if not self._lacks_delivery:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
@@ -177,12 +175,7 @@ class _SessionRank:
         self._spec.sources.update(new)
         worker.show_sources(new)
 
-    def _push(self, request: messages.Push, message: Message) -> dict[str, Any]:
-        self._open_delivery(request, message)
-        return {}
-
-    def _execute(self, request: messages.Execute, message: Message) -> dict[str, Any]:
-        self._open_delivery(request, message)
+    def _execute(self, request: messages.Execute, _: None) -> dict[str, Any]:
         self._show_sources({request.label: (request.label, request.source)})
         with self._displaying(request.number):
             value = worker.run_cell(request.source, request.label, self._namespace)
@@ -193,8 +186,8 @@ class _SessionRank:
             fields["values"] = {"": value}
         return fields
 
-    def _call(self, request: messages.Call, message: Message) -> dict[str, Any]:
-        function, args, kwargs = self._open_delivery(request, message)
+    def _call(self, request: messages.Call, call: tuple[Callable[..., Any], Any, Any]) -> dict[str, Any]:
+        function, args, kwargs = call
         with self._displaying(request.number):
             value = function(*args, **kwargs)
         return {"values": {"": value}}
@@ -207,23 +200,24 @@ class _SessionRank:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
+        loops.loops().begin_cell()
         try:
             yield
             displays.end()
         finally:
             displays.redirect(None)
 
-    def _pull(self, request: messages.Pull, _: Message) -> dict[str, Any]:
+    def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
         for name in request.names:
             if name not in self._namespace:
                 raise NameError(f"name {name!r} is not defined", name=name)
         return {"values": {name: self._namespace[name] for name in request.names}}
 
-    def _look_up(self, request: messages.LookUp, _: Message) -> dict[str, Any]:
+    def _look_up(self, request: messages.LookUp, _: None) -> dict[str, Any]:
         answer = description if request.describes else completions
         return {"lines": answer(self._namespace, request.text)}
 
-    def _debug(self, request: messages.Debug, _: Message) -> dict[str, Any]:
+    def _debug(self, request: messages.Debug, _: None) -> dict[str, Any]:
         if self._traceback is None:
             return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to debug."]}
         debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
@@ -241,11 +235,11 @@ class _SessionRank:
                 if isinstance(request, messages.Input) and request.number == number:
                     return request.line
 
-    def _inspect_group(self, _request: messages.InspectGroup, _: Message) -> dict[str, Any]:
+    def _inspect_group(self, _request: messages.InspectGroup, _: None) -> dict[str, Any]:
         _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
 
-    def _renew_group(self, request: messages.RenewGroup, _: Message) -> dict[str, Any]:
+    def _renew_group(self, request: messages.RenewGroup, _: None) -> dict[str, Any]:
         recovery = _import_training("backends.group_recovery")
         return {"lines": recovery.renew_group(request.renewals, rejoins=request.rejoins, namespace=self._namespace)}
 
@@ -253,7 +247,7 @@ class _SessionRank:
 _HANDLERS: dict[type, Any] = {
     messages.Execute: _SessionRank._execute,
     messages.Call: _SessionRank._call,
-    messages.Push: _SessionRank._push,
+    messages.Push: lambda *_: {},  # its delivery is all of it
     messages.Pull: _SessionRank._pull,
     messages.LookUp: _SessionRank._look_up,
     messages.Debug: _SessionRank._debug,
@@ -285,7 +279,6 @@ class _TorchModes:
             self._nesting = self._autocast_nesting()
 
     def restore(self) -> None:
-        """Restore the modes."""
         if self._torch is None:
             return
         self._torch.set_grad_enabled(self._has_gradients)

@@ -33,9 +33,6 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 class NamespaceTracker:
     """Keeps apart a rank's own variables and those that came from the notebook.
 
-    Args:
-        namespace: The rank's ``__main__``.
-
     Attributes:
         objects: Objects from the notebook that later deliveries can refer to, by number.
     """

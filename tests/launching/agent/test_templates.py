@@ -41,6 +41,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     (folder / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     )
+    # pyarrow, which transformers and scikit-learn import where it is installed, brings such a thread.
+    (folder / "with_jemalloc.py").write_text("""
+import ctypes, threading
+def live(named):
+    ctypes.CDLL(None).prctl(15, b"jemalloc_bg_thd", 0, 0, 0)  # PR_SET_NAME of linux/prctl.h
+    named.set()
+    threading.Event().wait()
+named = threading.Event()
+threading.Thread(target=live, args=(named,), daemon=True).start()
+named.wait()
+""")
     # As with torch for CUDA, whose `torch.cuda.is_available()` does this (torch/csrc/cuda/Module.cpp, `poison_fork`).
     (folder / "wakes_cuda.py").write_text("""
 import os, torch
@@ -128,6 +139,11 @@ def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kerne
     (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2\n")
     assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
     assert parent_of_ranks(kernel) != before
+
+
+def test_module_whose_thread_no_fork_needs_can_be_preloaded(kernel: kernels.Kernel) -> None:
+    cell = "%%distributed -n 2 --preload with_jemalloc\nimport sys\n'with_jemalloc' in sys.modules"
+    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[True, True]"
 
 
 @pytest.mark.parametrize(

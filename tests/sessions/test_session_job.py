@@ -1,4 +1,4 @@
-"""Tests of cells in the background: their states, and who gets their errors."""
+"""Tests of a session's jobs in the background: their states, and who gets their errors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from notebook_accel.errors import PayloadError, RunStoppedError, RunTimeoutError
-from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel import background
-from notebook_accel.sessions.kernel.background import BackgroundCell
-from notebook_accel.sessions.kernel.output import CellOutput, Shown
+from notebook_accel.sessions.kernel import session_job
+from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.session import Session
+from notebook_accel.sessions.kernel.session_job import SessionJob
 
 
 def test_at_every_moment_a_cell_has_ended_in_all_ways_or_in_none(capsys: pytest.CaptureFixture[str]) -> None:
-    cell = BackgroundCell("the cell", lambda _: Stacks([]))
+    answers = {0: (messages.Reply(number=1), 1)}
+    cell = SessionJob("the cell", lambda **_: answers, lambda _: Stacks([]))
     seen = []
 
     def look(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename == background.__file__:
+        if frame.f_code.co_filename == session_job.__file__:
             sys.settrace(None)
             seen.append((cell.status, cell.done))
             sys.settrace(look)
@@ -33,7 +33,7 @@ def test_at_every_moment_a_cell_has_ended_in_all_ways_or_in_none(capsys: pytest.
 
     threading.settrace(look)
     try:
-        cell.start(lambda: (Shown({}), Results([1])))
+        cell.start()
         assert cell.wait(60)
     finally:
         threading.settrace(None)  # type: ignore[arg-type]  # which typeshed forgets
@@ -80,13 +80,13 @@ def test_interrupts_that_come_when_the_ranks_have_answered_are_not_for_what_foll
 def test_what_can_not_be_sent_is_said_by_whoever_is_there_to_say_it(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "of_the_notebook", threading.Lock(), raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "lock_of_the_notebook", threading.Lock(), raising=False)
     with pytest.raises(PayloadError, match="it is a lock"):
-        session.start("of_the_notebook")
+        session.start("lock_of_the_notebook")
     assert capsys.readouterr().err == ""  # the cell that starts it shows the error
     goes_on = str(tmp_path / "goes on")
     first = session.start(f"while not os.path.exists({goes_on!r}): time.sleep(0.01)")
-    queued = session.start("of_the_notebook")  # which cell was to show the error has ended
+    queued = session.start("lock_of_the_notebook")  # which cell was to show the error has ended
     assert (first.status, queued.status) == ("running", "waiting")
     pathlib.Path(goes_on).touch()
     assert queued.wait(60) and queued.status == "failed"

@@ -1,4 +1,4 @@
-"""The handle of a cell that runs in a session's ranks while the notebook goes on."""
+"""The job of a session: code that runs in its ranks, under a cell that waits for it or in the background."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextvars
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from notebook_accel.errors import RunStoppedError
 from notebook_accel.launching.kernel.job import Handle, Status
@@ -14,25 +15,31 @@ from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import Shown
+from notebook_accel.sessions.kernel.rank_pool import Answer
 from notebook_accel.uninterruptible import Latch
 
 _POLL_PERIOD_S = 0.1
 
+Ask: TypeAlias = Callable[..., Mapping[int, Answer]]
 
-class BackgroundCell(Handle):
-    """A cell that runs in a thread of its own, as a cell in the foreground does in the main thread.
 
-    Its output appears under the cell that started it.
+class SessionJob(Handle):
+    """Code that runs in a session's ranks. ``run`` waits for its end; ``start`` leaves that to a thread.
+
+    Its output appears under the cell that ran or started it.
 
     Args:
         name: Its name, such as ``In[7]``.
+        ask: Sends the request, waits for its end, and returns the ranks' answers. Takes the request's ``title``, and in
+            the background a function ``note`` to call with the job's status.
         stacks: Returns the ranks' stacks, given a deadline in seconds.
     """
 
-    def __init__(self, name: str, stacks: Callable[[float], Stacks]) -> None:
+    def __init__(self, name: str, ask: Ask, stacks: Callable[[float], Stacks]) -> None:
         super().__init__(name)
+        self._ask = ask
         self._stacks = stacks
-        self._outcome: Results | None = None
+        self._answers: Mapping[int, Answer] = {}
         self._error: BaseException | None = None
         self._began_s = time.monotonic()
         self._status: Status = "waiting"
@@ -51,21 +58,25 @@ class BackgroundCell(Handle):
     def error(self) -> BaseException | None:
         return self._error if self.done else None
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the cell's ranks, which keep their variables.
+    @property
+    def shown(self) -> Shown:
+        """The value of the code's last expression as each rank shows it."""
+        return Shown({rank: reply.shown for rank, (reply, _) in self._answers.items() if reply.shown})
 
-        A second call kills the ranks that go on. A cell that still waits for its turn doesn't start. Doesn't wait for
-        the end.
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the ranks that run the code, which keep their variables.
+
+        A second call kills the ranks that go on. Code that still waits for its turn doesn't start. Doesn't wait for the
+        end.
         """
         if self._status == "running" or not self._interrupts.has_pending:
             self._interrupts.note_unless_closed(KeyboardInterrupt())
 
     def stop(self) -> None:
-        """End the cell, as ``interrupt`` does: a second call of either kills the ranks that go on."""
+        """End the code, as ``interrupt`` does: a second call of either kills the ranks that go on."""
         self.interrupt()
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Return the stack of every rank of the session."""
         return self._stacks(timeout_s)
 
     def __repr__(self) -> str:
@@ -73,19 +84,22 @@ class BackgroundCell(Handle):
 
     # For the session --------------------------------------------------------------------------------------------------
 
-    def start(self, act: Callable[[], tuple[Shown, Results]]) -> None:
-        """Start the cell. Return once the ranks have what they need for it, or while it waits for its turn.
+    def run(self) -> SessionJob:
+        """Run the code, and return this job once it has ended. Raises the code's error."""
+        self._answers = self._ask(title=self.name)
+        self._ended.set()
+        return self
 
-        Args:
-            act: Sends the request and waits for its end. It calls ``note`` meanwhile.
+    def start(self) -> SessionJob:
+        """Start the code. Return once the ranks have what they need for it, or while it waits for its turn.
 
         Raises:
             PayloadError: Something that the ranks need can't be sent.
-            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is the cell.
+            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is the code.
         """
         context = contextvars.copy_context()  # so that output appears under its cell
-        thread = threading.Thread(target=context.run, args=(self._run, act), name=f"notebook-accel-{self.name}")
-        thread.daemon = True
+        name = f"notebook-accel-{self.name}"
+        thread = threading.Thread(target=context.run, args=(self._run_in_thread,), name=name, daemon=True)
         with held() as interrupts:
             thread.start()
             try:
@@ -97,36 +111,35 @@ class BackgroundCell(Handle):
                 raise
         if self._is_refused and self._error is not None:
             raise self._error
+        return self
 
-    def note(self, status: Status) -> None:
-        """Note that the cell waits for its turn, or that its request is about to be sent."""
+    def _note(self, status: Status) -> None:
+        """Note that the code waits for its turn, or that its request is about to be sent."""
         self._status = status
         self._is_under_way.set()
 
     def _results(self) -> Results:
         if self._error is not None:
             raise self._error
-        assert self._outcome is not None
-        return self._outcome
+        return Results([value for _, value in self._answers.values()])
 
-    def _run(self, act: Callable[[], tuple[Shown, Results]]) -> None:
-        shown = Shown({})
+    def _run_in_thread(self) -> None:
         try:
             with held(self._interrupts):
-                shown, self._outcome = act()
+                self._answers = self._ask(title=self.name, note=self._note)
         except KeyboardInterrupt:
             self._error, self._end = RunStoppedError(f"{self.name} was interrupted."), "stopped"
         except BaseException as error:  # noqa: BLE001 - results() raises it
             self._error, self._end = error, "stopped" if isinstance(error, RunStoppedError) else "failed"
         self._is_refused = not self._is_under_way.is_set
-        self._report_end(shown)
+        self._report_end()
         self._ended.set()
         self._is_under_way.set()
 
-    def _report_end(self, shown: Shown) -> None:
+    def _report_end(self) -> None:
         took_s = time.monotonic() - self._began_s
         if self._error is None:
-            value = f": {shown!r}" if shown else ""
+            value = f": {self.shown!r}" if self.shown else ""
             sys.stdout.write(f"[{self.name} has ended, after {took_s:.1f} s{value}]\n")
         elif not self._is_refused and (self._status == "running" or self._end == "failed"):
             # Else the cell that tried to start it shows the error, or it was interrupted before it began.

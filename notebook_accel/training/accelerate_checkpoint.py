@@ -1,0 +1,203 @@
+"""Reads the checkpoints that Accelerate's ``save_state`` writes.
+
+Such a folder has no manifest: the files themselves show what was saved. Each rank has written its random numbers, so
+their files show the number of ranks. The format is that of Accelerate 0.20 to 1.15, without sharded weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import pickle
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from notebook_accel.errors import CheckpointError
+from notebook_accel.training import model_files, random_state
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.loader_position import ResumePoint
+
+_RANDOM = "random_states_{}.pkl"
+_SHARDED = ("pytorch_model_fsdp*", "pytorch_model/*_states.pt", "latest")  # of FSDP, and two of DeepSpeed's
+
+
+class AccelerateCheckpoint:
+    """A checkpoint of Accelerate.
+
+    Args:
+        folder: The folder.
+        read_object: A function that reads a file of ``torch.save``; ``weights_only=False`` allows any object.
+
+    Attributes:
+        ranks: The number of ranks that have saved it.
+
+    Raises:
+        CheckpointError: The weights are sharded.
+    """
+
+    def __init__(self, folder: pathlib.Path, read_object: Callable[..., Any]) -> None:
+        self._folder = folder
+        self._read_object = read_object
+        self.ranks = self._count(_RANDOM.format)
+        sharded = [path.name for pattern in _SHARDED for path in folder.glob(pattern)]
+        if sharded and not self._has_weights(0):
+            raise CheckpointError(
+                f"The checkpoint {folder} was saved by Accelerate with sharded weights ({sharded[0]}).",
+                why="Each file has a part of the model, as FSDP or DeepSpeed has distributed it.",
+                fix="load_state in the program that saved it, then save_model; or merge the weights by "
+                "`accelerate merge-weights`, and load these into the model",
+            )
+
+    def manifest(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the number of saved objects of each kind as the manifest of a checkpoint has it."""
+        models = itertools.takewhile(self._has_weights, itertools.count())
+        counts = {kind: self._count(lambda number, kind=kind: _file_of(kind, number)) for kind in kinds}  # type: ignore[misc]
+        return {"models": [*models], "counts": counts, "world_size": self.ranks}
+
+    def weights(self, number: int, own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the weights of a model under the names of its own state dict.
+
+        Accelerate leaves out all but one name of a tied tensor, and adds the wrappers' names to those of compiled
+        models and of some wrapped ones.
+
+        Args:
+            number: The model's number in the order of ``prepare``.
+            own: The model's state dict.
+        """
+        ending = _ending(number)
+        safe = (self._folder / f"model{ending}.safetensors").is_file()
+        name = f"model{ending}.safetensors" if safe else f"pytorch_model{ending}.bin"
+        read = model_files.read_weights(self._folder / name, safe=safe)
+        saved = {_plain_name(key, own): value for key, value in read.items()}
+        kept = {_place(own[key]): key for key in saved if key in own}
+        tied = {key: saved[kept[_place(value)]] for key, value in own.items() if _place(value) in kept}
+        return {**tied, **saved}
+
+    def state(self, kind: str, number: int, *, weights_only: bool) -> Any:
+        """Return the state of an optimizer, a scheduler, the loss scaler or a registered object."""
+        return self._read_object(self._folder / _file_of(kind, number), weights_only=weights_only)
+
+    def own_state(self, backend: Backend, loaders: list[Any], num_steps: int) -> dict[str, Any]:
+        """Return the state that differs between ranks, in the form of a checkpoint of this package.
+
+        Accelerate saves no position inside an epoch and no gradients, so loaders begin an epoch and the window is new.
+
+        Args:
+            backend: The backend of this rank.
+            loaders: The prepared loaders.
+            num_steps: The number of micro-batches in a window.
+        """
+        rank = backend.place.rank
+        random = self._random_of(rank if rank < self.ranks else 0, backend.device)
+        if rank == 0 and list(self._folder.glob("dl_state_dict*.bin")):
+            warnings.warn(
+                f"The checkpoint {self._folder} has positions inside an epoch that only torchdata reads: the epoch "
+                "begins anew. Fix: accelerator.skip_first_batches(loader, num_batches)",
+                stacklevel=4,
+            )
+        return {
+            "loaders": [vars(ResumePoint(self._epoch_of(number, loader))) for number, loader in enumerate(loaders)],
+            "window": {"sync_gradients": True, "divisor": num_steps, "micro_batches": 0},
+            "gradients": [],
+            "random" if rank < self.ranks else "afresh": random,
+        }
+
+    def _random_of(self, rank: int, device: torch.device) -> dict[str, Any]:
+        saved = self._read_object(self._folder / _RANDOM.format(rank))
+        state = {"torch": saved["torch_manual_seed"], "python": saved["random_state"]}
+        if "numpy_random_seed" in saved:
+            state["numpy"] = saved["numpy_random_seed"]
+        gpus = saved.get("torch_cuda_manual_seed", ())
+        if device.type == "cuda" and (device.index or 0) < len(gpus):
+            state["cuda"] = gpus[device.index or 0]
+        if device.type == "xla" and "xm_seed" in saved:
+            state["xla"] = saved["xm_seed"]
+        return random_state.plain(state)
+
+    def _epoch_of(self, number: int, loader: Any) -> int:
+        """Return the epoch that a loader's sampler comes to next, if one was saved, or else the loader's own."""
+        path = self._folder / _file_of("sampler", number)
+        sampler = _attributes(path) if path.is_file() else {}
+        epoch = sampler.get("epoch")
+        following: int = loader.position.epochs.following
+        return epoch if isinstance(epoch, int) else following
+
+    def _has_weights(self, number: int) -> bool:
+        names = (f"model{_ending(number)}.safetensors", f"pytorch_model{_ending(number)}.bin")
+        return any((self._folder / name).is_file() for name in names)
+
+    def _count(self, name_of: Callable[[int], str]) -> int:
+        return next(number for number in itertools.count() if not (self._folder / name_of(number)).is_file())
+
+
+def _file_of(kind: str, number: int) -> str:
+    if kind == "custom_checkpoint":
+        return f"{kind}_{number}.pkl"
+    if kind == "scaler":
+        return f"scaler{_ending(number)}.pt"
+    return f"{kind}{_ending(number)}.bin"
+
+
+def _ending(number: int) -> str:
+    return f"_{number}" if number else ""
+
+
+def _plain_name(name: str, own: Mapping[str, Any]) -> str:
+    """Return a saved tensor's name without the names of wrappers, if the model has it under that name."""
+    bare = name.replace("_orig_mod.", "").removeprefix("module.")
+    return bare if name not in own and bare in own else name
+
+
+def _place(value: Any) -> Any:
+    """Return the same value for two tensors only if they are one tensor under two names."""
+    if not isinstance(value, torch.Tensor) or not value.numel() or value.is_meta:
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+class _Inert:
+    """Stands for every object in a pickle, and keeps its attributes. None of the pickled classes is imported or run."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+    def append(self, _: Any) -> None:
+        """Ignore an item of a list."""
+
+    def extend(self, _: Any) -> None:
+        """Ignore items of a list."""
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, _: str, __: str) -> Any:
+        return _Inert
+
+    def persistent_load(self, _: Any) -> Any:
+        return None
+
+
+def _attributes(path: pathlib.Path) -> dict[str, Any]:
+    """Return the attributes of a pickled object, such as a sampler, which holds its dataset, without running code.
+
+    Raises:
+        CheckpointError: The file can't be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            with archive.open(name) as file:
+                attributes: dict[str, Any] = vars(_InertUnpickler(file).load())
+                return attributes
+    except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error

@@ -1,0 +1,284 @@
+"""Training loops as users write them, without a line for this package. Each runs in a rank, and needs torch only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from notebook_accel import reporting
+
+EPOCHS = 3
+
+
+class Training:
+    """A tiny model with its data: 64 samples of 4 numbers, in 16 batches."""
+
+    def __init__(self) -> None:
+        self.data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        self.loader = DataLoader(self.data, batch_size=4, shuffle=True)
+        self.evaluation = DataLoader(self.data, batch_size=8)
+        self.model = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.model(x), y)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+        self.optimizer.step()
+
+
+def look() -> None:
+    """Sends the counters as they are now, as the sampling thread does five times a second."""
+    reporting.reporter().catch_up()
+
+
+def epochs_and_evaluations() -> None:
+    made = Training()
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+        with torch.no_grad():
+            for x, _ in made.evaluation:
+                made.model(x)
+                look()
+
+
+def gradients_off_inside_the_evaluation() -> None:
+    made = Training()
+    for x, y in made.loader:
+        made.step(x, y)
+    for x, _ in made.evaluation:
+        with torch.no_grad():
+            made.model(x)
+        look()
+
+
+def evaluation_inside_an_epoch() -> None:
+    made = Training()
+    for number, (x, y) in enumerate(made.loader):
+        made.step(x, y)
+        if number % 5 == 0:
+            made.model.eval()
+            with torch.inference_mode():
+                for held, _ in made.evaluation:
+                    made.model(held)
+            made.model.train()
+
+
+def left_early() -> None:
+    made = Training()
+    for _ in range(EPOCHS):
+        for x, y in itertools.islice(made.loader, 5):
+            made.step(x, y)
+
+
+def a_look_at_a_batch_first() -> None:
+    made = Training()
+    next(iter(made.loader))
+    for x, y in made.loader:
+        made.step(x, y)
+
+
+def persistent_workers() -> None:
+    made = Training()
+    loader = DataLoader(made.data, batch_size=4, num_workers=1, persistent_workers=True)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            made.step(x, y)
+
+
+class OwnLoader(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for x, y in super().__iter__():
+            yield x * 2, y
+
+
+def a_loader_of_the_users_own() -> None:
+    made = Training()
+    for x, y in OwnLoader(made.data, batch_size=4):
+        made.step(x, y)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int | None) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(torch.randn(64, 4), torch.randn(64, 1), strict=True)
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("nobody knows")
+        return self.length
+
+
+def a_stream() -> None:
+    made = Training()
+    for x, y in DataLoader(Stream(None), batch_size=4):
+        made.step(x, y)
+
+
+def a_stream_that_is_longer_than_it_says() -> None:
+    """Of its own, torch warns of this only where somebody has asked for the length; here warnings are errors."""
+    import warnings
+
+    made = Training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in DataLoader(Stream(8), batch_size=4):
+            made.step(x, y)
+
+
+def accumulation() -> None:
+    made = Training()
+    for number, (x, y) in enumerate(made.loader):
+        made.loss(x, y).backward()
+        if number % 4 == 3:
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+
+
+def two_loaders_in_turns() -> None:
+    made = Training()
+    for (x, y), _ in zip(made.loader, made.evaluation, strict=False):
+        made.step(x, y)
+
+
+def two_optimizers_and_a_loader() -> None:
+    made = Training()
+    other = torch.optim.SGD(made.model.parameters(), lr=0.01)
+    for x, y in made.loader:
+        for _ in range(3):
+            made.step(x, y)
+        other.step()
+
+
+def no_loader() -> None:
+    made = Training()
+    for _ in range(10):
+        made.step(*made.data[:])
+
+
+def two_optimizers_and_no_loader() -> None:
+    made = Training()
+    other = torch.optim.SGD(made.model.parameters(), lr=0.01)
+    for _ in range(4):
+        for _ in range(5):
+            made.step(*made.data[:])
+        other.step()
+
+
+def closures() -> None:
+    made = Training()
+    optimizer = torch.optim.LBFGS(made.model.parameters(), max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = made.loss(*made.data[:])
+        loss.backward()
+        return loss
+
+    for _ in range(10):
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def a_scaler() -> None:
+    made, scaler = Training(), torch.amp.GradScaler("cpu")
+    for _ in range(10):
+        made.optimizer.zero_grad()
+        scaler.scale(made.loss(*made.data[:])).backward()
+        scaler.step(made.optimizer)
+        scaler.update()
+
+
+def full_batches_after_a_loader() -> None:
+    epochs_and_evaluations()
+    no_loader()
+
+
+def bar_over_epochs() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    for _ in tqdm(range(EPOCHS), mininterval=0):  # of its own it counts at most ten times a second
+        for x, y in made.loader:
+            made.step(x, y)
+            look()
+
+
+def bar_over_batches() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    for _ in range(EPOCHS):
+        for x, y in tqdm(made.loader, desc="batches"):
+            made.step(x, y)
+            look()
+
+
+def bar_over_all_steps() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    bar = tqdm(total=EPOCHS * 16)
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+            bar.update()
+            look()
+
+
+def prepared() -> None:
+    import notebook_accel
+
+    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True)
+    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+
+
+def with_accelerate() -> None:
+    import accelerate
+
+    made, accelerator = Training(), accelerate.Accelerator(cpu=True)
+    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.optimizer.zero_grad()
+            accelerator.backward(made.loss(x, y))
+            made.optimizer.step()
+
+
+LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
+    epochs_and_evaluations: (16, 16, 3, 3 * 16 + 3 * 8),
+    gradients_off_inside_the_evaluation: (16, 16, 1, 16 + 8),
+    evaluation_inside_an_epoch: (16, 16, 1, 16 + 4 * 7),  # a first batch could be one of two loaders in turns
+    left_early: (5, 16, 3, 15),
+    a_look_at_a_batch_first: (16, 16, 1, 17),
+    persistent_workers: (16, 16, 3, 48),
+    a_loader_of_the_users_own: (16, 16, 1, 16),
+    a_stream: (16, None, 1, 16),
+    a_stream_that_is_longer_than_it_says: (16, 2, 1, 16),
+    accumulation: (16, 16, 1, 16),
+    two_loaders_in_turns: (9, 16, 1, 9),
+    two_optimizers_and_a_loader: (16, 16, 1, 16),
+    no_loader: (10, None, None, 10),
+    two_optimizers_and_no_loader: (20, None, None, 20),
+    closures: (10, None, None, 10),
+    a_scaler: (10, None, None, 10),
+    full_batches_after_a_loader: (10, None, None, 3 * 24 + 10),
+    bar_over_batches: (16, 16, None, 48),
+    bar_over_all_steps: (48, 48, None, 48),
+    bar_over_epochs: (16, 16, 3, 48),
+    prepared: (16, 16, 3, 48),
+    with_accelerate: (16, 16, 3, 48),
+}
+"""Each loop with the step, the total and the epoch that its row shows in the end, and the steps over all loops."""
