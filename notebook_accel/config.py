@@ -120,6 +120,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, msgspec.Meta(max_length=80)],
         _help("Name of the run in the panel. Default: the function's name, or the cell's number."),
     ] = ""
+    keep_days: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=3650)],
+        _help("Days that the results, logs and curves of a detached run are kept after its end."),
+    ] = 7.0
     log_dir: Annotated[
         str,
         _help(

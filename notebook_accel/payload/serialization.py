@@ -345,11 +345,13 @@ _now_receiving = _Receiving()
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
+    outer = dict(vars(_now_receiving))  # of a pickle that needs another one to be opened
     _now_receiving.namespace, _now_receiving.origins = namespace, origins
     try:
         yield
     finally:
-        del _now_receiving.namespace, _now_receiving.origins
+        vars(_now_receiving).clear()
+        vars(_now_receiving).update(outer)
 
 
 def _receiver_namespace() -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
         with contextlib.suppress(ValueError):  # an empty cell
             yield f'closure variable "{name}"', cell.cell_contents
-    for name in _global_names(obj.__code__):
+    for name in global_names(obj.__code__):
         if name in obj.__globals__:
             yield f'global "{name}"', obj.__globals__[name]
     yield from _sequence_parts(obj.__defaults__ or ())
@@ -162,8 +162,9 @@ def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f'attribute "{name}"', value) for name, value in obj.__dict__.items())
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+def global_names(code: types.CodeType) -> list[str]:
+    """Return the names that a function's code, with that inside it, looks up in its module or as attributes."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 

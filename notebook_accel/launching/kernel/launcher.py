@@ -15,7 +15,7 @@ import msgspec
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
+from notebook_accel.launching.kernel import detached, elastic, foreground, fork, inline, local, preflight, registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
@@ -33,6 +33,7 @@ def launch_function(
     *,
     foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
+    detach: bool = False,
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
@@ -44,6 +45,7 @@ def launch_function(
         config: The options.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
         on_death: Whether the other ranks stop or stay when one dies.
+        detach: Whether the run goes on when the kernel ends.
         show: Shows a run in the background.
     """
     label = getattr(function, "__name__", type(function).__name__)
@@ -57,6 +59,7 @@ def launch_function(
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,
+        detach=detach,
     )
     return _launch(request, show)
 
@@ -71,6 +74,7 @@ def launch_cell(
     pull: Sequence[str] = (),
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     foreground_lock: threading.Lock | None = None,
+    detach: bool = False,
 ) -> Job:
     """Start a cell on all ranks and return its job.
 
@@ -83,6 +87,7 @@ def launch_cell(
         pull: Variables whose values on rank 0 come back.
         set_variables: Takes them when the results are read; after a failure or an interrupt, as they were then.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
+        detach: Whether the run goes on when the kernel ends.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -104,6 +109,7 @@ def launch_cell(
         optional_names=cell.optional_names(names, push),
         set_variables=set_variables,
         foreground_lock=foreground_lock,
+        detach=detach,
     )
     return _launch(request)
 
@@ -204,7 +210,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         devices=devices.describe(world_size),
         variables=variables,
     )
-    job = (cluster or _engine(request.config)).launch(request)
+    job = (detached.DetachedEngine() if request.detach else cluster or _engine(request.config)).launch(request)
     registry.add(job)
     return job
 

@@ -33,6 +33,8 @@ def notebook_launcher(
     *,
     kwargs: Mapping[str, Any] | None = None,
     background: bool = False,
+    detach: bool = False,
+    keep_days: float | None = None,
     start_method: str = "auto",
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
@@ -74,6 +76,8 @@ def notebook_launcher(
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
+        detach: Return a ``Job`` at once, and let the run go on when the kernel ends; ``attach`` finds it again.
+        keep_days: Days that the folder of a detached run stays after its end.
         start_method: Way of starting ranks: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
             function runs in the kernel's process, as the one rank, where a debugger works.
         preload: Names of modules to import before ranks are forked.
@@ -91,7 +95,7 @@ def notebook_launcher(
         engine_options: Options of the engine; see ``RayOptions``.
 
     Returns:
-        ``Results``, one value a rank; or, with ``background=True``, the ``Job``.
+        ``Results``, one value a rank; or, with ``background=True`` or ``detach=True``, the ``Job``.
 
     Raises:
         ConfigError: An option has a value that isn't allowed.
@@ -115,9 +119,11 @@ def notebook_launcher(
     options = configuration.resolve(named | renamed, environ={})
 
     def launch(lock: threading.Lock | None = None) -> Job:
-        return launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, foreground_lock=lock)
+        return launcher.launch_function(
+            function, tuple(args), dict(kwargs or {}), options, foreground_lock=lock, detach=detach
+        )
 
-    return launch() if background else foreground.run_in_foreground(launch)
+    return launch() if background or detach else foreground.run_in_foreground(launch)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:

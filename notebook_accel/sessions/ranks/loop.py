@@ -94,7 +94,6 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 bound=bound,
                 unbound=unbound,
-                has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,
@@ -280,7 +279,6 @@ class _TorchModes:
             self._nesting = self._autocast_nesting()
 
     def restore(self) -> None:
-        """Restore the modes."""
         if self._torch is None:
             return
         self._torch.set_grad_enabled(self._has_gradients)
