@@ -10,6 +10,7 @@ seen before *into* that class, and so would replace the notebook's methods by co
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import cloudpickle
 
@@ -283,6 +284,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         """Return pickle's memo in order, without constants, since there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
+
+    dispatch_table: ClassVar[Any] = collections.ChainMap(unpicklable.STAYING, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
         origin = self._options.origins.get(id(obj))

@@ -7,7 +7,7 @@ import functools
 import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
@@ -27,6 +27,11 @@ class StaysError(pickle.PicklingError):
     def __init__(self, obj: object, why: str) -> None:
         super().__init__(why)
         self.obj = obj
+
+
+# Classes whose objects pickle within their process only, with functions that raise ``StaysError`` for one. Picklers for
+# other processes have these in their ``dispatch_table``, which costs nothing for all other objects.
+STAYING: dict[type, Callable[[Any], NoReturn]] = {}
 
 
 def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, advice: str) -> PayloadError:

@@ -51,6 +51,7 @@ from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs,
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
+from notebook_accel.training.trackers import Idle
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
@@ -80,7 +81,8 @@ class Accelerator(ProcessState):
         megatron_lm_plugin: Refused.
         rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
             ranks have one order of samples even without it.
-        log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
+        log_with: Trackers for ``init_trackers``: the name of a library such as ``"tensorboard"``, ``"wandb"`` or
+            ``"mlflow"``, ``"jsonl"``, ``"all"`` that are installed, an object of your own, or a list of these.
         project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
         gradient_accumulation_plugin: Further settings of accumulation.
@@ -413,8 +415,7 @@ class Accelerator(ProcessState):
 
     def end_training(self) -> None:
         """Finish trackers, forget all prepared objects and leave the group, which ends with its last member."""
-        for tracker in self.trackers:
-            tracker.finish()
+        tracking.call([tracker for tracker in self.trackers if hasattr(tracker, "finish")], "finish")
         self.trackers = []
         self._wait_for_checkpoint()
         self.free_memory()
@@ -780,12 +781,10 @@ class Accelerator(ProcessState):
         Args:
             project_name: The run's name in the trackers.
             config: The run's settings, such as hyperparameters.
-            init_kwargs: Further arguments by the tracker's name, such as ``{"tensorboard": {"flush_secs": 60}}``.
+            init_kwargs: Further arguments by the tracker's name, such as ``{"wandb": {"mode": "offline"}}``.
         """
         if self.is_main_process:
-            self.trackers = tracking.start(self._log_with, project_name, self.logging_dir, init_kwargs or {})
-            for tracker in self.trackers if config is not None else ():
-                tracker.store_init_configuration(dict(config or {}))
+            self.trackers = tracking.start(self._log_with, project_name, self.logging_dir, init_kwargs or {}, config)
 
     def log(
         self,
@@ -793,17 +792,19 @@ class Accelerator(ProcessState):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write values to every tracker on rank 0."""
+        """Write values to every tracker on rank 0. A tracker that fails warns once, and training goes on."""
         for tracker in self.trackers:
-            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            tracking.call([tracker], "log", dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or with ``unwrap`` its library's own object; ranks above 0 get an idle tracker.
+        """Return a tracker by its name, or with ``unwrap`` its library's own object.
+
+        Ranks above 0 get an object of which each attribute, call and item does nothing.
 
         Raises:
             ConfigError: There is no tracker of that name.
         """
-        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else tracking.GeneralTracker()
+        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else Idle()
 
 
 def _is_a(kind: type) -> Callable[[Any], bool]:

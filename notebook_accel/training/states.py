@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import enum
 import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.payload.unpicklable import StaysError
+from notebook_accel.payload.unpicklable import STAYING, StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.compiling import TorchDynamoPlugin
@@ -65,6 +66,8 @@ class ProcessState:
         self._own_backend = backend
         self._pid = os.getpid()
         self._is_triggered = False
+        self._number = next(_numbers)
+        _alive[self._number] = self
 
     @property
     def _backend(self) -> Backend:
@@ -94,12 +97,18 @@ class ProcessState:
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self  # it stands for this process, so a copy of a model that refers to it refers to it too
 
-    def __reduce__(self) -> NoReturn:
+    def __init_subclass__(cls) -> None:
+        STAYING[cls] = cls._refuse_to_leave
+
+    def _refuse_to_leave(self) -> NoReturn:
         raise StaysError(
             self,
             f"this {type(self).__name__} stands for the process that made it, rank {self.process_index} of "
             f"{self.num_processes}, and a copy elsewhere would act for that rank",
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same_object, (type(self).__name__, _PROCESS, os.getpid(), self._number)
 
     @property
     def device(self) -> torch.device:
@@ -232,6 +241,28 @@ class ProcessState:
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only_if(self.local_process_index == local_process_index, function)
+
+
+# The objects that can be unpickled here, by number. A pid alone may come again after its process has ended.
+_PROCESS = os.urandom(8)
+_numbers = itertools.count()
+_alive: weakref.WeakValueDictionary[int, ProcessState] = weakref.WeakValueDictionary()
+
+
+def _same_object(kind: str, process: bytes, pid: int, number: int) -> ProcessState:
+    """Return the object that was pickled, if it was pickled in this process.
+
+    Raises:
+        TrainingError: It was pickled in another process, or doesn't exist any more.
+    """
+    found = _alive.get(number) if (process, pid) == (_PROCESS, os.getpid()) else None
+    if found is None:
+        raise TrainingError(
+            f"This {kind} was pickled in another process, or it doesn't exist any more.",
+            why="It stands for the process that made it, and a copy would act for that rank.",
+            fix="make it inside the cell or the function, and leave it out of what is sent",
+        )
+    return found
 
 
 def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
