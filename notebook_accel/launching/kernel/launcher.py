@@ -253,6 +253,7 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {
         environment.MIXED_PRECISION: config.mixed_precision,
+        environment.PROFILE: config.profile,
         # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
         # knows that its processes are there already, and asks neither Slurm nor MPI then.
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
