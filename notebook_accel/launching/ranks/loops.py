@@ -1,7 +1,10 @@
-"""Counts the steps of every training loop in a rank, by hooks in torch itself.
+"""Counts the steps of every training loop in a rank and reports its loss, by hooks in torch itself.
 
 A loop over a ``DataLoader`` counts its batches, whichever library runs it. A loop without a loader counts its optimizer
 steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row.
+
+The loss is the number whose gradients the program computes. A metric named ``loss`` that the program reports itself
+takes its place.
 
 This module never imports torch. Its hooks are placed when torch is imported, which the template has done before a rank
 starts. A step costs two Python calls and an increment.
@@ -21,6 +24,8 @@ from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.protocol import events
 
 _ATTRIBUTE = "_notebook_accel_loop"  # of a DataLoader's iterator
+_LOSS_ATTRIBUTE = "_notebook_accel_loss"  # of a loss that a scaler has made: the loss before
+_LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
 
@@ -64,6 +69,11 @@ class LoopCounter(reporting.Counter):
         self.iterator: weakref.ref[Any] | None = None
         self.rival: tuple[LoopCounter | None, int] = (None, 0)
 
+    @property
+    def is_over(self) -> bool:
+        """True if no more batches are to come. Some libraries count batches and never ask for one after the last."""
+        return self.has_ended or (self.total is not None and self.step >= self.total)
+
     def end(self, _: object = None) -> None:
         """Mark the loop as ended."""
         self.has_ended = True
@@ -82,12 +92,14 @@ class Loops:
         current: The loop that steps, ``None`` before the first batch and after a change of the bars.
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
+        loss: The loss that an ``Accelerator`` is dividing by its accumulation steps and computing gradients of.
     """
 
     def __init__(self) -> None:
         self.current: LoopCounter | None = None
         self.trained = 0
         self.bars: Bars | None = None
+        self.loss: Any = None
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -100,6 +112,7 @@ class Loops:
         """Start new counts, since a session's cell begins."""
         self.current = None
         self._begin_count()
+        reporting.reporter().has_own_loss = False
 
     def decide_again(self) -> None:
         """Choose the shown counter anew at the next batch, since a bar was opened or closed."""
@@ -126,7 +139,7 @@ class Loops:
         Of two loops that take their batches in turns, the first one counts.
         """
         current = self.current
-        if current is not None and not current.has_ended:
+        if current is not None and not current.is_over:
             rival, loop.rival = loop.rival, (current, current.step)
             if rival != loop.rival:
                 return
@@ -180,7 +193,7 @@ class Loops:
             loop.set_evaluation(False)
         elif loop.has_gradients and loop.step > _BATCHES_READ_AHEAD and self.trained:
             loop.set_evaluation(True)
-        if loop.has_ended and not loop.trains and loop.known is None and self._training is not None:
+        if loop.is_over and not loop.trains and loop.known is None and self._training is not None:
             self._show(self._training.known or self._training)
 
 
@@ -198,11 +211,15 @@ def install() -> None:
     when_imported("torch.utils.data.dataloader", _patch_loaders)
     when_imported("torch.autograd", _patch_backward)
     when_imported("torch.optim.optimizer", _hook_optimizers)
+    when_imported("torch.amp.grad_scaler", _patch_scaler)
+    when_imported("accelerate.accelerator", _patch_accelerator)
+    when_imported("notebook_accel.training.accelerator", _patch_accelerator)
 
 
 def _patch_loaders(module: types.ModuleType) -> None:
     loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
     original_iter, original_next = loader_class.__iter__, iterator_class.__next__
+    original_init = iterator_class.__init__
 
     @functools.wraps(original_iter)
     def iterate(self: Any) -> Any:
@@ -210,6 +227,12 @@ def _patch_loaders(module: types.ModuleType) -> None:
         if isinstance(iterator, iterator_class):
             _loops.begin(self, iterator)
         return iterator
+
+    @functools.wraps(original_init)
+    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, loader, *args, **kwargs)
+        if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
+            _loops.begin(getattr(loader, "d", loader), self)
 
     @functools.wraps(original_next)
     def take(self: Any) -> Any:
@@ -226,7 +249,7 @@ def _patch_loaders(module: types.ModuleType) -> None:
             loop.step += 1
         return batch
 
-    loader_class.__iter__, iterator_class.__next__ = iterate, take
+    loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = iterate, take, begin
 
 
 def _patch_backward(module: types.ModuleType) -> None:
@@ -235,9 +258,47 @@ def _patch_backward(module: types.ModuleType) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         _loops.trained += 1
+        _report_loss(args[0] if args else kwargs.get("tensors"))
         return original(*args, **kwargs)
 
     module.backward = backward  # type: ignore[attr-defined]
+
+
+def _report_loss(differentiated: Any) -> None:
+    loss = _loops.loss if _loops.loss is not None else differentiated
+    loss = getattr(loss, _LOSS_ATTRIBUTE, loss)
+    is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
+    # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
+    if is_dense and loss.numel() == 1 and not hasattr(loss, "__tensor_flatten__"):
+        reporting.reporter().report_loss(loss.detach())
+
+
+def _patch_scaler(module: types.ModuleType) -> None:
+    original = module.GradScaler.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if scaled is not outputs and hasattr(outputs, "detach"):
+            setattr(scaled, _LOSS_ATTRIBUTE, outputs.detach())
+        return scaled
+
+    module.GradScaler.scale = scale
+
+
+def _patch_accelerator(module: types.ModuleType) -> None:
+    """Report the loss before it is divided, in Accelerate's ``Accelerator`` and in ours."""
+    original = module.Accelerator.backward
+
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        _loops.loss = loss
+        try:
+            return original(self, loss, **kwargs)
+        finally:
+            _loops.loss = None
+
+    module.Accelerator.backward = backward
 
 
 def _hook_optimizers(module: types.ModuleType) -> None:
@@ -256,10 +317,11 @@ def _length(loader: Any) -> int | None:
 
     ``len(loader)`` makes torch warn of a stream that is longer than its length, so that is undone.
     """
-    called = loader._IterableDataset_len_called
+    called = getattr(loader, _LENGTH_CALLED, None)
     try:
         return len(loader)
     except Exception:  # noqa: BLE001 - samplers are the user's
         return None
     finally:
-        loader._IterableDataset_len_called = called
+        if called is not None or hasattr(loader, _LENGTH_CALLED):
+            setattr(loader, _LENGTH_CALLED, called)
