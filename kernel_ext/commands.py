@@ -1,7 +1,8 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | why | runs | attach | config | doctor``. The first five take
-``--run`` and a run's name or number; ``logs`` and ``stacks`` also take a rank, and ``attach`` a detached run's name.
+``%distributed status | stop | logs | stacks | why | runs | attach | again | config | doctor``. The first five take
+``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's
+name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
@@ -40,6 +42,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
+    %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
@@ -88,7 +91,7 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             rank = 1
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
-        elif word == _CLEAN if command == "runs" else command == "attach" and not name and word[:1] != "-":
+        elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
             name = word
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
@@ -188,8 +191,17 @@ def _runs(flag: str, _: int | None) -> None:
 
 
 def _attach(name: str, _: int | None) -> Job:
+    return detached.attach_and_show(name, set_variables=_push)
+
+
+def _again(name: str, _: int | None) -> Job:
+    return detached.again(name, set_variables=_push)
+
+
+def _push(variables: dict[str, Any]) -> None:
     shell = get_ipython()
-    return detached.attach_and_show(name, set_variables=None if shell is None else shell.push)
+    if shell is not None:
+        shell.push(variables)
 
 
 def _doctor(*_: object) -> None:
@@ -204,12 +216,14 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
     "why": _why,
     "runs": _runs,
     "attach": _attach,
+    "again": _again,
     "config": lambda *_: ConfigForm(),
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
 
 _OF_A_RUN = ("status", "stop", "logs", "stacks", "why")
+_OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
 
 

@@ -9,9 +9,9 @@ import html
 import statistics
 from collections.abc import Mapping, Sequence
 
-from notebook_accel.launching.state.diagnosis import PHASES, Diagnosis
+from notebook_accel.launching.state.diagnosis import PHASES, WAITING, Diagnosis
 
-_MOST_RANKS = 8
+_MOST_RANKS = 4
 _LEAST_SHARE = 0.01
 _NAMED_SHARE = 0.1
 
@@ -62,7 +62,7 @@ def verdict_html(diagnosis: Diagnosis) -> str:
 
 
 def step_html(diagnosis: Diagnosis) -> str:
-    """Return the tab: the answers, and the phases of a step, of each rank or else as mean and slowest."""
+    """Return the tab: the answers, and the phases of a step of each rank, or of the mean and the latest rank."""
     if not diagnosis.steps:
         return '<p class="nba-empty">Too few steps have been measured yet.</p>'
     verdicts = "".join(
@@ -83,12 +83,12 @@ def step_html(diagnosis: Diagnosis) -> str:
 
 
 def _columns(steps: Mapping[int, Phases]) -> dict[str, Phases]:
-    """Return the columns of the tab: a rank each, or the mean and, for each phase, the rank where it is longest."""
+    """Return the columns of the tab: a rank each, or the mean and the rank that waits least, as the last to arrive."""
     if len(steps) <= _MOST_RANKS:
         return {f"rank {rank}": phases for rank, phases in steps.items()}
     mean = mean_of(list(steps.values())) or {}
-    slowest = {name: max(phases.get(name, 0.0) for phases in steps.values()) for name in PHASES}
-    return {f"mean of {len(steps)} ranks": mean, "longest on any rank": slowest}
+    last = min(steps, key=lambda rank: steps[rank].get(WAITING, 0.0))
+    return {f"mean of {len(steps)} ranks": mean, f"rank {last}": steps[last]}
 
 
 def _row_html(name: str, columns: Mapping[str, Phases]) -> str:

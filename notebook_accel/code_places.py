@@ -67,8 +67,16 @@ def label(filename: str) -> str:
 
 
 def is_the_users(filename: str) -> bool:
-    """Return whether code with this file name is the user's, and not Python's, a library's or ours."""
+    """Return whether the user has written this file's code."""
     return filename in _labels or not filename.startswith(_NOT_THE_USERS)
+
+
+def package_of(filename: str) -> str:
+    """Return the installed package that a file belongs to; ``Python`` for the standard library."""
+    for folder in _INSTALLED:
+        if filename.startswith(folder):
+            return filename.removeprefix(folder).partition(os.sep)[0].removesuffix(".py")
+    return "notebook_accel" if filename.startswith(OURS) else "Python"
 
 
 def _is_ours_or_pythons(filename: str) -> bool:

@@ -34,6 +34,7 @@ _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0
 _PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
 _LOOK_PERIOD_S = 0.001
+_LOSS = "loss"  # the name under which the loss of any loop is reported
 # Stands for a number that has not arrived: a NaN that no computation produces.
 _NOT_COME = 0x7FF8_6E62_6163_6365
 
@@ -118,7 +119,11 @@ class Sender(Protocol):
 
 
 class Reporter:
-    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
+    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection.
+
+    Attributes:
+        has_own_loss: True once the program has reported a metric named ``loss``.
+    """
 
     def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection
@@ -127,6 +132,7 @@ class Reporter:
         self._shown: Counter | None = None
         self._steps_before = 0  # of this rank, by all counters, before the shown one's epoch
         self._outer: Counter | None = None
+        self.has_own_loss = False
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._arrivals: dict[str, _Arrival] = {}
@@ -213,6 +219,15 @@ class Reporter:
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
         """Replace the latest value of each named metric. Tensors are read later, so nothing waits for them here."""
+        self.has_own_loss = self.has_own_loss or _LOSS in values
+        self._set_metrics(values)
+
+    def report_loss(self, loss: Any) -> None:
+        """Report a tensor as the loss, unless the program reports a metric of that name itself."""
+        if not self.has_own_loss and self.is_connected:
+            self._set_metrics({_LOSS: loss})
+
+    def _set_metrics(self, values: Mapping[str, Any]) -> None:
         if self._held is not None:
             self._held.update(values)
             return

@@ -62,11 +62,12 @@ def test_tab_shows_the_phases_of_few_ranks_side_by_side() -> None:
     assert "evaluation" not in shown  # no rank had any
 
 
-def test_tab_shows_the_mean_and_the_longest_of_many_ranks() -> None:
+def test_tab_shows_the_mean_of_many_ranks_and_the_one_that_waits_least() -> None:
     found = diagnosis(64)
-    found.steps[9]["forward"] = 0.5  # type: ignore[index]
+    found.steps[9].update(forward=0.5, waiting=0.0)  # type: ignore[attr-defined]
     shown = step_view.step_html(found)
     assert "mean of 64 ranks" in shown
+    assert "rank 9" in shown
     assert "500 ms" in shown
 
 

@@ -31,8 +31,7 @@ MISSING = {
     "optimizer": "move_to_device patch_optimizer_step",
     "scheduler": "",
     "state": "ThreadLocalSharedDict do_nothing",
-    "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TrackioTracker "
-    "WandBTracker filter_trackers get_available_trackers",
+    "tracking": "filter_trackers get_available_trackers",
     "utils": "AbstractTrainStep BertTrainStep CannotPadNestedTensorWarning ComputeEnvironment GPTTrainStep "
     "GatheredParameters MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MegatronLMDummyDataLoader MegatronLMDummyScheduler "
     "PROFILE_PATTERN_NAME PrepareForLaunch RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SageMakerDistributedType "

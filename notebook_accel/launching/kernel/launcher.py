@@ -15,7 +15,17 @@ import msgspec
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching.kernel import detached, elastic, foreground, fork, inline, local, preflight, registry
+from notebook_accel.launching.kernel import (
+    detached,
+    detached_runs,
+    elastic,
+    foreground,
+    fork,
+    inline,
+    local,
+    preflight,
+    registry,
+)
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
@@ -164,6 +174,9 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
         findings += error.findings
     except NotebookAccelError as error:  # which a launch would raise before it has started anything
         return f"refused: {error}", True
+    findings += detached_runs.logout_findings()
+    if going := detached_runs.going_in_words():
+        lines.append(f"note: {going} It takes a part of the devices and of the memory.")
     said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
     text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
     return text, any(finding.refuses for finding in findings)
@@ -202,6 +215,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
+        is_detached=request.detach,
     )
     request = dataclasses.replace(
         request,
@@ -252,6 +266,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if config.dynamo_backend != "no":  # otherwise the user's own variable counts
         variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
+    if config.fsdp:
+        variables |= environment.fsdp_variables(config.fsdp_options)
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}

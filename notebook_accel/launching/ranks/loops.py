@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_notebook_accel_loop"
 """The attribute of a DataLoader's iterator that holds its ``LoopCounter``."""
+_LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
 
@@ -64,6 +65,11 @@ class LoopCounter(reporting.Counter):
         self.iterator: weakref.ref[Any] | None = None
         self.rival: tuple[LoopCounter | None, int] = (None, 0)
 
+    @property
+    def is_over(self) -> bool:
+        """True if no more batches are to come. Some libraries count batches and never ask for one after the last."""
+        return self.has_ended or (self.total is not None and self.step >= self.total)
+
     def end(self, _: object = None) -> None:
         """Mark the loop as ended."""
         self.has_ended = True
@@ -83,6 +89,7 @@ class Loops:
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
         clock: The clock of the steps' phases, ``None`` if nobody measures them.
+        loss: The loss that an ``Accelerator`` is dividing by its accumulation steps and computing gradients of.
     """
 
     def __init__(self) -> None:
@@ -90,6 +97,7 @@ class Loops:
         self.trained = 0
         self.bars: Bars | None = None
         self.clock: StepClock | None = None
+        self.loss: Any = None
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -103,6 +111,7 @@ class Loops:
         """Start new counts for a session's cell. Between two cells no time passes for the clock."""
         self.current = None
         self._begin_count()
+        reporting.reporter().has_own_loss = False
         try:
             yield
         finally:
@@ -139,7 +148,7 @@ class Loops:
         Of two loops that take their batches in turns, the first one counts.
         """
         current = self.current
-        if current is not None and not current.has_ended:
+        if current is not None and not current.is_over:
             rival, loop.rival = loop.rival, (current, current.step)
             if rival != loop.rival:
                 return
@@ -197,7 +206,7 @@ class Loops:
             loop.set_evaluation(False)
         elif loop.has_gradients and loop.step > _BATCHES_READ_AHEAD and self.trained:
             loop.set_evaluation(True)
-        if loop.has_ended and not loop.trains and loop.known is None and self._training is not None:
+        if loop.is_over and not loop.trains and loop.known is None and self._training is not None:
             self._show(self._training.known or self._training)
 
 
@@ -214,10 +223,11 @@ def _length(loader: Any) -> int | None:
 
     ``len(loader)`` makes torch warn of a stream that is longer than its length, so that is undone.
     """
-    called = loader._IterableDataset_len_called
+    called = getattr(loader, _LENGTH_CALLED, None)
     try:
         return len(loader)
     except Exception:  # noqa: BLE001 - samplers are the user's
         return None
     finally:
-        loader._IterableDataset_len_called = called
+        if called is not None or hasattr(loader, _LENGTH_CALLED):
+            setattr(loader, _LENGTH_CALLED, called)

@@ -1,4 +1,7 @@
-"""Hooks in torch that count the steps of any loop in a rank and measure their phases.
+"""Hooks in torch that count the steps of any loop in a rank, measure their phases and report the loss.
+
+The loss is the number whose gradients the program computes. A metric named ``loss`` that the program reports itself
+takes its place.
 
 This module never imports torch. The hooks are placed when torch is imported, which the template has done before a rank
 starts.
@@ -18,6 +21,7 @@ from notebook_accel.launching.ranks import loops
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
+_LOSS_ATTRIBUTE = "_notebook_accel_loss"  # of a loss that a scaler has made: the loss before
 _main = threading.main_thread().ident
 _loops = loops.loops()
 
@@ -32,6 +36,9 @@ def install() -> None:
     when_imported("torch.utils.data.dataloader", lambda module: _patch_loaders(module, clock))
     when_imported("torch.autograd", lambda module: _patch_backward(module, clock))
     when_imported("torch.optim.optimizer", lambda module: _hook_optimizers(module, clock))
+    when_imported("torch.amp.grad_scaler", _patch_scaler)
+    when_imported("accelerate.accelerator", _patch_accelerator)
+    when_imported("notebook_accel.training.accelerator", _patch_accelerator)
     if clock is not None:
         when_imported("torch.nn.parallel.distributed", lambda module: _patch_models(module, clock))
 
@@ -39,6 +46,7 @@ def install() -> None:
 def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
     loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
     original_iter, original_next = loader_class.__iter__, iterator_class.__next__
+    original_init = iterator_class.__init__
     are_gradients_enabled = sys.modules["torch"].is_grad_enabled
 
     @functools.wraps(original_iter)
@@ -47,6 +55,12 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         if isinstance(iterator, iterator_class):
             _loops.begin(self, iterator)
         return iterator
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original_init(self, loader, *args, **kwargs)
+        if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
+            _loops.begin(getattr(loader, "d", loader), self)
 
     @functools.wraps(original_next)
     def __next__(self: Any) -> Any:  # noqa: N807
@@ -71,7 +85,7 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
             _begin_step(clock, loop, batch, self._num_workers, is_evaluation)  # type: ignore[arg-type]
         return batch
 
-    loader_class.__iter__, iterator_class.__next__ = __iter__, __next__
+    loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = __iter__, __next__, __init__
 
 
 def _begin_step(clock: StepClock, loop: loops.LoopCounter, batch: Any, workers: int, is_evaluation: bool) -> None:
@@ -90,6 +104,7 @@ def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         _loops.trained += 1
+        _report_loss(args[0] if args else kwargs.get("tensors"))
         if clock is None or not clock.is_on or threading.get_ident() != _main:
             return original(*args, **kwargs)
         before = clock.phase
@@ -102,6 +117,43 @@ def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
             clock.end_backward(ended_s - began_s)
 
     module.backward = backward  # type: ignore[attr-defined]
+
+
+def _report_loss(differentiated: Any) -> None:
+    loss = _loops.loss if _loops.loss is not None else differentiated
+    loss = getattr(loss, _LOSS_ATTRIBUTE, loss)
+    is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
+    # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
+    if is_dense and loss.numel() == 1 and not hasattr(loss, "__tensor_flatten__"):
+        reporting.reporter().report_loss(loss.detach())
+
+
+def _patch_scaler(module: types.ModuleType) -> None:
+    original = module.GradScaler.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if scaled is not outputs and hasattr(outputs, "detach"):
+            setattr(scaled, _LOSS_ATTRIBUTE, outputs.detach())
+        return scaled
+
+    module.GradScaler.scale = scale
+
+
+def _patch_accelerator(module: types.ModuleType) -> None:
+    """Report the loss before it is divided, in Accelerate's ``Accelerator`` and in ours."""
+    original = module.Accelerator.backward
+
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        _loops.loss = loss
+        try:
+            return original(self, loss, **kwargs)
+        finally:
+            _loops.loss = None
+
+    module.Accelerator.backward = backward
 
 
 def _hook_optimizers(module: types.ModuleType, clock: StepClock | None) -> None:
