@@ -9,6 +9,7 @@ import pathlib
 import random
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import accelerate
@@ -41,10 +42,21 @@ class Tied(torch.nn.Module):
         return logits
 
 
+def forget_accelerate() -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _this_process_is_as_before() -> Iterator[None]:
+    """Later tests launch from this process, and a kernel with an Accelerator of that library can't be forked."""
+    yield
+    forget_accelerate()
+
+
 def prepared(library: Any, model: torch.nn.Module | None = None, **options: Any) -> tuple[Any, Any, Any]:
     if library is accelerate:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+        forget_accelerate()
     accelerator = library.Accelerator(cpu=True, **options)
     model = torch.nn.Linear(3, 2) if model is None else model
     optimizer = torch.optim.Adam(model.parameters())
