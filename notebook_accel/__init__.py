@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.handlers import (
         AutocastKwargs,
         DDPCommunicationHookType,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.refusals import (
         DeepSpeedPlugin,
-        FullyShardedDataParallelPlugin,
         ParallelismConfig,
         cpu_offload,
         cpu_offload_with_hook,
@@ -95,6 +95,7 @@ _NAMES = {
     "training.accumulation": "GradientAccumulationPlugin",
     "training.checkpoint_folders": "ProjectConfiguration",
     "training.data": "DataLoaderConfiguration prepare_data_loader",
+    "training.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "training.handlers": (
         "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
         "InitProcessGroupKwargs ProfileKwargs"
@@ -103,9 +104,9 @@ _NAMES = {
     "training.memory_estimate": "MemoryEstimate estimate_memory",
     "training.random_state": "synchronize_rng_states",
     "training.refusals": (
-        "DeepSpeedPlugin FullyShardedDataParallelPlugin ParallelismConfig cpu_offload cpu_offload_with_hook "
-        "disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device "
-        "load_checkpoint_and_dispatch load_checkpoint_in_model prepare_pippy"
+        "DeepSpeedPlugin ParallelismConfig cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
+        "load_checkpoint_in_model prepare_pippy"
     ),
     "training.states": "AcceleratorState DistributedType PartialState",
     "utils.imports": "is_rich_available",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from notebook_accel import config_file
-from notebook_accel.environment import is_false, is_true
+from notebook_accel.environment import fsdp_variables, is_false, is_true
 from notebook_accel.errors import ConfigError
 
 _IN_WORDS = {
@@ -48,6 +48,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["no", "aot_eager", "cudagraphs", "eager", "inductor", "onnxrt", "openxla", "tensorrt", "tvm"],
         _help("Backend by which the ranks' Accelerator compiles models, with torch.compile."),
     ] = "no"
+    fsdp: Annotated[
+        bool,
+        _help("Shard models over the ranks that their Accelerator prepares (FSDP 2), for those larger than a GPU."),
+    ] = False
+    fsdp_options: Annotated[
+        tuple[str, ...],
+        _help("Settings of fsdp, such as state_dict_type=full_state_dict, auto_wrap_policy=no_wrap, version=2."),
+    ] = ()
     use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
@@ -314,6 +322,8 @@ def to_text(value: Any) -> str:
 def _checked(values: Mapping[str, Any]) -> LaunchConfig:
     known = {option.name: option for option in fields()}
     for name, value in values.items():
+        if name == "fsdp_options" and isinstance(value, (list, tuple)):
+            fsdp_variables([str(setting) for setting in value])
         if name not in known:
             raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
         option = known[name]
@@ -359,7 +369,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*flags, default=None, metavar=_metavar(option), type=read, help=text)
 
 
-_SHORT = {"num_processes": ("-n",)}
+_SHORT = {"num_processes": ("-n",), "fsdp": ("--use_fsdp",)}
 
 
 def _metavar(option: Option) -> str:

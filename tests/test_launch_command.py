@@ -89,6 +89,22 @@ def test_script_is_the_main_program_of_every_rank(
 
 
 @pytest.mark.usefixtures("template")
+def test_flags_about_sharding_reach_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(
+        "from notebook_accel import Accelerator\n"
+        "plugin = Accelerator().state.fsdp_plugin\n"
+        "print(plugin.min_num_params, plugin.auto_wrap_policy, plugin.reshard_after_forward, plugin.saves_whole)\n"
+    )
+    flags = "--use_fsdp --fsdp_version 2 --fsdp-min-num-params 7 --fsdp_auto_wrap_policy SIZE_BASED_WRAP"
+    more = "--fsdp_reshard_after_forward false --fsdp_options state_dict_type=full_state_dict"
+    assert launch(*flags.split(), *more.split(), "train_squares.py") == 0
+    shown = capsys.readouterr().out
+    assert "│ 7 SIZE_BASED_WRAP False True\n" in shown
+    assert launch("--fsdp_min_num_params", 7, "train_squares.py") == 1
+    assert "fsdp_options='min_num_params=7' would do nothing." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("template")
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [("raise", 1, "ValueError: rank 1 gives up"), ("exit", 5, "SystemExit: 5"), ("die", 137, "killed by SIGKILL")],
@@ -175,11 +191,11 @@ def test_flag_that_nobody_knows_is_named(script: pathlib.Path, flag: str, capsys
 def test_flags_for_what_is_not_done_here_are_named_all_at_once(
     script: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "--use_fsdp --fsdp-offload-params true --dynamo_use_fullgraph --dynamo_mode default --vm a --vm b"
+    line = "--use_deepspeed --zero-stage 3 --dynamo_use_fullgraph --dynamo_mode default --vm a --vm b"
     assert launch(*line.split(), script, "train") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "--fsdp_offload_params true, --use_fsdp: each rank has the whole model" in captured.err
+    assert "--zero_stage 3, --use_deepspeed: DeepSpeed and Megatron-LM are not supported here" in captured.err
     assert "--dynamo_use_fullgraph: say it in the script: Accelerator(dynamo_plugin=" in captured.err
     assert "--vm a, --vm b: a TPU pod" in captured.err
     assert "dynamo_mode" not in captured.err

@@ -220,6 +220,8 @@ def _settings(request: ExportRequest) -> list[str]:
         values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
     if options.dynamo_backend != "no":
         values[f"{environment.DYNAMO}BACKEND"] = options.dynamo_backend
+    if options.fsdp:
+        values |= environment.fsdp_variables(options.fsdp_options)
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]

@@ -26,6 +26,7 @@ from notebook_accel.training import (
     collectives,
     compiling,
     data,
+    fsdp,
     handlers,
     model_files,
     models,
@@ -41,12 +42,14 @@ from notebook_accel.training.checkpoint import CheckpointState
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_launch
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import LossScaler, Precision
-from notebook_accel.training.states import AcceleratorState, ProcessState
+from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
 from notebook_accel.training.trackers import Idle
 
 _T = TypeVar("_T")
@@ -72,7 +75,7 @@ class Accelerator(ProcessState):
         cpu: Compute on the CPU, even where there are GPUs.
         dataloader_config: Settings of prepared loaders.
         deepspeed_plugin: Refused, like the other plugins without a description.
-        fsdp_plugin: Refused.
+        fsdp_plugin: Shard models over the ranks, with these settings. Default: what the launch says, or whole models.
         torch_tp_plugin: Refused.
         megatron_lm_plugin: Refused.
         rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
@@ -107,7 +110,6 @@ class Accelerator(ProcessState):
     deepspeed_plugin: None = None
     parallelism_config: None = None
     is_composable_parallelism_enabled = False
-    is_fsdp2 = False
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Accelerator(ProcessState):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: object = None,
-        fsdp_plugin: object = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: object = None,
         megatron_lm_plugin: object = None,
         rng_types: Iterable[Any] | None = None,
@@ -137,7 +139,6 @@ class Accelerator(ProcessState):
     ) -> None:
         refusals.refuse(
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             deepspeed_plugins=deepspeed_plugins,
@@ -160,7 +161,8 @@ class Accelerator(ProcessState):
             downcast_bf16=downcast_bf16,
             computes_in=self._backend.computes_in,
         )
-        self.state = AcceleratorState.from_accelerator(self._backend, self._precision)
+        self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
+        self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
         self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
@@ -181,6 +183,16 @@ class Accelerator(ProcessState):
     use_seedable_sampler: bool = _loading_setting("use_seedable_sampler")
     non_blocking: bool = _loading_setting("non_blocking")
     use_stateful_dataloader: bool = _loading_setting("use_stateful_dataloader")
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of the ranks' devices; ``FSDP`` if models are sharded, and ``NO`` for a single rank."""
+        return self.state.distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded over the ranks."""
+        return self.distributed_type is DistributedType.FSDP
 
     @property
     def multi_device(self) -> bool:
@@ -204,6 +216,8 @@ class Accelerator(ProcessState):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
+        if self.gradient_state.is_in_window:
+            fsdp.refuse(self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two")
         self.gradient_state.change_steps(steps)
 
     @property
@@ -226,8 +240,9 @@ class Accelerator(ProcessState):
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready for this rank.
 
-        Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
-        rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
+        Models go to the device, compute under autocast and average their gradients over the ranks, or with
+        ``fsdp_plugin`` are sharded over the ranks, which gives them new parameters. Loaders give each rank its share;
+        optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
         were prepared before, are returned unchanged.
 
         Args:
@@ -255,8 +270,8 @@ class Accelerator(ProcessState):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients."""
-        return self._once(
+        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
+        model = self._once(
             model,
             compiling.compiling(self._dynamo, models.prepare_model),
             self._backend,
@@ -265,7 +280,14 @@ class Accelerator(ProcessState):
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_missing_ranks,
+            sharding=self._sharding,
+            before_sharded_pass=self.gradient_state.refuse_missing_shards,
         )
+
+        if fsdp.is_sharded(model):
+            for optimizer in self._optimizers:  # prepared before the model got other parameters
+                fsdp.remap(optimizer.optimizer)
+        return model
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
         return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)
@@ -453,6 +475,8 @@ class Accelerator(ProcessState):
         """
         if self.num_processes == 1:
             return contextlib.nullcontext()
+        joinables = list(joinables)
+        fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
         even = self._loading.even_batches if even_batches is None else even_batches
         return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
@@ -643,7 +667,8 @@ class Accelerator(ProcessState):
             "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
             checkpoint.CUSTOM: self._registered,
         }
-        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state)
+        writes_whole = self._sharding is not None and self._sharding.saves_whole
+        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state, writes_whole)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.
@@ -680,7 +705,14 @@ class Accelerator(ProcessState):
     # Weights and other files
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now."""
+        """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now.
+
+        All ranks have to call this for a sharded model. Rank 0 gets its whole tensors on the CPU, gathered one after
+        the other, and the other ranks an empty dictionary.
+        """
+        if fsdp.is_sharded(model):
+            collectives.verify_collective(self._backend, f"get_state_dict of a sharded {type(model).__name__}")
+            return fsdp.whole_state(fsdp.state_of(model), self._backend)
         state: dict[str, Any] = self._backend.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
         return state
 
@@ -693,6 +725,8 @@ class Accelerator(ProcessState):
     ) -> None:
         """Write a model's weights to ``model.safetensors`` on rank 0, in shards with an index if they are large.
 
+        All ranks have to call this for a sharded model.
+
         Args:
             model: A model, prepared or not.
             save_directory: The folder.
@@ -703,8 +737,8 @@ class Accelerator(ProcessState):
             CheckpointError: The model's state has a value that safetensors can't hold.
             ConfigError: ``max_shard_size`` isn't a size, or ``save_directory`` is a file.
         """
+        state = self.get_state_dict(model) if fsdp.is_sharded(model) or self.is_main_process else {}
         if self.is_main_process:
-            state = self.get_state_dict(model)
             model_files.save_model(state, _absolute(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: _Path, safe_serialization: bool = False) -> None:

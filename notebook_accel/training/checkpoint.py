@@ -20,14 +20,23 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
-from notebook_accel.training import accelerate_checkpoint, collectives, model_files, random_state
+from notebook_accel.training import (
+    accelerate_checkpoint,
+    collectives,
+    fsdp,
+    model_files,
+    random_state,
+    sharded_files,
+)
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
 from notebook_accel.training.models import unwrap_model
+from notebook_accel.training.optimizers import parameters_of
 
 CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
+_SHARDED_MODEL = "sharded_model"
 
 _SHOWN_TENSORS = 5
 
@@ -43,10 +52,13 @@ class CheckpointState:
     states: dict[str, list[Any]]  # objects whose state is equal on all ranks, by kind; the kind names their files
     loaders: list[Any]
     gradients: GradientState
+    writes_whole: bool = False  # sharded models too
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model as it was before ``prepare``."""
+    """Return the state dict of a model as it was before ``prepare``, which may be sharded."""
+    if fsdp.is_sharded(model):
+        return fsdp.state_of(model)
     state: dict[str, Any] = unwrap_model(model, keep_torch_compile=False).state_dict()
     return state
 
@@ -89,8 +101,11 @@ def save(
     folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
     draft = folders.draft_of(folder)
     try:
-        write = functools.partial(_write, backend, state, hooks, draft, safe)
-        fingerprints: list[str] = _on_all_ranks(backend, "write its part of a checkpoint", write)[0]
+        fingerprints: list[str] = _on_all_ranks(
+            backend,
+            "write its part of a checkpoint",
+            lambda: _collect(backend, state, hooks, draft).write(draft, backend.place.rank, safe=safe),
+        )[0]
         _on_all_ranks(backend, "complete a checkpoint", complete)
     except BaseException:
         if is_main:
@@ -99,26 +114,64 @@ def save(
     return folder
 
 
-def _write(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path, safe: bool) -> list[str]:
-    """Write this rank's part, and return a fingerprint of each saved model."""
+@dataclasses.dataclass
+class _Parts:
+    """The contents of the files that a rank writes."""
+
+    weights: list[dict[str, Any]]
+    states: dict[str, list[Any]]
+    own: dict[str, Any]
+    shares: sharded_files.Shares
+    sharded_models: set[int]
+    fingerprints: list[str]
+
+    def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any = None) -> list[str]:
+        """Write the files, and return a fingerprint of each model."""
+        model_files.write_object(self.own, draft / f"rank_{rank}.bin")
+        if rank == 0:
+            for number, of_model in enumerate(self.weights):
+                if number in self.sharded_models:
+                    model_files.write_object(of_model, draft / _numbered(_SHARDED_MODEL, number))
+                else:
+                    model_files.write_weights(of_model, draft / _model_file(number, safe), safe=safe)
+            for name, of_one_kind in self.states.items():
+                for number, of_object in enumerate(of_one_kind):
+                    model_files.write_object(of_object, draft / _numbered(name, number))
+        sharded_files.write(self.shares, draft, group)
+        return self.fingerprints
+
+
+def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path) -> _Parts:
+    """Return this rank's part."""
+    own = _own_state(backend, state)
     weights = [backend.to_host(state_of(model)) for model in state.models]
+    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}
+    if state.writes_whole:
+        weights = [fsdp.whole_state(of_model, backend) for of_model in weights]
+        states = fsdp.whole_tree(states, backend)
     for hook in hooks:
         hook(state.models[:], weights, str(draft))
-    rank = backend.place.rank
-    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}
-    model_files.write_object(_own_state(backend, state), draft / f"rank_{rank}.bin")
-    if rank == 0:
-        for number, of_model in enumerate(weights):
-            model_files.write_weights(of_model, draft / _model_file(number, safe), safe=safe)
-        for name, of_one_kind in states.items():
-            for number, of_object in enumerate(of_one_kind):
-                model_files.write_object(of_object, draft / _numbered(name, number))
-    return [_fingerprint(of_model) for of_model in weights]
+    shares = sharded_files.Shares()
+    return _Parts(
+        [shares.taken_out_of(of_model, f"model_{number}") for number, of_model in enumerate(weights)],
+        shares.taken_out_of(states, "states"),
+        shares.taken_out_of(own, "own"),
+        shares,
+        {number for number, of_one in enumerate(weights) if any(map(fsdp.is_sharded_tensor, of_one.values()))},
+        [_fingerprint(of_model) for of_model in weights],
+    )
 
 
 def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
     """Return the state that differs between ranks."""
     models = [] if state.gradients.sync_gradients else state.models
+    if not state.gradients.averages_each_batch and any(map(fsdp.is_sharded, models)):
+        raise CheckpointError(
+            "A checkpoint can't be saved within an accumulation window of a sharded model.",
+            why="The gradients so far are in torch's own buffers.",
+            fix="save where accelerator.sync_gradients is true, or "
+            "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
+        )
     return {
         "loaders": [loader.state_dict() for loader in state.loaders],
         "window": state.gradients.state_dict(),
@@ -143,7 +196,8 @@ def load(
 ) -> pathlib.Path:
     """Put training back to where a checkpoint was saved, and return its folder.
 
-    Every rank reads and checks everything before any rank changes anything.
+    Every rank reads and checks everything before any rank changes anything; but for the weights of sharded models,
+    of which a rank has no room for two.
 
     Args:
         backend: The backend of this rank.
@@ -181,6 +235,7 @@ class _RankPart:
     states: list[tuple[Any, Any]]
     own: dict[str, Any]
     saved_ranks: int
+    read_in_place: Callable[[], None] = lambda: None
 
 
 def _read(
@@ -205,21 +260,66 @@ def _read(
     if is_of_accelerate:
         return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
     _check_counts(manifest, models, state, folder)
+    files = sharded_files.ShardedFiles(folder)
+    to_read: dict[str, torch.Tensor] = {}
+    in_place: dict[str, torch.Tensor] = {}
     weights = []
     for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
-        safe = _model_file(number, safe=True) in manifest["files"]
-        saved = model_files.read_weights(folder / _model_file(number, safe), safe=safe)
         own = state_of(model)
+        saved = _read_weights(folder, number, manifest["files"])
+        saved = files.fitted(saved, _by_name(own), in_place, in_place=True)
         if strict and _fingerprint(own) != fingerprint:
             raise _other_model_error(own, saved, folder)
         weights.append((model, saved))
-    states = [
-        (item, _read_object(folder / _numbered(name, number), weights_only=weights_only))
-        for name, items in state.states.items()
-        for number, item in enumerate(items)
-    ]
+    states = []
+    for name, items in state.states.items():
+        for number, item in enumerate(items):
+            saved = _read_object(folder / _numbered(name, number), weights_only=weights_only)
+            states.append((item, files.fitted(saved, _counterpart_in(item), to_read)))
     saved_ranks = manifest["world_size"]
-    return _RankPart(weights, states, _read_own_state(folder, saved_ranks, backend), saved_ranks)
+    own_state = _read_own_state(folder, saved_ranks, backend, has_shards=any(map(fsdp.is_sharded, models)))
+    parameters = [dict(unwrap_model(model, keep_torch_compile=False).named_parameters()) for model in models]
+    own_state["gradients"] = [
+        files.fitted(of_model, _by_name(named), to_read)
+        for of_model, named in zip(own_state["gradients"], parameters, strict=False)
+    ]
+    files.read(to_read)
+    return _RankPart(weights, states, own_state, saved_ranks, lambda: files.read(in_place))
+
+
+def _read_weights(folder: pathlib.Path, number: int, files: Mapping[str, int]) -> dict[str, Any]:
+    """Return a saved model's weights, with references to those that are sharded."""
+    if _numbered(_SHARDED_MODEL, number) in files:
+        weights: dict[str, Any] = _read_object(folder / _numbered(_SHARDED_MODEL, number))
+        return weights
+    safe = _model_file(number, safe=True) in files
+    return model_files.read_weights(folder / _model_file(number, safe), safe=safe)
+
+
+def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda path: tensors.get(path[0])
+
+
+def _counterpart_in(item: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function of the keys that lead to a tensor of an object's state. It returns one that is sharded alike.
+
+    For an optimizer's state this is the parameter, since before the first step there is no state yet.
+    """
+    if isinstance(item, torch.optim.Optimizer):
+        parameters = dict(enumerate(parameters_of([item])))
+        return lambda path: parameters.get(path[1]) if path[0] == "state" and len(path) > 1 else None
+    state = item.state_dict()
+
+    def at(path: tuple[Any, ...]) -> Any:
+        found = state
+        for key in path:
+            try:
+                found = found[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return found
+
+    return at
 
 
 def _read_accelerates(
@@ -234,15 +334,16 @@ def _read_accelerates(
     """Return this rank's part of a checkpoint that Accelerate has saved."""
     saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
     _check_counts(saved.manifest(state.states), models, state, folder)
+    files = sharded_files.ShardedFiles(folder)  # there are none: what is read is whole, and cut into shares
     weights = []
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = saved.weights(number, own)
         if strict and _fingerprint(own) != _fingerprint(of_model):
             raise _other_model_error(own, of_model, folder)
-        weights.append((model, of_model))
+        weights.append((model, files.fitted(of_model, _by_name(own), {})))
     states = [
-        (item, saved.state(name, number, weights_only=weights_only))
+        (item, files.fitted(saved.state(name, number, weights_only=weights_only), _counterpart_in(item), {}))
         for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
@@ -250,7 +351,7 @@ def _read_accelerates(
     return _RankPart(weights, states, own_state, saved.ranks)
 
 
-def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) -> dict[str, Any]:
+def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *, has_shards: bool) -> dict[str, Any]:
     """Return this rank's part of the state that differs between ranks, which other ranks may have saved.
 
     A rank that wasn't there gets the place in the data of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
@@ -259,7 +360,8 @@ def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) ->
     own: dict[str, Any] = _read_object(folder / f"rank_{rank if rank < saved_ranks else 0}.bin")
     if rank >= saved_ranks:
         own["afresh"] = own.pop("random")
-    if ranks != saved_ranks and any(own["gradients"]):
+    values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
+    if (ranks != saved_ranks or has_shards) and all(isinstance(value, torch.Tensor) for value in values):
         # Their mean over the ranks is what training goes on from, however many ranks there are.
         parts = (_read_object(folder / f"rank_{other}.bin")["gradients"] for other in range(saved_ranks))
         own["gradients"] = functools.reduce(_added, parts)
@@ -278,6 +380,7 @@ def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.
 
 
 def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
+    read.read_in_place()
     for model, saved in read.models:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
     for item, saved in read.states:

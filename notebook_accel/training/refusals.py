@@ -8,16 +8,12 @@ from typing import Any, NoReturn
 
 from notebook_accel.errors import ConfigError
 
-_WHOLE_MODEL = "Each rank holds the whole model, as it was given to prepare."
+_WHOLE_MODEL = "Models are whole on each rank, or sharded by fully_shard (FSDP 2)."
 _NO_FP8 = "There is no arithmetic in 8 bits here."
-_SHARDING = (
-    "torch's own fully_shard(model), and don't give that model to prepare; or Accelerate itself, which runs in these "
-    "ranks too"
-)
+_SHARDING = "fsdp_plugin=FullyShardedDataParallelPlugin() to shard it; or Accelerate itself, which runs in ranks too"
 _INSTEAD = {
     "deepspeed_plugin": _SHARDING,
     "deepspeed_plugins": _SHARDING,
-    "fsdp_plugin": _SHARDING,
     "megatron_lm_plugin": _SHARDING,
     "parallelism_config": _SHARDING,
     "torch_tp_plugin": _SHARDING,
@@ -48,10 +44,6 @@ class _Unsupported:
 
 class DeepSpeedPlugin(_Unsupported):
     """DeepSpeed isn't supported."""
-
-
-class FullyShardedDataParallelPlugin(_Unsupported):
-    """FSDP isn't supported."""
 
 
 class MegatronLMPlugin(_Unsupported):

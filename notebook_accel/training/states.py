@@ -20,6 +20,7 @@ from notebook_accel.payload.unpicklable import STAYING, StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.compiling import TorchDynamoPlugin
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.precision import Precision
 
@@ -33,7 +34,7 @@ _R = TypeVar("_R")
 class DistributedType(str, enum.Enum):
     """The kinds of devices and parallelism. Each member equals its name as text.
 
-    This package reports the first four only; programs for other launchers compare with the rest.
+    This package reports the first four and ``FSDP``; programs for other launchers compare with the rest.
     """
 
     NO = "NO"
@@ -321,6 +322,7 @@ class AcceleratorState(ProcessState):
     """
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
@@ -332,12 +334,15 @@ class AcceleratorState(ProcessState):
             self._precision = Precision(mixed_precision, self.device, computes_in=self._backend.computes_in)
 
     @classmethod
-    def from_accelerator(cls, backend: Backend, precision: Precision) -> AcceleratorState:
+    def from_accelerator(
+        cls, backend: Backend, precision: Precision, plugin: FullyShardedDataParallelPlugin | None = None
+    ) -> AcceleratorState:
         """Return the state of an ``Accelerator``, whose precision becomes the latest one."""
         global _latest
         state = cls.__new__(cls)
         ProcessState.__init__(state, backend)
         state._precision = precision
+        state.fsdp_plugin = plugin
         _latest = weakref.ref(precision)
         return state
 
@@ -348,6 +353,12 @@ class AcceleratorState(ProcessState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self._precision.name
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of the ranks' devices; ``FSDP`` if models are sharded, and ``NO`` for a single rank."""
+        kind = super().distributed_type
+        return kind if self.fsdp_plugin is None or kind is DistributedType.NO else DistributedType.FSDP
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:  # noqa: ARG003  there is nothing to reset in it

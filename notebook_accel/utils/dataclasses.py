@@ -4,6 +4,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -19,7 +20,6 @@ from notebook_accel.training.refusals import (
     AORecipeKwargs,
     DeepSpeedPlugin,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,

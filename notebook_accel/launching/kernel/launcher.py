@@ -251,6 +251,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if config.dynamo_backend != "no":  # otherwise the user's own variable counts
         variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
+    if config.fsdp:
+        variables |= environment.fsdp_variables(config.fsdp_options)
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}

@@ -39,6 +39,8 @@ def notebook_launcher(
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
     gradient_accumulation_steps: int | None = None,
+    fsdp: bool = False,
+    fsdp_options: Mapping[str, Any] | None = None,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
@@ -83,6 +85,9 @@ def notebook_launcher(
         preload: Names of modules to import before ranks are forked.
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
         gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without an own value.
+        fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.
+        fsdp_options: Settings of ``fsdp`` by the names of Accelerate's flags without ``fsdp_``, such as
+            ``{"state_dict_type": "full_state_dict"}``.
         use_cpu: Train on the CPU even where there are GPUs.
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
@@ -114,6 +119,7 @@ def notebook_launcher(
     renamed = {
         "main_process_port": int(use_port) if isinstance(use_port, str) and use_port.isdigit() else use_port,
         "rdzv_conf": tuple(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+        "fsdp_options": tuple(f"{key}={value}" for key, value in (fsdp_options or {}).items()),
         "engine_options": tuple(f"{key}={json.dumps(value)}" for key, value in (engine_options or {}).items()),
     }
     options = configuration.resolve(named | renamed, environ={})

@@ -128,5 +128,12 @@ class Backend(Protocol):
         local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
+    def mesh(self) -> Any:
+        """Return a ``DeviceMesh`` of one dimension over all ranks, for one more sharded model. All ranks call it.
+
+        Raises:
+            ConfigError: Models can't be sharded on this device.
+        """
+
     def leave(self) -> None:
         """Leave the other ranks. Later calls fail."""

@@ -123,6 +123,13 @@ class TorchDistributed(TorchDevice):
         parallel.explain = self.explain
         _register_hook(parallel, options)
 
+    def mesh(self) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group = self._group.for_gradients(self.device) or dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, self.device.type)
+
     def leave(self) -> None:
         self._has_left = True
         self._group.remove(self)
