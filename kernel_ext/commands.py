@@ -1,7 +1,7 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | runs | attach | config | doctor``. The first four take ``--run`` and a
-run's name or number; ``logs`` and ``stacks`` also take a rank, and ``attach`` a detached run's name.
+``%distributed status | stop | logs | stacks | runs | attach | again | config | doctor``. The first four take ``--run``
+and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
@@ -37,6 +38,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
+    %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
@@ -82,7 +84,7 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             name = waiting.pop(0)
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
-        elif word == _CLEAN if command == "runs" else command == "attach" and not name and word[:1] != "-":
+        elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
             name = word
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
@@ -175,8 +177,17 @@ def _runs(flag: str, _: int | None) -> None:
 
 
 def _attach(name: str, _: int | None) -> Job:
+    return detached.attach_and_show(name, set_variables=_push)
+
+
+def _again(name: str, _: int | None) -> Job:
+    return detached.again(name, set_variables=_push)
+
+
+def _push(variables: dict[str, Any]) -> None:
     shell = get_ipython()
-    return detached.attach_and_show(name, set_variables=None if shell is None else shell.push)
+    if shell is not None:
+        shell.push(variables)
 
 
 def _doctor(*_: object) -> None:
@@ -190,12 +201,14 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
     "stacks": _stacks,
     "runs": _runs,
     "attach": _attach,
+    "again": _again,
     "config": lambda *_: ConfigForm(),
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
 
 _OF_A_RUN = ("status", "stop", "logs", "stacks")
+_OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
 
 

@@ -19,8 +19,9 @@ from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.exporting import export
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import cell as cells
-from notebook_accel.launching.kernel import foreground, launcher, local
+from notebook_accel.launching.kernel import detached_runs, foreground, launcher, local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import definitions
@@ -229,6 +230,9 @@ def register(shell: InteractiveShell) -> None:
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
+    run_folders.remove_old()
+    if going := detached_runs.going_in_words():
+        print(f"notebook_accel: {going}")
     if front_end.kernel() is not None:  # meanwhile agent and template start, which takes longer
         view.warm()
         with contextlib.suppress(ImportError):

@@ -44,8 +44,8 @@ def describe(frame: types.FrameType | None) -> str:
     call = ""
     for current in _outwards(frame):
         filename = current.f_code.co_filename
-        if _is_the_users(filename):
-            where = f"{_labels.get(filename, filename)}, line {current.f_lineno}"
+        if is_the_users(filename):
+            where = f"{label(filename)}, line {current.f_lineno}"
             return f"{call} at {where}" if call else where
         call = _CALLS.get(current.f_code.co_name, current.f_code.co_name)
     return call
@@ -53,7 +53,7 @@ def describe(frame: types.FrameType | None) -> str:
 
 def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     """Yield a thread's frames below the user's innermost line, beginning with the innermost one."""
-    return itertools.takewhile(lambda current: not _is_the_users(current.f_code.co_filename), _outwards(frame))
+    return itertools.takewhile(lambda current: not is_the_users(current.f_code.co_filename), _outwards(frame))
 
 
 def runs_only_ours(frame: types.FrameType | None) -> bool:
@@ -61,8 +61,22 @@ def runs_only_ours(frame: types.FrameType | None) -> bool:
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
 
 
-def _is_the_users(filename: str) -> bool:
+def label(filename: str) -> str:
+    """Return the name by which the user knows a file."""
+    return _labels.get(filename, filename)
+
+
+def is_the_users(filename: str) -> bool:
+    """Return whether the user has written this file's code."""
     return filename in _labels or not filename.startswith(_NOT_THE_USERS)
+
+
+def package_of(filename: str) -> str:
+    """Return the installed package that a file belongs to; ``Python`` for the standard library."""
+    for folder in _INSTALLED:
+        if filename.startswith(folder):
+            return filename.removeprefix(folder).partition(os.sep)[0].removesuffix(".py")
+    return "notebook_accel" if filename.startswith(OURS) else "Python"
 
 
 def _is_ours_or_pythons(filename: str) -> bool:

@@ -150,6 +150,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         _help("What the engine is told besides, such as address=auto, strategy=SPREAD, gpus_per_rank=1, wait_s=60."),
     ] = ()
+    profile: Annotated[
+        Literal["on", "off"], _help("Whether ranks measure where the time of their steps goes, for the panel.")
+    ] = "on"
     view: Annotated[
         Literal["auto", "panel", "lines", "none"],
         _help("What shows the run. auto: the panel where somebody looks at the notebook, plain lines elsewhere."),

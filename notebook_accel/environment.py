@@ -24,6 +24,7 @@ USE_CPU = "ACCELERATE_USE_CPU"
 USE_FSDP = "ACCELERATE_USE_FSDP"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
+PROFILE = "NOTEBOOK_ACCEL_PROFILE"
 # The settings of sharded models, by their names without ``fsdp_`` in Accelerate's flags and files, and what their
 # variables are called behind ``FSDP_`` where that isn't the name in capitals.
 FSDP_OPTIONS = {

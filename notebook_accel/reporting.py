@@ -29,10 +29,12 @@ from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError
 
 _SAMPLE_PERIOD_S = 0.2
+_TICKS_PER_SAMPLE = 4
 _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0
 _PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
 _LOOK_PERIOD_S = 0.001
+_LOSS = "loss"  # the name under which the loss of any loop is reported
 # Stands for a number that has not arrived: a NaN that no computation produces.
 _NOT_COME = 0x7FF8_6E62_6163_6365
 
@@ -117,7 +119,11 @@ class Sender(Protocol):
 
 
 class Reporter:
-    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
+    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection.
+
+    Attributes:
+        has_own_loss: True once the program has reported a metric named ``loss``.
+    """
 
     def __init__(self, connection: Sender | None = None) -> None:
         self._connection = connection
@@ -126,6 +132,7 @@ class Reporter:
         self._shown: Counter | None = None
         self._steps_before = 0  # of this rank, by all counters, before the shown one's epoch
         self._outer: Counter | None = None
+        self.has_own_loss = False
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._arrivals: dict[str, _Arrival] = {}
@@ -139,6 +146,7 @@ class Reporter:
         self._pid = os.getpid()
         self._at_close: list[Callable[[], None]] = []
         self._before_sample: list[Callable[[], None]] = []
+        self._at_tick: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -211,6 +219,15 @@ class Reporter:
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
         """Replace the latest value of each named metric. Tensors are read later, so nothing waits for them here."""
+        self.has_own_loss = self.has_own_loss or _LOSS in values
+        self._set_metrics(values)
+
+    def report_loss(self, loss: Any) -> None:
+        """Report a tensor as the loss, unless the program reports a metric of that name itself."""
+        if not self.has_own_loss and self.is_connected:
+            self._set_metrics({_LOSS: loss})
+
+    def _set_metrics(self, values: Mapping[str, Any]) -> None:
         if self._held is not None:
             self._held.update(values)
             return
@@ -260,6 +277,10 @@ class Reporter:
         """Call ``function`` before each look at the counters, in the sampling thread."""
         self._before_sample.append(function)
 
+    def at_tick(self, function: Callable[[], None]) -> None:
+        """Call ``function`` twenty times a second in the sampling thread."""
+        self._at_tick.append(function)
+
     def not_at_close(self, function: Callable[[], None]) -> None:
         """Take ``at_close`` back."""
         self._at_close.remove(function)
@@ -285,8 +306,13 @@ class Reporter:
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
-        samples = 0
-        while not self._stop.wait(_SAMPLE_PERIOD_S):
+        samples = ticks = 0
+        while not self._stop.wait(_SAMPLE_PERIOD_S / (_TICKS_PER_SAMPLE if self._at_tick else 1)):
+            ticks += 1
+            for function in self._at_tick:
+                function()
+            if self._at_tick and ticks % _TICKS_PER_SAMPLE:
+                continue
             with self._sampling:
                 self._sample()
             if samples % _MEMORY_PERIOD_SAMPLES == 0:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.formatting import aligned, clipped, format_count, plain_lines
 from notebook_accel.launching import logs, run_folders
-from notebook_accel.launching.kernel import detached
-from notebook_accel.launching.kernel.detached import RunSummary
+from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel.detached_runs import RunSummary
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.view import LinesView
 
@@ -55,7 +55,7 @@ def table(*, clean: bool = False) -> list[str]:
         clean: Whether to remove the runs that have ended first.
     """
     removed = run_folders.remove_old(all_ended=clean)
-    found = detached.summaries()
+    found = detached_runs.summaries()
     lines = [f"Removed: {', '.join(removed)}"] if clean and removed else []
     if not found:
         return [*lines, "You have no detached run on this machine."]
@@ -74,7 +74,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 def _runs(parsed: argparse.Namespace) -> int:
     if parsed.json:
         run_folders.remove_old(all_ended=parsed.clean)
-        print(json.dumps([dataclasses.asdict(summary) for summary in detached.summaries()], indent=2))
+        print(json.dumps([dataclasses.asdict(summary) for summary in detached_runs.summaries()], indent=2))
     else:
         print("\n".join(table(clean=parsed.clean)))
     return 0

@@ -30,9 +30,17 @@ from notebook_accel.errors import LaunchError, NotebookAccelError
 JOURNAL_VERSION = 1
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
-_YOUNG_S = 60.0  # a folder without facts that is older belongs to a launch that was killed
+_YOUNG_S = 5.0  # a folder of a launch that nobody holds and that is older belongs to a launch that was killed
 _DAY_S = 86_400.0
-_FACTS, _LOCK, _PAYLOAD, _JOURNAL, _LATEST, _SOCKET = "run.json", "lock", "payload", "journal", "latest", "socket"
+_FACTS, _DRAFT, _LOCK, _PAYLOAD, _JOURNAL, _LATEST, _SOCKET = (
+    "run.json",
+    "launch.json",
+    "lock",
+    "payload",
+    "journal",
+    "latest",
+    "socket",
+)
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,13 +103,23 @@ class RunFolder:
             NotebookAccelError: They can't be read.
         """
         try:
-            return msgspec.json.decode((self.path / _FACTS).read_bytes(), type=RunFacts)
+            path = self.path / (_FACTS if self.is_published else _DRAFT)
+            return msgspec.json.decode(path.read_bytes(), type=RunFacts)
         except (OSError, msgspec.MsgspecError) as error:
             raise NotebookAccelError(f"The detached run in {self.path} can't be read: {error}.") from None
 
     def write_facts(self, facts: RunFacts) -> None:
-        """Write the facts. From now on the run can be found."""
-        self.replace(_FACTS, msgspec.json.encode(facts))
+        """Write the facts of a launch."""
+        self.replace(_DRAFT, msgspec.json.encode(facts))
+
+    def publish(self) -> None:
+        """Let the run be found. Its agent has taken over the launch, which goes on without the kernel."""
+        os.replace(self.path / _DRAFT, self.path / _FACTS)
+
+    @property
+    def is_published(self) -> bool:
+        """True if the run can be found."""
+        return (self.path / _FACTS).exists()
 
     def check(self) -> None:
         """Raise unless the folder is the user's and nobody else can open it.
@@ -125,6 +143,11 @@ class RunFolder:
     def create_payload(self) -> int:
         """Return the descriptor of a new file for the payload."""
         return self._create(_PAYLOAD)
+
+    def take_payload_of(self, other: RunFolder) -> int:
+        """Give this run the payload of another one, without a copy, and return its descriptor."""
+        os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
+        return self.open_payload()
 
     def create_result(self, rank: int) -> int:
         """Return the descriptor of a new file for a rank's result."""
@@ -224,9 +247,18 @@ class RunFolder:
 
 
 def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
-    """Return the folder of this user's detached runs, which may not exist yet."""
-    state = environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return pathlib.Path(state).expanduser() / "notebook_accel" / "runs"
+    """Return the folder of this user's detached runs, which may not exist yet.
+
+    Raises:
+        LaunchError: This user has no home.
+    """
+    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
+    if not os.path.isabs(state):
+        raise LaunchError(
+            f"There is no place for detached runs: {state} is no absolute path.",
+            fix="set XDG_STATE_HOME to a folder of yours on a local disk",
+        )
+    return pathlib.Path(state, "notebook_accel", "runs")
 
 
 def make(name: str, *, is_unique: bool = False) -> tuple[RunFolder, int]:
@@ -272,7 +304,8 @@ def every() -> list[RunFolder]:
             with contextlib.suppress(NotebookAccelError):
                 folder = RunFolder(path)
                 folder.check()
-                found.append((folder.facts.began, folder.id, folder))
+                if folder.is_published:
+                    found.append((folder.facts.began, folder.id, folder))
     return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
 
 
@@ -314,8 +347,8 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
             with contextlib.suppress(NotebookAccelError, OSError):
                 folder = RunFolder(path)
                 folder.check()
-                # A folder without facts may be that of a launch under way; another machine's lock may not be seen here.
-                may_be_young = not (folder.path / _FACTS).exists() or folder.facts.host != socket.gethostname()
+                # The launch may be under way; another machine's lock may not be seen here.
+                may_be_young = not folder.is_published or folder.facts.host != socket.gethostname()
                 if not folder.is_held and (_is_old(folder) or (all_ended and not may_be_young)):
                     folder.remove()
                     removed.append(folder.id)
@@ -323,10 +356,9 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
 
 
 def _is_old(folder: RunFolder) -> bool:
-    age_s = time.time() - folder.changed
-    if not (folder.path / _FACTS).exists():
-        return age_s > _YOUNG_S
-    return age_s > folder.facts.keep_days * _DAY_S
+    if not folder.is_published:
+        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    return time.time() - folder.changed > folder.facts.keep_days * _DAY_S
 
 
 @functools.cache

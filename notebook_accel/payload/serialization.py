@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import io
 import operator
+import os
 import pickle
 import sys
 import threading
@@ -128,10 +129,10 @@ def pickle_by_value(
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Write a head and a pickle into an empty memory file, and return its length.
+    """Write a head and a pickle into an empty file, and return its length.
 
     Raises:
-        PayloadError: There is not enough memory.
+        PayloadError: There is not enough memory; or, for the file of a detached run, not enough room on the disk.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
     if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
@@ -139,6 +140,9 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
     try:
         return memory_files.write(descriptor, head, pickled.data, pickled.buffers)
     except MemoryError:
+        if os.fstat(descriptor).st_nlink:  # not a memory file, which has no name
+            disk = os.fstatvfs(descriptor)
+            raise unpicklable.too_large_for_disk(pickled.sizes_bytes, disk.f_bavail * disk.f_frsize) from None
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 

@@ -73,6 +73,18 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
     )
 
 
+def too_large_for_disk(sizes_bytes: Mapping[str, int], available_bytes: int) -> PayloadError:
+    """Return the error that names the largest object of those that the disk of a detached run has no room for."""
+    largest = max(sizes_bytes, key=lambda label: sizes_bytes[label], default="")
+    total = format_size(sum(sizes_bytes.values()))
+    return PayloadError(
+        f"The disk has no room for the objects: they take {total}, and {format_size(available_bytes)} is free.",
+        path=largest,
+        why="A detached run keeps on disk what is sent to the ranks, and what they return.",
+        fix="make room on the disk, or set XDG_STATE_HOME to a folder on another local one",
+    )
+
+
 def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:
     way = " -> ".join(path)
     kind = type(culprit)

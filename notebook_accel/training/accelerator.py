@@ -23,6 +23,7 @@ from notebook_accel.training import (
     accumulation,
     checkpoint,
     checkpoint_folders,
+    checkpoint_saving,
     collectives,
     compiling,
     data,
@@ -169,6 +170,7 @@ class Accelerator(ProcessState):
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
         self._has_begun = False
+        self._saving: checkpoint_saving.Saving | None = None
 
     # Settings
 
@@ -415,6 +417,7 @@ class Accelerator(ProcessState):
         """Finish trackers, forget all prepared objects and leave the group, which ends with its last member."""
         tracking.call([tracker for tracker in self.trackers if hasattr(tracker, "finish")], "finish")
         self.trackers = []
+        self._wait_for_checkpoint()
         self.free_memory()
         self._backend.leave()
 
@@ -587,7 +590,9 @@ class Accelerator(ProcessState):
 
     # Checkpoints
 
-    def save_state(self, output_dir: _Path | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_: bool = False
+    ) -> str:
         """Save everything that training depends on, so that ``load_state`` goes on as if nothing had happened.
 
         A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random numbers,
@@ -597,12 +602,14 @@ class Accelerator(ProcessState):
         Args:
             output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: Write weights as safetensors rather than in torch's own format.
+            async_: Return as soon as everything is copied to the host's memory, and write it while training goes on.
+                The next ``save_state`` or ``load_state``, ``end_training`` and the end of the rank wait for it.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: A rank couldn't write its part.
+            CheckpointError: A rank couldn't write its part, of this checkpoint or of an earlier one with ``async_``.
             ConfigError: There is no folder to save to, or the numbered one exists.
         """
         configuration = self.project_configuration
@@ -611,13 +618,27 @@ class Accelerator(ProcessState):
         def choose() -> pathlib.Path:
             return checkpoint_folders.next_in(configuration) if is_numbered else _absolute(output_dir)
 
-        hooks = [*self._before_save.values()]
-        folder = checkpoint.save(self._backend, self._checkpoint_state(), hooks, choose, safe=safe_serialization)
-        if is_numbered:
-            configuration.iteration += 1
-            if self.is_main_process:
+        def delete_oldest(folder: pathlib.Path) -> None:
+            if is_numbered:
                 checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
-        return str(folder)
+
+        self._wait_for_checkpoint()
+        self._saving = checkpoint_saving.save(
+            self._backend,
+            self._checkpoint_state(),
+            [*self._before_save.values()],
+            choose,
+            safe=safe_serialization,
+            in_background=async_,
+            completed=delete_oldest,
+        )
+        configuration.iteration += is_numbered
+        return str(self._saving.folder)
+
+    def _wait_for_checkpoint(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def load_state(
         self,
@@ -651,6 +672,7 @@ class Accelerator(ProcessState):
         def choose() -> pathlib.Path:
             return checkpoint_folders.latest(configuration) if is_numbered else _absolute(input_dir)
 
+        self._wait_for_checkpoint()
         hooks = [*self._before_load.values()]
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}

@@ -1,4 +1,4 @@
-"""Saves and loads a checkpoint on all ranks together.
+"""Checkpoints: what is in them, and how all ranks load one together. See ``checkpoint_saving`` for the other way.
 
 A checkpoint is a folder with the weights of each model in safetensors, the state of each optimizer, scheduler and
 registered object, and for each rank a file with its random numbers, the position of each loader, and the gradients of
@@ -36,11 +36,10 @@ from notebook_accel.training.models import unwrap_model
 from notebook_accel.training.optimizers import parameters_of
 
 CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
-_SHARDED_MODEL = "sharded_model"
+SHARDED_MODEL = "sharded_model"
 
 _SHOWN_TENSORS = 5
 
-_BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
 _BeforeLoad = Sequence[Callable[[list[Any], str], None]]
 
 
@@ -63,124 +62,8 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
-def save(
-    backend: Backend,
-    state: CheckpointState,
-    hooks: _BeforeSave,
-    choose: Callable[[], pathlib.Path],
-    *,
-    safe: bool = True,
-) -> pathlib.Path:
-    """Write a checkpoint and return its folder, which appears when it is complete on all ranks.
-
-    Args:
-        backend: The backend of this rank.
-        state: The objects to save.
-        hooks: Functions of the models, their weights and the draft's folder; weights that a hook removes aren't saved.
-        choose: A function that returns the folder; only rank 0 calls it.
-        safe: Write weights as safetensors rather than in torch's own format.
-
-    Raises:
-        CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
-    """
-    is_main = backend.place.rank == 0
-
-    def begin() -> pathlib.Path | None:
-        if not is_main:
-            return None
-        folder = choose()
-        folders.start_draft(folder)
-        return folder
-
-    def complete() -> None:
-        if is_main:
-            counts = {name: len(items) for name, items in state.states.items()}
-            manifest = {"world_size": backend.place.world_size, "models": fingerprints, "counts": counts}
-            folders.publish(folder, manifest)
-
-    folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
-    draft = folders.draft_of(folder)
-    try:
-        fingerprints: list[str] = _on_all_ranks(
-            backend,
-            "write its part of a checkpoint",
-            lambda: _collect(backend, state, hooks, draft).write(draft, backend.place.rank, safe=safe),
-        )[0]
-        _on_all_ranks(backend, "complete a checkpoint", complete)
-    except BaseException:
-        if is_main:
-            folders.abandon(folder)
-        raise
-    return folder
-
-
-@dataclasses.dataclass
-class _Parts:
-    """The contents of the files that a rank writes."""
-
-    weights: list[dict[str, Any]]
-    states: dict[str, list[Any]]
-    own: dict[str, Any]
-    shares: sharded_files.Shares
-    sharded_models: set[int]
-    fingerprints: list[str]
-
-    def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any = None) -> list[str]:
-        """Write the files, and return a fingerprint of each model."""
-        model_files.write_object(self.own, draft / f"rank_{rank}.bin")
-        if rank == 0:
-            for number, of_model in enumerate(self.weights):
-                if number in self.sharded_models:
-                    model_files.write_object(of_model, draft / _numbered(_SHARDED_MODEL, number))
-                else:
-                    model_files.write_weights(of_model, draft / _model_file(number, safe), safe=safe)
-            for name, of_one_kind in self.states.items():
-                for number, of_object in enumerate(of_one_kind):
-                    model_files.write_object(of_object, draft / _numbered(name, number))
-        sharded_files.write(self.shares, draft, group)
-        return self.fingerprints
-
-
-def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path) -> _Parts:
-    """Return this rank's part."""
-    own = _own_state(backend, state)
-    weights = [backend.to_host(state_of(model)) for model in state.models]
-    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}
-    if state.writes_whole:
-        weights = [fsdp.whole_state(of_model, backend) for of_model in weights]
-        states = fsdp.whole_tree(states, backend)
-    for hook in hooks:
-        hook(state.models[:], weights, str(draft))
-    shares = sharded_files.Shares()
-    return _Parts(
-        [shares.taken_out_of(of_model, f"model_{number}") for number, of_model in enumerate(weights)],
-        shares.taken_out_of(states, "states"),
-        shares.taken_out_of(own, "own"),
-        shares,
-        {number for number, of_one in enumerate(weights) if any(map(fsdp.is_sharded_tensor, of_one.values()))},
-        [_fingerprint(of_model) for of_model in weights],
-    )
-
-
-def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
-    """Return the state that differs between ranks."""
-    models = [] if state.gradients.sync_gradients else state.models
-    if not state.gradients.averages_each_batch and any(map(fsdp.is_sharded, models)):
-        raise CheckpointError(
-            "A checkpoint can't be saved within an accumulation window of a sharded model.",
-            why="The gradients so far are in torch's own buffers.",
-            fix="save where accelerator.sync_gradients is true, or "
-            "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
-        )
-    return {
-        "loaders": [loader.state_dict() for loader in state.loaders],
-        "window": state.gradients.state_dict(),
-        "gradients": [backend.to_host(_gradients_of(model)) for model in models],
-        "random": random_state.capture(backend),
-    }
-
-
-def _gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's gradients by the names of their parameters."""
     named = unwrap_model(model, keep_torch_compile=False).named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
@@ -218,11 +101,11 @@ def load(
         folders.recover(folder)
         return folder
 
-    folder: pathlib.Path = _on_all_ranks(backend, "find a checkpoint", begin)[0]
+    folder: pathlib.Path = on_all_ranks(backend, "find a checkpoint", begin)[0]
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
-    _on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
-    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
+    on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
+    on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
     _tell_new_ranks(parts[0].saved_ranks, backend, folder)
     return folder
 
@@ -268,13 +151,13 @@ def _read(
         own = state_of(model)
         saved = _read_weights(folder, number, manifest["files"])
         saved = files.fitted(saved, _by_name(own), in_place, in_place=True)
-        if strict and _fingerprint(own) != fingerprint:
+        if strict and fingerprint_of(own) != fingerprint:
             raise _other_model_error(own, saved, folder)
         weights.append((model, saved))
     states = []
     for name, items in state.states.items():
         for number, item in enumerate(items):
-            saved = _read_object(folder / _numbered(name, number), weights_only=weights_only)
+            saved = _read_object(folder / numbered(name, number), weights_only=weights_only)
             states.append((item, files.fitted(saved, _counterpart_in(item), to_read)))
     saved_ranks = manifest["world_size"]
     own_state = _read_own_state(folder, saved_ranks, backend, has_shards=any(map(fsdp.is_sharded, models)))
@@ -289,11 +172,11 @@ def _read(
 
 def _read_weights(folder: pathlib.Path, number: int, files: Mapping[str, int]) -> dict[str, Any]:
     """Return a saved model's weights, with references to those that are sharded."""
-    if _numbered(_SHARDED_MODEL, number) in files:
-        weights: dict[str, Any] = _read_object(folder / _numbered(_SHARDED_MODEL, number))
+    if numbered(SHARDED_MODEL, number) in files:
+        weights: dict[str, Any] = _read_object(folder / numbered(SHARDED_MODEL, number))
         return weights
-    safe = _model_file(number, safe=True) in files
-    return model_files.read_weights(folder / _model_file(number, safe), safe=safe)
+    safe = model_file(number, safe=True) in files
+    return model_files.read_weights(folder / model_file(number, safe), safe=safe)
 
 
 def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
@@ -339,7 +222,7 @@ def _read_accelerates(
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = saved.weights(number, own)
-        if strict and _fingerprint(own) != _fingerprint(of_model):
+        if strict and fingerprint_of(own) != fingerprint_of(of_model):
             raise _other_model_error(own, of_model, folder)
         weights.append((model, files.fitted(of_model, _by_name(own), {})))
     states = [
@@ -398,20 +281,29 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         random_state.restore(read.own["random"], backend)
 
 
-def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
+def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every rank, and return the values by rank.
 
     Raises:
         CheckpointError: The action failed on a rank. The others get the first such rank's message.
     """
-    value, error, text = None, None, None
     verify_collective(backend, what)  # no rank saves while another one loads
+    return agreed(what, action, functools.partial(collectives.gather_object, backend))
+
+
+def agreed(what: str, action: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Run an action on every rank, and return the values by rank, which ``gather`` collects.
+
+    Raises:
+        CheckpointError: The action failed on a rank. The others get the first such rank's message.
+    """
+    value, error, text = None, None, None
     try:
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait for the outcome, whatever it is
         error = raised
         text = str(error) if isinstance(error, NotebookAccelError) else f"{type(error).__name__}: {error}"
-    outcomes = collectives.gather_object(backend, [(value, text)])
+    outcomes = gather([(value, text)])
     if isinstance(error, NotebookAccelError):
         raise error
     for rank, (_, reported) in enumerate(outcomes):
@@ -493,16 +385,17 @@ def _numpy_globals() -> list[Any]:
     return [numpy.ndarray, numpy.dtype, *kinds, *named]
 
 
-def _fingerprint(state: Mapping[str, Any]) -> str:
+def fingerprint_of(state: Mapping[str, Any]) -> str:
     """Return a hash of names and shapes, which is equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _model_file(number: int, safe: bool) -> str:
-    return _numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
+def model_file(number: int, safe: bool) -> str:
+    """Return the name of the file of a whole model's weights."""
+    return numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
 
 
-def _numbered(name: str, number: int, suffix: str = "bin") -> str:
+def numbered(name: str, number: int, suffix: str = "bin") -> str:
     """Return ``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
     return f"{name}.{suffix}" if number == 0 else f"{name}_{number}.{suffix}"

@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -58,6 +58,18 @@ class Shares:
     """The sharded tensors that go into a checkpoint, by key."""
 
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def copied(self) -> Shares:
+        """Return the shares in new memory of the host."""
+        if not self.tensors:
+            return self
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        # Without threads and shared memory of its own: the caller's thread writes what it returns.
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        return Shares(dict(cast(Any, DefaultStager(options).stage(dict(self.tensors)))))
 
     def taken_out_of(self, tree: Any, name: str) -> Any:
         """Return a tree with a reference in place of each sharded tensor. A tensor with several names is taken once."""

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached
+from notebook_accel.launching.kernel import detached_runs
 from tests import kernels, processes
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -108,4 +108,4 @@ def test_kernel_that_ends_in_order_leaves_the_run_alone(tmp_path: pathlib.Path) 
     assert folder.is_held
     mark.touch()
     processes.wait_until(lambda: not folder.is_held, "the run ends by itself", _LONG_S)
-    assert detached.summary(folder).status == "succeeded"
+    assert detached_runs.summary(folder).status == "succeeded"

@@ -310,7 +310,7 @@ def fails_the_first_time() -> None:
         raise ValueError("for the first time")
 
 
-def reports_until(mark: str, returned: object = None) -> tuple[int, int, object]:
+def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> tuple[int, int, object]:
     """Prints and reports its steps until the file is there; its rank, its number of steps, and the argument."""
     step, deadline = 0, time.monotonic() + 100
     while not pathlib.Path(mark).exists():
@@ -318,7 +318,7 @@ def reports_until(mark: str, returned: object = None) -> tuple[int, int, object]
         notebook_accel.report(loss=1 / (step + 1))
         print(f"step {step}")
         step += 1
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return rank(), step, returned
 
 

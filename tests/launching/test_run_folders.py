@@ -45,6 +45,7 @@ def held(name: str = "night", **other: object) -> Iterator[RunFolder]:
     folder, lock = run_folders.make(name)
     try:
         folder.write_facts(facts(name, **other))
+        folder.publish()
         yield folder
     finally:
         os.close(lock)
@@ -105,7 +106,6 @@ def test_folders_go_when_their_time_is_over() -> None:
         left = {path.name for path in run_folders.root().iterdir()}
         assert left == {going.id, unnamed[0].id, elsewhere.id}
     os.utime(unnamed[0].path, (0, 0))
-    os.utime(unnamed[0].path / "lock", (0, 0))
     assert unnamed[0].id in run_folders.remove_old()
 
 
@@ -124,6 +124,17 @@ def test_folder_that_others_can_open_is_refused(mode: int) -> None:
     for act in (lambda: run_folders.find("night"), lambda: run_folders.make("night")):
         with pytest.raises(NotebookAccelError, match="isn't used"):
             act()
+
+
+def test_run_is_found_once_its_agent_has_taken_over_the_launch() -> None:
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    assert run_folders.every() == []
+    with pytest.raises(NotebookAccelError, match="no detached run"):
+        run_folders.find("night")
+    folder.publish()
+    assert [found.id for found in run_folders.every()] == [folder.id]
+    os.close(lock)
 
 
 def test_link_in_place_of_a_folder_is_refused(tmp_path: pathlib.Path) -> None:

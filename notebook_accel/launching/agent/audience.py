@@ -207,7 +207,9 @@ class Attachments:
     def _take(self, attachment: _Attachment, message: Message) -> None:
         if attachment.is_launcher and attachment.who:
             told = messages.decode_for_agent(message.body)
-            self.is_launched |= isinstance(told, messages.Launch)
+            if isinstance(told, messages.Launch):
+                self.is_launched = True
+                self._folder.publish()
             self._obey(attachment, told, message)
             return
         order = messages.decode_order(message.body)

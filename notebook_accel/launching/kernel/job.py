@@ -28,6 +28,7 @@ from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures
+from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
@@ -308,6 +309,14 @@ class Job(Handle):
         """The reason of each restart of all ranks: the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
+
+    def diagnosis(self) -> Diagnosis:
+        """Return where the time of the last steps goes on each rank, and the reason why they are slow, if there is one.
+
+        Printed, it is text; ``to_dict()`` gives plain data.
+        """
+        with self.state_lock:
+            return diagnose(self.state)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
         """Return the standard output and error of a rank of this node.

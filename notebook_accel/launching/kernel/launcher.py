@@ -15,7 +15,17 @@ import msgspec
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching.kernel import detached, elastic, foreground, fork, inline, local, preflight, registry
+from notebook_accel.launching.kernel import (
+    detached,
+    detached_runs,
+    elastic,
+    foreground,
+    fork,
+    inline,
+    local,
+    preflight,
+    registry,
+)
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
@@ -164,6 +174,9 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
         findings += error.findings
     except NotebookAccelError as error:  # which a launch would raise before it has started anything
         return f"refused: {error}", True
+    findings += detached_runs.logout_findings()
+    if going := detached_runs.going_in_words():
+        lines.append(f"note: {going} It takes a part of the devices and of the memory.")
     said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
     text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
     return text, any(finding.refuses for finding in findings)
@@ -202,6 +215,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
+        is_detached=request.detach,
     )
     request = dataclasses.replace(
         request,
@@ -239,6 +253,7 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {
         environment.MIXED_PRECISION: config.mixed_precision,
+        environment.PROFILE: config.profile,
         # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
         # knows that its processes are there already, and asks neither Slurm nor MPI then.
         "TORCHELASTIC_RUN_ID": config.rdzv_id,

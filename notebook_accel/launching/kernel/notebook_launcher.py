@@ -48,6 +48,7 @@ def notebook_launcher(
     grace_s: float | None = None,
     log_dir: str = "",
     name: str = "",
+    profile: str = "on",
     view: str = "auto",
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
@@ -95,6 +96,7 @@ def notebook_launcher(
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
+        profile: ``on``, or ``off`` if the ranks shall not measure where the time of their steps goes.
         view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``.
         engine: Place of the ranks: ``local``, this machine, or ``ray``, a Ray cluster.
         engine_options: Options of the engine; see ``RayOptions``.

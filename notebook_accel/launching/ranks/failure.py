@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -23,6 +24,10 @@ _LOST_PEER = re.compile(
     r"remote process exited|socket timeout|wait timeout after|nccl.*(abort|remote)|process group.*abort",
     re.IGNORECASE,
 )
+# Stands in a traceback for frames that were left out.
+_FOLDED = "<folded>"
+_FOLDED_LINE = re.compile(rf'^  File "{_FOLDED}", line (\d+), in (.*)$', re.MULTILINE)
+_FEWEST_FOLDED = 3
 
 
 def describe(
@@ -41,7 +46,7 @@ def describe(
     return events.Failed(
         kind=type(error).__name__,
         message=message,
-        traceback="".join(_with_cell_names(text, spec).format()),
+        traceback=_formatted(_with_cell_names(text, spec)),
         line=_innermost_line(text, spec),
         exception=_pickled(error, by_value),
         saved=saved,
@@ -63,7 +68,7 @@ def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
             if isinstance(error, SystemExit):
                 sys.stderr.write(f"{error.code}\n")
             else:
-                sys.stderr.writelines(_with_cell_names(_user_traceback(error), spec).format())
+                sys.stderr.write(_formatted(_with_cell_names(_user_traceback(error), spec)))
     streams.flush()
     os._exit(status & 0xFF)
 
@@ -74,7 +79,31 @@ def _user_traceback(error: BaseException) -> traceback.TracebackException:
         _end_at_the_users_line(text)
     if not environment.is_debugging():
         _fold_our_frames(text)
+        _fold_calls_between_users_lines(text)
     return text
+
+
+def _fold_calls_between_users_lines(text: traceback.TracebackException) -> None:
+    """Replace the frames through which a library called the user's code by one that counts them.
+
+    A trainer has dozens of them between the user's call and the user's callback or dataset. The frames below the
+    user's last line stay: there a library has failed.
+    """
+    for part in _chain(text):
+        folded: list[traceback.FrameSummary] = []
+        for is_users, group in itertools.groupby(part.stack, lambda frame: code_places.is_the_users(frame.filename)):
+            frames = list(group)
+            is_between = bool(folded) and frames[-1] is not part.stack[-1]
+            if is_users or not is_between or len(frames) < _FEWEST_FOLDED:
+                folded += frames
+            else:
+                names = ", ".join(dict.fromkeys(code_places.package_of(frame.filename) for frame in frames))
+                folded.append(traceback.FrameSummary(_FOLDED, len(frames), names, lookup_line=False, line=""))
+        part.stack[:] = folded
+
+
+def _formatted(text: traceback.TracebackException) -> str:
+    return _FOLDED_LINE.sub(r"  [\1 lines of \2]", "".join(text.format()))
 
 
 def _is_lost_peer(error: BaseException, message: str) -> bool:

@@ -1,26 +1,25 @@
-"""Counts the steps of every training loop in a rank, by hooks in torch itself.
+"""The training loops of a rank, and the choice of the one that its row counts.
 
 A loop over a ``DataLoader`` counts its batches, whichever library runs it. A loop without a loader counts its optimizer
-steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row.
-
-This module never imports torch. Its hooks are placed when torch is imported, which the template has done before a rank
-starts. A step costs two Python calls and an increment.
+steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row. ``torch_hooks`` calls this.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-import types
 import weakref
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel import reporting
-from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.protocol import events
 
-_ATTRIBUTE = "_notebook_accel_loop"  # of a DataLoader's iterator
+if TYPE_CHECKING:
+    from notebook_accel.launching.ranks.phases import StepClock
+
+ATTRIBUTE = "_notebook_accel_loop"
+"""The attribute of a DataLoader's iterator that holds its ``LoopCounter``."""
+_LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
 
@@ -41,6 +40,7 @@ class LoopCounter(reporting.Counter):
 
     Attributes:
         known: The better counter of a loader that counts itself, ``None`` for others.
+        is_evaluation: True if the loop takes batches and doesn't train.
         has_ended: True once the loader has no more batches, or its iterator is gone.
         trains: True once gradients were computed or an optimizer has stepped during this loop.
         has_gradients: False if gradients were disabled when this loop was last entered.
@@ -51,18 +51,24 @@ class LoopCounter(reporting.Counter):
     """
 
     __slots__ = (
-        "epoch_number", "has_ended", "has_gradients", "iterator", "known", "rival", "training_before", "trains",
+        "epoch_number", "has_ended", "has_gradients", "is_evaluation", "iterator", "known", "rival",
+        "training_before", "trains",
     )  # fmt: skip
 
     def __init__(self, total: int | None = None, known: reporting.Counter | None = None) -> None:
         super().__init__(total=total)
         self.epoch_number = 1
         self.known = known
-        self.has_ended = self.trains = False
+        self.has_ended = self.trains = self.is_evaluation = False
         self.has_gradients = True
         self.training_before = 0
         self.iterator: weakref.ref[Any] | None = None
         self.rival: tuple[LoopCounter | None, int] = (None, 0)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more batches are to come. Some libraries count batches and never ask for one after the last."""
+        return self.has_ended or (self.total is not None and self.step >= self.total)
 
     def end(self, _: object = None) -> None:
         """Mark the loop as ended."""
@@ -70,7 +76,7 @@ class LoopCounter(reporting.Counter):
 
     def set_evaluation(self, is_evaluation: bool) -> None:
         """Label the loop as an evaluation, which has no epochs, or as training."""
-        shown = self.known or self
+        shown, self.is_evaluation = self.known or self, is_evaluation
         shown.label = events.EVALUATION if is_evaluation else ""
         self.epoch = None if is_evaluation else self.epoch_number
 
@@ -82,12 +88,16 @@ class Loops:
         current: The loop that steps, ``None`` before the first batch and after a change of the bars.
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
+        clock: The clock of the steps' phases, ``None`` if nobody measures them.
+        loss: The loss that an ``Accelerator`` is dividing by its accumulation steps and computing gradients of.
     """
 
     def __init__(self) -> None:
         self.current: LoopCounter | None = None
         self.trained = 0
         self.bars: Bars | None = None
+        self.clock: StepClock | None = None
+        self.loss: Any = None
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -96,10 +106,22 @@ class Loops:
         self._alone = LoopCounter()  # optimizer steps without a loader
         self._stepped: set[int] = set()  # the optimizers that have stepped since the latest of these steps
 
-    def begin_cell(self) -> None:
-        """Start new counts, since a session's cell begins."""
+    @contextlib.contextmanager
+    def count_cell(self) -> Iterator[None]:
+        """Start new counts for a session's cell. Between two cells no time passes for the clock."""
         self.current = None
         self._begin_count()
+        reporting.reporter().has_own_loss = False
+        try:
+            yield
+        finally:
+            if self.clock is not None:
+                self.clock.stop()
+
+    @property
+    def is_alone(self) -> bool:
+        """True while optimizer steps without a loader are counted."""
+        return self.current is self._alone
 
     def decide_again(self) -> None:
         """Choose the shown counter anew at the next batch, since a bar was opened or closed."""
@@ -116,17 +138,17 @@ class Loops:
             loop.epoch = loop.epoch_number = (last.epoch_number if last else 1) + is_epoch
             self._epochs[loader] = loop
         loop.iterator = weakref.ref(iterator, loop.end)
-        setattr(iterator, _ATTRIBUTE, loop)
+        setattr(iterator, ATTRIBUTE, loop)
         if self.bars is not None:
             self.bars.enter_loop()
 
-    def turn_to(self, loop: LoopCounter) -> None:
+    def turn_to(self, loop: LoopCounter, has_gradients: bool) -> None:
         """Make ``loop``, which takes a batch, the current one, unless it only runs beside the current one.
 
         Of two loops that take their batches in turns, the first one counts.
         """
         current = self.current
-        if current is not None and not current.has_ended:
+        if current is not None and not current.is_over:
             rival, loop.rival = loop.rival, (current, current.step)
             if rival != loop.rival:
                 return
@@ -135,7 +157,7 @@ class Loops:
         self._stepped.clear()
         self.current = loop
         loop.training_before = self.trained
-        loop.has_gradients = _are_gradients_enabled()
+        loop.has_gradients = has_gradients
         if not loop.trains:
             loop.set_evaluation(not loop.has_gradients)
         if loop.known is None:
@@ -149,19 +171,22 @@ class Loops:
         if reporter.is_connected and (self.bars is None or not self.bars.count_steps):
             reporter.show(loop)
 
-    def step_optimizer(self, optimizer: Any) -> None:
+    def step_optimizer(self, optimizer: Any) -> bool:
         """Count a step of an optimizer. Only steps without a running loader reach the row.
 
         Of several optimizers the one that steps most counts. A loader that reads ahead has ended when the last batch
         is trained on, so the second step after its end is the first that shows a loop without a loader.
+
+        Returns:
+            True if this ends a step of a loop without a loader.
         """
         self.trained += 1
         current, alone = self.current, self._alone
         if current is not None and current is not alone and not current.has_ended:
-            return
+            return False
         if id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
-            return
+            return False
         self._stepped = {id(optimizer)}
         if current is not alone:
             alone = self._alone = LoopCounter()
@@ -169,6 +194,7 @@ class Loops:
             self._show(alone)
             alone.step = 1
         alone.step += 1
+        return True
 
     def refresh(self) -> None:
         """Tell training from evaluation, and return to training after one. Called before each look at the counters."""
@@ -180,7 +206,7 @@ class Loops:
             loop.set_evaluation(False)
         elif loop.has_gradients and loop.step > _BATCHES_READ_AHEAD and self.trained:
             loop.set_evaluation(True)
-        if loop.has_ended and not loop.trains and loop.known is None and self._training is not None:
+        if loop.is_over and not loop.trains and loop.known is None and self._training is not None:
             self._show(self._training.known or self._training)
 
 
@@ -192,74 +218,16 @@ def loops() -> Loops:
     return _loops
 
 
-def install() -> None:
-    """Count from now on, whether torch has been imported or not."""
-    reporting.reporter().before_sample(_loops.refresh)
-    when_imported("torch.utils.data.dataloader", _patch_loaders)
-    when_imported("torch.autograd", _patch_backward)
-    when_imported("torch.optim.optimizer", _hook_optimizers)
-
-
-def _patch_loaders(module: types.ModuleType) -> None:
-    loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
-    original_iter, original_next = loader_class.__iter__, iterator_class.__next__
-
-    @functools.wraps(original_iter)
-    def iterate(self: Any) -> Any:
-        iterator = original_iter(self)
-        if isinstance(iterator, iterator_class):
-            _loops.begin(self, iterator)
-        return iterator
-
-    @functools.wraps(original_next)
-    def take(self: Any) -> Any:
-        loop = getattr(self, _ATTRIBUTE, None)
-        try:
-            batch = original_next(self)
-        except StopIteration:
-            if loop is not None:
-                loop.has_ended = True
-            raise
-        if loop is not None:
-            if loop is not _loops.current:
-                _loops.turn_to(loop)
-            loop.step += 1
-        return batch
-
-    loader_class.__iter__, iterator_class.__next__ = iterate, take
-
-
-def _patch_backward(module: types.ModuleType) -> None:
-    original = module.backward
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        _loops.trained += 1
-        return original(*args, **kwargs)
-
-    module.backward = backward  # type: ignore[attr-defined]
-
-
-def _hook_optimizers(module: types.ModuleType) -> None:
-    def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        _loops.step_optimizer(optimizer)
-
-    module.register_optimizer_step_post_hook(stepped)
-
-
-def _are_gradients_enabled() -> bool:
-    return bool(sys.modules["torch"].is_grad_enabled())
-
-
 def _length(loader: Any) -> int | None:
     """Return the number of batches of an epoch, ``None`` if the loader doesn't know it.
 
     ``len(loader)`` makes torch warn of a stream that is longer than its length, so that is undone.
     """
-    called = loader._IterableDataset_len_called
+    called = getattr(loader, _LENGTH_CALLED, None)
     try:
         return len(loader)
     except Exception:  # noqa: BLE001 - samplers are the user's
         return None
     finally:
-        loader._IterableDataset_len_called = called
+        if called is not None or hasattr(loader, _LENGTH_CALLED):
+            setattr(loader, _LENGTH_CALLED, called)

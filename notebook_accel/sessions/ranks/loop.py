@@ -200,9 +200,9 @@ class _SessionRank:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
-        loops.loops().begin_cell()
         try:
-            yield
+            with loops.loops().count_cell():
+                yield
             displays.end()
         finally:
             displays.redirect(None)

@@ -129,10 +129,16 @@ class Backend(Protocol):
         """
 
     def mesh(self) -> Any:
-        """Return a ``DeviceMesh`` of one dimension over all ranks, for one more sharded model. All ranks call it.
+        """Return the ``DeviceMesh`` of one dimension over all ranks, for sharded models. All ranks call it.
 
         Raises:
             ConfigError: Models can't be sharded on this device.
+        """
+
+    def background_group(self) -> Any:
+        """Return a process group over which a thread can send objects meanwhile. All ranks call it.
+
+        ``None`` for one rank. It is the same group each time.
         """
 
     def leave(self) -> None:

@@ -55,6 +55,9 @@ class SingleProcess(TorchDevice):
     def mesh(self) -> Any:
         raise ConfigError("A model can't be sharded over one rank.", fix="num_processes=2 or more")
 
+    def background_group(self) -> Any:
+        return None
+
     def leave(self) -> None:
         self.has_left = True
 
@@ -83,7 +86,7 @@ class WorkerProcess(TorchDevice):
         )
 
     barrier = all_gather = all_reduce = broadcast = _refuse
-    all_gather_object = broadcast_object = scatter_object = data_parallel = mesh = _refuse
+    all_gather_object = broadcast_object = scatter_object = data_parallel = mesh = background_group = _refuse
 
     def leave(self) -> None:
         self.has_left = True

@@ -124,11 +124,10 @@ class TorchDistributed(TorchDevice):
         _register_hook(parallel, options)
 
     def mesh(self) -> Any:
-        from torch.distributed.device_mesh import DeviceMesh
+        return self._group.mesh(self.device)
 
-        group = self._group.for_gradients(self.device) or dist.group.WORLD
-        assert group is not None
-        return DeviceMesh.from_group(group, self.device.type)
+    def background_group(self) -> Any:
+        return self._group.for_background()
 
     def leave(self) -> None:
         self._has_left = True

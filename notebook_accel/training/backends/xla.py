@@ -234,6 +234,9 @@ class XlaDevice:
             fix="leave out fsdp_plugin, and --fsdp of the launch",
         )
 
+    def background_group(self) -> Any:
+        return self._host.background_group()
+
 
 class _XlaUploader:
     """An ``Uploader`` that uses torch_xla's parallel loader, which works in a thread of its own.

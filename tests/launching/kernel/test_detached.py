@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pwd
 import re
 import signal
 import subprocess
@@ -23,8 +24,9 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached
-from notebook_accel.launching.kernel.detached import DetachedJob
+from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.protocol import events
 from tests import processes
 from tests.launching import functions
 
@@ -72,9 +74,11 @@ def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) 
     second = attach("night", view="none")
     assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
     assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
-    assert [stack.condition for stack in second.stacks(_LONG_S)] == ["said"] * 2
+    assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
+    titles = [pathlib.Path("/proc", str(rank.pid), "cmdline").read_bytes().rstrip(b"\0") for rank in second.ranks]
+    assert titles == [b"notebook-accel rank 0 of night", b"notebook-accel rank 1 of night"]
     assert "step 0\n" in second.logs(1)
-    [found] = detached.summaries()
+    [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
     mark.touch()
     results = [job.results(_LONG_S) for job in (first, second)]
@@ -100,7 +104,7 @@ def test_run_that_has_ended_is_attached_with_its_output_and_its_results(mark: pa
     assert later.ended_s is not None
     assert first.ended_s is not None
     assert later.ended_s - later.started_s <= first.ended_s - first.started_s
-    assert [summary.status for summary in detached.summaries()] == ["succeeded"]
+    assert [summary.status for summary in detached_runs.summaries()] == ["succeeded"]
 
 
 def test_failure_is_the_same_for_who_comes_later() -> None:
@@ -112,7 +116,7 @@ def test_failure_is_the_same_for_who_comes_later() -> None:
         attach("night", view="none").results()
     assert str(there.value) == str(here.value)
     assert type(there.value.__cause__) is type(here.value.__cause__)
-    [summary] = detached.summaries()
+    [summary] = detached_runs.summaries()
     assert (summary.status, summary.why) == ("failed", first.ending.why)
 
 
@@ -136,7 +140,7 @@ def test_hangup_and_interrupt_of_the_agent_end_nothing_and_sigterm_ends_the_run(
     assert agent.session == agent.pid
     processes.kill(agent, signal.SIGHUP)
     processes.kill(agent, signal.SIGINT)
-    assert [stack.condition for stack in job.stacks(_LONG_S)] == ["said"] * 2  # the agent has gone on
+    assert len(job.stacks(_LONG_S)) == 2  # the agent has gone on
     processes.kill(agent, signal.SIGTERM)
     with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
         job.results(_LONG_S)
@@ -149,11 +153,27 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     processes.kill(agent_of(job))
     with pytest.raises(SupervisorLostError, match="'night' has gone, and the ranks with it"):
         job.results(_LONG_S)
-    assert [summary.status for summary in detached.summaries()] == ["lost"]
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost"]
     facts = json.loads((job.folder.path / "run.json").read_text())
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
     with pytest.raises(SupervisorLostError, match="was lost with the machine, which was started again"):
         attach("night", view="none").results()
+    # It is launched again, with what was sent to it.
+    mark.touch()
+    repeated = detached.again("night", show=lambda _: None)
+    assert repeated.folder.id != job.folder.id
+    assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
+    wait_for_its_end(repeated)
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    with pytest.raises(LaunchError, match=r"'night' goes on\.\nFix: %distributed attach night"):
+        detached.again("night")
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
 
 
 def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
@@ -167,7 +187,31 @@ def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
     wait_for_its_end(job)
 
 
-def test_pulled_variables_are_there_for_who_asks_later(mark: pathlib.Path) -> None:
+def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: pathlib.Path) -> None:
+    first = launch(functions.reports_until, str(mark))
+    wait_for_steps(first)
+    job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
+    link = job._control._link  # type: ignore[union-attr]
+    for _ in range(3):
+        heard = link._seen
+        connection = link._connection
+        connection.shutdown()
+        processes.wait_until(
+            lambda before=connection, known=heard: link._connection not in (None, before) and link._seen > known,
+            "it is attached again",
+            _LONG_S,
+        )
+    mark.touch()
+    results = job.results(_LONG_S)
+    lines: dict[int, list[str]] = {0: [], 1: []}
+    for rank, event in job.events():
+        if isinstance(event, events.Output):
+            lines[rank] += event.text.split("\n")
+    assert lines == {rank: [f"step {number}" for number in range(steps)] for rank, steps, _ in results}
+    wait_for_its_end(job)
+
+
+def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
     mark.touch()
     job = launch(functions.reports_until, str(mark), ranks=1)
     with pytest.raises(NotebookAccelError, match="keeps no variable model"):
@@ -233,15 +277,57 @@ def test_another_versions_run_says_which_version_it_takes(mark: pathlib.Path) ->
     (job.folder.path / "run.json").write_text(json.dumps(later))
     with pytest.raises(NotebookAccelError, match=r"notebook-accel 9\.9 has launched it.*\(99 instead of 1\)"):
         attach("night", view="none")
-    assert [summary.status for summary in detached.summaries()] == ["unreadable"]
+    assert [summary.status for summary in detached_runs.summaries()] == ["unreadable"]
     # What a newer version of the same format adds is no obstacle.
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "config": {**facts["config"], "later": 1}}))
     assert attach("night", view="none").results() == [(0, 0, None)]
 
 
+def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
+    assert detached_runs.going_in_words() == ""
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    said = "A detached run of yours goes on: night (on 1 CPU). %distributed runs, or notebook-accel runs, tells more."
+    assert detached_runs.going_in_words() == said
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell as Shell\nShell().run_line_magic('load_ext', '{}')"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code.format("notebook_accel")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert loaded.stdout == f"notebook_accel: {said}\n", loaded.stderr
+    assert f"note: {said} It takes a part of the devices and of the memory." in command("doctor", "--use_cpu").stdout
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    assert detached_runs.going_in_words() == ""
+
+
+@pytest.mark.parametrize(
+    ("group", "lingers", "is_warned"),
+    [
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, True),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, False),
+        ("0::/system.slice/jupyter.service\n", False, False),
+        ("0::/\n", False, False),
+    ],
+)
+def test_logout_that_would_end_it_is_warned_of(
+    group: str, lingers: bool, is_warned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    (tmp_path / "cgroup").write_text(group)
+    if lingers:
+        (tmp_path / user).touch()
+    monkeypatch.setattr(detached_runs, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(detached_runs, "_LINGERING", tmp_path)
+    assert [finding.fix for finding in detached_runs.logout_findings()] == (
+        [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
+    )
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=100, check=False
     )
 
 

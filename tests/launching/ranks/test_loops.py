@@ -27,6 +27,13 @@ def test_every_loop_is_counted_once(launch: Callable[..., Job], loop: Callable[[
     assert not rank.is_evaluating
 
 
+@pytest.mark.parametrize("loop", training_loops.LOSSES, ids=lambda loop: loop.__name__)
+def test_loss_of_every_loop_is_reported(launch: Callable[..., Job], loop: Callable[[], float | None]) -> None:
+    job = launch(loop, num_processes=1)
+    [loss] = job.results(timeout_s=60)
+    assert job.ranks[0].metrics.get("loss") == loss
+
+
 @pytest.mark.parametrize(
     "loop",
     [training_loops.epochs_and_evaluations, training_loops.gradients_off_inside_the_evaluation],

@@ -72,6 +72,17 @@ def evaluation_inside_an_epoch() -> None:
             made.model.train()
 
 
+def evaluation_that_is_not_asked_for_its_end() -> None:
+    made = Training()
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+        evaluation = iter(made.evaluation)
+        for _ in range(len(made.evaluation)):
+            with torch.no_grad():
+                made.model(next(evaluation)[0])
+
+
 def left_early() -> None:
     made = Training()
     for _ in range(EPOCHS):
@@ -91,6 +102,25 @@ def persistent_workers() -> None:
     loader = DataLoader(made.data, batch_size=4, num_workers=1, persistent_workers=True)
     for _ in range(EPOCHS):
         for x, y in loader:
+            made.step(x, y)
+
+
+class Shell:
+    """Stands for a loader that isn't torch's, as fastai's do."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.d = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.d, name)
+
+
+def loader_that_is_not_torchs() -> None:
+    from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+    made = Training()
+    for _ in range(EPOCHS):
+        for x, y in _SingleProcessDataLoaderIter(Shell(made.loader)):
             made.step(x, y)
 
 
@@ -260,11 +290,14 @@ def with_accelerate() -> None:
 LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     epochs_and_evaluations: (16, 16, 3, 3 * 16 + 3 * 8),
     gradients_off_inside_the_evaluation: (16, 16, 1, 16 + 8),
-    evaluation_inside_an_epoch: (16, 16, 1, 16 + 4 * 7),  # a first batch could be one of two loaders in turns
+    # A first batch could be one of two loaders in turns, except the one after the last batch of training.
+    evaluation_inside_an_epoch: (16, 16, 1, 16 + 3 * 7 + 8),
+    evaluation_that_is_not_asked_for_its_end: (16, 16, 3, 3 * 16 + 3 * 8),
     left_early: (5, 16, 3, 15),
     a_look_at_a_batch_first: (16, 16, 1, 17),
     persistent_workers: (16, 16, 3, 48),
     a_loader_of_the_users_own: (16, 16, 1, 16),
+    loader_that_is_not_torchs: (16, 16, 3, 48),
     a_stream: (16, None, 1, 16),
     a_stream_that_is_longer_than_it_says: (16, 2, 1, 16),
     accumulation: (16, 16, 1, 16),
@@ -282,3 +315,69 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     with_accelerate: (16, 16, 3, 48),
 }
 """Each loop with the step, the total and the epoch that its row shows in the end, and the steps over all loops."""
+
+
+def loss_of_a_loop() -> float:
+    made = Training()
+    for x, y in made.loader:
+        loss = made.loss(x, y)
+        loss.backward()
+    return loss.item()
+
+
+def loss_that_is_scaled() -> float:
+    made, scaler = Training(), torch.amp.GradScaler("cpu")
+    loss = made.loss(*made.data[:])
+    scaler.scale(loss).backward()
+    return loss.item()
+
+
+def loss_that_accelerate_divides() -> float:
+    import accelerate
+
+    made, accelerator = Training(), accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+    return loss.item()
+
+
+def loss_that_we_divide() -> float:
+    import notebook_accel
+
+    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer, loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+    return loss.item()
+
+
+def loss_of_the_programs_own() -> float:
+    made = Training()
+    made.step(*made.data[:])
+    reporting.report(loss=123.0)
+    made.step(*made.data[:])
+    return 123.0
+
+
+def no_loss_but_gradients() -> None:
+    made = Training()
+    outputs = made.model(made.data[:][0])
+    outputs.backward(torch.ones_like(outputs))
+
+
+LOSSES: tuple[Callable[[], float | None], ...] = (
+    loss_of_a_loop,
+    loss_that_is_scaled,
+    loss_that_accelerate_divides,
+    loss_that_we_divide,
+    loss_of_the_programs_own,
+    no_loss_but_gradients,
+)
+"""Functions that return the loss that their row shows in the end."""

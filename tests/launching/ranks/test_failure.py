@@ -1,0 +1,54 @@
+"""Tracebacks of ranks: the user's lines, and of a library no more than a count of its lines between them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import kernels
+
+CELL = """\
+%%distributed -n 1
+from torch.utils.data import DataLoader, Dataset
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        {line}
+for batch in DataLoader(Numbers(), batch_size=2):
+    pass
+"""
+
+
+def test_librarys_lines_between_the_users_are_counted(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(CELL.format(line="raise ValueError('no such number')"))
+    shown = re.sub(r"In\[\d+\]", "In", outcome.error_value)
+    assert shown.startswith("rank 0 of 1 failed at In, line 7: ValueError: no such number")
+    pattern = (
+        r'File "In", line 8, in <module>\n.*\n(?: *\^+\n)?  \[\d+ lines of torch\]\n  File "In", line 7, in __getitem__'
+    )
+    assert re.search(pattern, shown), shown
+    assert "site-packages" not in shown
+
+
+def test_librarys_lines_below_the_users_stay(notebook: kernels.Kernel) -> None:
+    shown = notebook.run(CELL.format(line="import json; return json.loads('{')")).error_value
+    assert "lines of torch]" in shown
+    assert "json/decoder.py" in shown
+
+
+@pytest.mark.parametrize("code", ["import torch\ntorch.zeros(2) + torch.zeros(3)", "import json\njson.loads('{')"])
+def test_traceback_without_a_call_back_is_whole(notebook: kernels.Kernel, code: str) -> None:
+    shown = notebook.run(f"%%distributed -n 1\n{code}").error_value
+    assert "lines of" not in shown
+    assert re.search(r'File "In\[\d+\]", line 3, in <module>', shown)
+
+
+def test_debugging_shows_all_lines(notebook: kernels.Kernel) -> None:
+    notebook.run("os.environ['NOTEBOOK_ACCEL_DEBUG'] = '1'")
+    try:
+        shown = notebook.run(CELL.format(line="raise ValueError('no such number')")).error_value
+    finally:
+        notebook.run("del os.environ['NOTEBOOK_ACCEL_DEBUG']")
+    assert "torch/utils/data/dataloader.py" in shown
