@@ -1,7 +1,7 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | config | doctor``. The first four take ``--run`` and a run's name or
-number; ``logs`` and ``stacks`` also take a rank.
+``%distributed status | stop | logs | stacks | runs | attach | again | config | doctor``. The first four take ``--run``
+and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's name.
 """
 
 from __future__ import annotations
@@ -9,34 +9,41 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
 
 from kernel_ext.config_form import ConfigForm
-from kernel_ext.render import aligned
 from notebook_accel import config as configuration
+from notebook_accel import runs_command
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.formatting import format_count, format_duration, format_size, plain_lines
+from notebook_accel.formatting import aligned, format_count, format_duration, format_size, plain_lines
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel import launcher, registry
+from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
+_CLEAN = "--clean"
 
 
-def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
+def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
     """Show, stop and inspect runs.
 
     %distributed status          list the runs in progress, or show how the last one ended
     %distributed stop            stop a run
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
+    %distributed runs            list your detached runs on this machine, also those of other notebooks
+    %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
+    %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
     The first four take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    runs takes --clean, which removes the runs that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -44,6 +51,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | None:
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
       %distributed stop --run long       stop the run named "long"
+      %distributed attach night          attach to the run that %%distributed --detach --name night has started
 
     The cell magic %%distributed runs a cell on all ranks; %%distributed? explains it.
     """
@@ -63,7 +71,8 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
     """Parse the words after the command.
 
     Returns:
-        A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all.
+        A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all. For
+        ``runs``, the flag.
     """
     name, rank = "", None
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
@@ -75,6 +84,8 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             name = waiting.pop(0)
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
+        elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
+            name = word
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
             raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
@@ -161,25 +172,49 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
     return [chosen]
 
 
+def _runs(flag: str, _: int | None) -> None:
+    print("\n".join(runs_command.table(clean=flag == _CLEAN)))
+
+
+def _attach(name: str, _: int | None) -> Job:
+    return detached.attach_and_show(name, set_variables=_push)
+
+
+def _again(name: str, _: int | None) -> Job:
+    return detached.again(name, set_variables=_push)
+
+
+def _push(variables: dict[str, Any]) -> None:
+    shell = get_ipython()
+    if shell is not None:
+        shell.push(variables)
+
+
 def _doctor(*_: object) -> None:
     print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
-COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | None]] = {
+COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,
     "stacks": _stacks,
+    "runs": _runs,
+    "attach": _attach,
+    "again": _again,
     "config": lambda *_: ConfigForm(),
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
 
 _OF_A_RUN = ("status", "stop", "logs", "stacks")
+_OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
 
 
 def options_of(command: str) -> dict[str, list[str]]:
     """Return the options that a command takes, each with its possible values."""
+    if command == "runs":
+        return {_CLEAN: []}
     names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
     return {"--run": list(names)} if command in _OF_A_RUN else {}

@@ -26,11 +26,8 @@ def register(
 ) -> None:
     """Complete a magic's line.
 
-    Args:
-        shell: The shell.
-        magic: The magic's name, with its percent signs.
-        options_of: Takes the line's first word and returns the flags that may follow, each with its possible values.
-        commands: Words that may come first.
+    ``options_of`` takes the line's first word and returns the flags that may follow, each with its possible values.
+    ``commands`` are the words that may come first.
     """
 
     # IPython binds it to the shell like a method, and drops what doesn't begin as the last word does.
@@ -59,10 +56,6 @@ class SessionHelp:
 
     It wraps the kernel's two methods, since IPython's own completers aren't told which cell they complete. In a shell
     without a kernel, such as a terminal's, it does nothing.
-
-    Args:
-        shell: The notebook's shell.
-        session: Returns the session, ``None`` if there is none.
     """
 
     def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
@@ -70,13 +63,11 @@ class SessionHelp:
         self._session = session
 
     def start(self) -> None:
-        """Wrap the kernel's methods."""
         if self._kernel is not None:
             self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
             self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
 
     def stop(self) -> None:
-        """Restore the kernel's methods."""
         if self._kernel is not None:
             del self._kernel.do_complete, self._kernel.do_inspect
 

@@ -24,8 +24,7 @@ _WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; 
 class ConfigForm:
     """The form as the value of a cell: a notebook shows it, anything else prints it as text.
 
-    Args:
-        draft: The values that it edits. Default: those of the file that launches on this machine read.
+    By default it edits the values of the file that launches on this machine read.
     """
 
     def __init__(self, draft: Draft | None = None) -> None:
@@ -126,7 +125,6 @@ class _FormWidgets:
             self._fill()
 
     def _fill(self) -> None:
-        """Set the fields to the draft's values."""
         self._filling = True
         for field in self._fields.values():
             field.fill()
@@ -147,11 +145,7 @@ class _FormWidgets:
         self._rare.layout.display = "" if self._more.value else "none"
 
     def _show(self, said: str = "") -> None:
-        """Show the draft's state.
-
-        Args:
-            said: The result of the last write; empty if nothing was written.
-        """
+        """Show the draft's state, with ``said`` about the last write if something was written."""
         self._filling = True  # changing the choices that fit must not count as the user's choice
         wrong = [name for name, field in self._fields.items() if not field.show()]
         self._filling = False
@@ -202,14 +196,12 @@ class _Field:
             self.input = ipywidgets.Text(description=option.name, placeholder=placeholder)
 
     def fill(self) -> None:
-        """Set the input to the draft's value."""
         value = self._draft.values[self._option.name]
         if self._option.choices:
             self.input.options = self._option.choices
         self.input.value = value if self._option.kind is bool else config.to_text(value)
 
     def read(self) -> None:
-        """Set the draft's value to the input."""
         value = self.input.value
         read = value if self._option.kind is bool else config.from_text(self._option, value)
         self._draft.values[self._option.name] = read

@@ -19,8 +19,9 @@ from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, CellSyntaxError
 from notebook_accel.exporting import export
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import cell as cells
-from notebook_accel.launching.kernel import foreground, launcher, local
+from notebook_accel.launching.kernel import detached_runs, foreground, launcher, local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import definitions
@@ -46,6 +47,7 @@ examples:
   %%distributed --args (5,)               calls the function that the cell ends
                                           with, with 5
   %%distributed --background --name long  lets other cells run meanwhile
+  %%distributed --detach --name night     goes on when the kernel ends
   %%distributed --export train.py         writes a script instead of running
 
 In a session (%distributed start), the cell runs in the session's ranks, and
@@ -63,6 +65,10 @@ def _make_parser() -> arguments.Parser:
     push = "Sends these names too, for code that reaches them through eval, globals() or a string."
     add("--push", metavar="NAME,...", type=arguments.names, default=(), help=push)
     add("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
+    detach = (
+        "The run goes on when the kernel ends; the cell's value is the Job. %%distributed attach NAME finds it again."
+    )
+    add("--detach", action="store_true", help=detach)
     add("--fresh", action="store_true", help="Launches the cell in ranks of its own, also where there is a session.")
     script = (
         "Runs nothing: writes a script that does the same without the notebook, by torchrun or notebook-accel launch."
@@ -98,6 +104,10 @@ class Magics:
         if given.overwrite:
             self._parser.error("--overwrite goes with --export")
         if self.sessions.session is not None and not given.fresh:
+            if given.detach:
+                self._parser.error(
+                    "--detach goes with --fresh here: a session's ranks take their cells from this kernel"
+                )
             return self.sessions.cell(given, cell)
         config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         parsed = self._read(cell)
@@ -115,12 +125,14 @@ class Magics:
                 pull=given.pull,
                 set_variables=self._shell.push,
                 foreground_lock=foreground_lock,
+                detach=given.detach,
             )
             jobs.append(job)
             return job
 
         try:
-            outcome = launch() if given.background else foreground.run_in_foreground(launch)
+            is_waited_for = not (given.background or given.detach)
+            outcome = foreground.run_in_foreground(launch) if is_waited_for else launch()
         finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)
@@ -140,7 +152,7 @@ class Magics:
         )
         cells_run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
         print(export.export(self._read(cell), request, self._shell.user_ns, cells_run))
-        for_notebook = [f"--{name}" for name in ("pull", "out", "background") if getattr(given, name)]
+        for_notebook = [f"--{name}" for name in ("pull", "out", "background", "detach") if getattr(given, name)]
         if for_notebook:
             print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")
 
@@ -218,6 +230,9 @@ def register(shell: InteractiveShell) -> None:
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
+    run_folders.remove_old()
+    if going := detached_runs.going_in_words():
+        print(f"notebook_accel: {going}")
     if front_end.kernel() is not None:  # meanwhile agent and template start, which takes longer
         view.warm()
         with contextlib.suppress(ImportError):

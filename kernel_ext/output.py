@@ -42,12 +42,8 @@ class OutputLog:
 
     A line that several ranks print alike within a moment counts as one.
 
-    Args:
-        world_size: Number of ranks.
-        prefix: Returns the margin of a line of these ranks. Default: their numbers.
-
     Attributes:
-        prefix: See above.
+        prefix: Returns the margin of a line of these ranks. Default: their numbers.
         count: Number of lines in all.
         error_count: Number of lines that looked like errors.
         errors: The last of those, even if they are no longer in ``head`` or ``tail``.
@@ -76,7 +72,6 @@ class OutputLog:
         return self.count - len(self.head) - len(self.tail)
 
     def take(self, rank: int, event: events.Output) -> None:
-        """Add what a rank has written."""
         if event.left_out:
             self.pass_over(rank, event.left_out)
         self.add(rank, list(plain_lines(event.text)), event.time_s)
@@ -90,13 +85,7 @@ class OutputLog:
         self._by_rank.pop(rank, None)
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> None:
-        """Add lines that a rank printed.
-
-        Args:
-            rank: The rank.
-            texts: The lines.
-            now_s: Time of arrival, in seconds.
-        """
+        """Add lines that a rank printed, and that arrived at ``now_s``."""
         of_rank = self._by_rank.setdefault(rank, collections.deque(maxlen=_RANK_LINES))
         for line in self._newest.add(rank, texts, now_s):
             of_rank.append(line)
@@ -125,20 +114,13 @@ class OutputLog:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The reader's choice of what the panel shows below the table.
-
-    Attributes:
-        view: The chosen view.
-        rank: The rank shown, ``None`` for all.
-        search: Show only lines with this text, ignoring case; empty for all lines.
-    """
+    """The reader's choice of what the panel shows below the table: a view, a rank if not all, and a text to search."""
 
     view: Literal["output", "stacks", "log"] = "output"
     rank: int | None = None
     search: str = ""
 
     def finds(self, text: str) -> bool:
-        """Return whether a line contains the searched text."""
         return self.search.lower() in text.lower()
 
 
@@ -171,10 +153,7 @@ def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
 def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     """Show each rank's stack: its first line, with the rest folded below it where ranks are many.
 
-    Args:
-        stacks: A text for each rank.
-        said: A line above them, such as when they were asked.
-        choice: The reader's choice.
+    ``said`` is a line above them, such as when they were asked.
     """
     chosen = [text for rank, text in enumerate(stacks) if choice.rank in (None, rank) and choice.finds(text)]
     is_open = " open" if len(chosen) <= _MOST_OPEN_STACKS else ""
@@ -189,10 +168,7 @@ def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
 def log_html(files: Sequence[str], text: str, choice: Choice) -> str:
     """List the log files of all ranks, or show the end of one rank's.
 
-    Args:
-        files: The paths.
-        text: The last lines of the chosen rank's file, or why there are none.
-        choice: The reader's choice.
+    ``text`` are the last lines of the chosen rank's file, or why there are none.
     """
     if choice.rank is None or choice.rank >= len(files):
         rows = "\n".join(f"{faint(f'rank {rank}')}  {html.escape(path)}" for rank, path in enumerate(files))

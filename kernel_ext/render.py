@@ -16,7 +16,15 @@ from typing import TypeAlias
 
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.style import STYLE
-from notebook_accel.formatting import format_clock, format_duration, format_size, plain_lines, plain_text, rank_spans
+from notebook_accel.formatting import (
+    aligned,
+    format_clock,
+    format_duration,
+    format_size,
+    plain_lines,
+    plain_text,
+    rank_spans,
+)
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
@@ -121,12 +129,6 @@ def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
     lines = [first, *state.restarts_why, *state.nodes, *aligned(rows), *notes]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, with the cells of a column below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _time(facts: RunFacts) -> str:

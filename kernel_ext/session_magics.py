@@ -43,12 +43,7 @@ _ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`; an interr
 
 
 class SessionMagics:
-    """The notebook's session, if it has one, and its magics.
-
-    Args:
-        shell: The notebook's shell.
-        read: Parses a cell.
-    """
+    """The notebook's session, if it has one, and its magics. ``read`` parses a cell."""
 
     def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell]) -> None:
         self._shell = shell
@@ -60,7 +55,6 @@ class SessionMagics:
         self.help = SessionHelp(shell, lambda: self.session)
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
-        """Return each magic's kind, name and function."""
         return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
 
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
@@ -127,7 +121,6 @@ class SessionMagics:
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
-        """End the session, if there is one."""
         with held():
             session, self.session = self.session, None
             if session is not None:

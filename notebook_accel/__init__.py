@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from notebook_accel.launching.kernel.configuring import write_basic_config
+    from notebook_accel.launching.kernel.detached import attach
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.accumulation import GradientAccumulationPlugin
     from notebook_accel.training.checkpoint_folders import ProjectConfiguration
     from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader
+    from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accel.training.handlers import (
         AutocastKwargs,
         DDPCommunicationHookType,
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.random_state import synchronize_rng_states
     from notebook_accel.training.refusals import (
         DeepSpeedPlugin,
-        FullyShardedDataParallelPlugin,
         ParallelismConfig,
         cpu_offload,
         cpu_offload_with_hook,
@@ -84,6 +85,7 @@ _NAMES = {
         "RankFailedError ResultError RunError RunStoppedError RunTimeoutError TrainingError"
     ),
     "launching.kernel.configuring": "write_basic_config",
+    "launching.kernel.detached": "attach",
     "launching.kernel.job": "Job",
     "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",
     "launching.results": "Results",
@@ -93,6 +95,7 @@ _NAMES = {
     "training.accumulation": "GradientAccumulationPlugin",
     "training.checkpoint_folders": "ProjectConfiguration",
     "training.data": "DataLoaderConfiguration prepare_data_loader",
+    "training.fsdp_plugin": "FullyShardedDataParallelPlugin",
     "training.handlers": (
         "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs GradScalerKwargs "
         "InitProcessGroupKwargs ProfileKwargs"
@@ -101,9 +104,9 @@ _NAMES = {
     "training.memory_estimate": "MemoryEstimate estimate_memory",
     "training.random_state": "synchronize_rng_states",
     "training.refusals": (
-        "DeepSpeedPlugin FullyShardedDataParallelPlugin ParallelismConfig cpu_offload cpu_offload_with_hook "
-        "disk_offload dispatch_model infer_auto_device_map init_empty_weights init_on_device "
-        "load_checkpoint_and_dispatch load_checkpoint_in_model prepare_pippy"
+        "DeepSpeedPlugin ParallelismConfig cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
+        "load_checkpoint_in_model prepare_pippy"
     ),
     "training.states": "AcceleratorState DistributedType PartialState",
     "utils.imports": "is_rich_available",
@@ -118,11 +121,11 @@ __all__ = [
     "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "MemoryEstimate", "NotebookAccelError",
     "ParallelismConfig", "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration",
     "RankFailedError", "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session",
-    "TrainingError", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload",
-    "dispatch_model", "estimate_memory", "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights",
-    "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
-    "notebook_launcher", "prepare_data_loader", "prepare_pippy", "report", "skip_first_batches",
-    "synchronize_rng_states", "write_basic_config",
+    "TrainingError", "attach", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
+    "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size", "infer_auto_device_map",
+    "init_empty_weights", "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "prepare_pippy", "report",
+    "skip_first_batches", "synchronize_rng_states", "write_basic_config",
 ]  # fmt: skip
 
 

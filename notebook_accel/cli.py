@@ -2,7 +2,7 @@
 
 ``notebook-accel env`` prints the facts for a bug report, ``notebook-accel doctor`` the obstacles to a launch here;
 ``notebook-accel config`` asks for options and writes the configuration file; ``notebook-accel launch`` runs a script on
-every device.
+every device; ``notebook-accel runs | attach | logs | stop`` are for detached runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import VERSION, config, launch_command
+from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.launching.kernel import configuring, launcher
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     asking.add_argument("--default", action="store_true", help="Ask nothing: write the found values and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace an existing file.")
     asking.set_defaults(run=_config, parser=asking)
+    runs_command.add_commands(commands.add_parser)
     launch = commands.add_parser(
         "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_EPILOG
     )

@@ -45,7 +45,7 @@ def describe(frame: types.FrameType | None) -> str:
     for current in _outwards(frame):
         filename = current.f_code.co_filename
         if is_the_users(filename):
-            where = f"{_labels.get(filename, filename)}, line {current.f_lineno}"
+            where = f"{label(filename)}, line {current.f_lineno}"
             return f"{call} at {where}" if call else where
         call = _CALLS.get(current.f_code.co_name, current.f_code.co_name)
     return call
@@ -59,6 +59,11 @@ def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 def runs_only_ours(frame: types.FrameType | None) -> bool:
     """Return whether a thread runs neither user code nor library code, as a session's rank between two cells."""
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
+
+
+def label(filename: str) -> str:
+    """Return the name by which the user knows a file."""
+    return _labels.get(filename, filename)
 
 
 def is_the_users(filename: str) -> bool:

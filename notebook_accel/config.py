@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from notebook_accel import config_file
-from notebook_accel.environment import is_false, is_true
+from notebook_accel.environment import fsdp_variables, is_false, is_true
 from notebook_accel.errors import ConfigError
 
 _IN_WORDS = {
@@ -44,6 +44,18 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, msgspec.Meta(ge=1)] | None,
         _help("Micro-batches that make one optimizer step, for Accelerators that aren't told themselves."),
     ] = None
+    dynamo_backend: Annotated[
+        Literal["no", "aot_eager", "cudagraphs", "eager", "inductor", "onnxrt", "openxla", "tensorrt", "tvm"],
+        _help("Backend by which the ranks' Accelerator compiles models, with torch.compile."),
+    ] = "no"
+    fsdp: Annotated[
+        bool,
+        _help("Shard models over the ranks that their Accelerator prepares (FSDP 2), for those larger than a GPU."),
+    ] = False
+    fsdp_options: Annotated[
+        tuple[str, ...],
+        _help("Settings of fsdp, such as state_dict_type=full_state_dict, auto_wrap_policy=no_wrap, version=2."),
+    ] = ()
     use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
@@ -116,6 +128,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, msgspec.Meta(max_length=80)],
         _help("Name of the run in the panel. Default: the function's name, or the cell's number."),
     ] = ""
+    keep_days: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=3650)],
+        _help("Days that the results, logs and curves of a detached run are kept after its end."),
+    ] = 7.0
     log_dir: Annotated[
         str,
         _help(
@@ -134,6 +150,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         _help("What the engine is told besides, such as address=auto, strategy=SPREAD, gpus_per_rank=1, wait_s=60."),
     ] = ()
+    profile: Annotated[
+        Literal["on", "off"], _help("Whether ranks measure where the time of their steps goes, for the panel.")
+    ] = "on"
     view: Annotated[
         Literal["auto", "panel", "lines", "none"],
         _help("What shows the run. auto: the panel where somebody looks at the notebook, plain lines elsewhere."),
@@ -228,12 +247,15 @@ def load(path: pathlib.Path) -> dict[str, Any]:
 def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the usable options of a file, and a line about everything else in it."""
     known = {option.name: option for option in fields()}
+    file = file.unfolded()
     found = config_file.problems(file, known)
     options: dict[str, Any] = {}
     for name in file.values.keys() & known.keys():
         value = file.values[name]
         if value is False and "no" in known[name].choices:
             value = "no"  # YAML 1.1 reads a bare `no` as false
+        elif isinstance(value, str) and value.lower() in known[name].choices:
+            value = value.lower()  # Accelerate writes the names of backends in capitals
         try:
             _checked({name: value})
         except ConfigError as error:
@@ -303,6 +325,8 @@ def to_text(value: Any) -> str:
 def _checked(values: Mapping[str, Any]) -> LaunchConfig:
     known = {option.name: option for option in fields()}
     for name, value in values.items():
+        if name == "fsdp_options" and isinstance(value, (list, tuple)):
+            fsdp_variables([str(setting) for setting in value])
         if name not in known:
             raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
         option = known[name]
@@ -348,7 +372,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*flags, default=None, metavar=_metavar(option), type=read, help=text)
 
 
-_SHORT = {"num_processes": ("-n",)}
+_SHORT = {"num_processes": ("-n",), "fsdp": ("--use_fsdp",)}
 
 
 def _metavar(option: Option) -> str:

@@ -31,6 +31,7 @@ class _ForeignKey:
     instead: str = ""
 
 
+_PLUGIN = "give the Accelerator a TorchDynamoPlugin"
 # The keys of Accelerate 1.15 besides those that are options here. Empty values and `no` are harmless for each.
 _KEYS: Mapping[str, _ForeignKey] = {
     **dict.fromkeys(
@@ -40,14 +41,17 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "compute_environment": _ForeignKey("a cloud service", ("LOCAL_MACHINE",)),
     "debug": _ForeignKey("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
     "deepspeed_config": _ForeignKey("DeepSpeed"),
-    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU")),
+    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU", "FSDP")),
     "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
-    "dynamo_backend": _ForeignKey("a compiled model", instead="torch.compile it in the cell"),
-    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},), "torch.compile it in the cell"),
+    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},)),  # see ConfigFile.unfolded
+    "dynamo_mode": _ForeignKey("a mode of torch.compile", ("default",), _PLUGIN),
+    "dynamo_use_dynamic": _ForeignKey("compiling for any shape", instead=_PLUGIN),
+    "dynamo_use_fullgraph": _ForeignKey("compiling in one graph", instead=_PLUGIN),
+    "dynamo_use_regional_compilation": _ForeignKey("compiling block by block", instead=_PLUGIN),
     "enable_cpu_affinity": _ForeignKey("ranks bound to CPU cores"),
     "fp16": _ForeignKey("what is another key now", instead="write mixed_precision: fp16"),
     "fp8_config": _ForeignKey("FP8"),
-    "fsdp_config": _ForeignKey("FSDP"),
+    "fsdp_config": _ForeignKey("settings of FSDP"),  # see ConfigFile.unfolded
     "gpu_ids": _ForeignKey("certain GPUs", ("all",), "set the variable CUDA_VISIBLE_DEVICES"),
     "ipex_config": _ForeignKey("Intel's extension"),
     "megatron_lm_config": _ForeignKey("Megatron-LM"),
@@ -70,6 +74,32 @@ class ConfigFile:
     values: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     lines: Mapping[Any, int] = dataclasses.field(default_factory=dict)
     repeated: tuple[Any, ...] = ()
+
+    def unfolded(self) -> ConfigFile:
+        """Return the file with the entries of Accelerate's ``dynamo_config`` as keys of their own, on its line.
+
+        Its keys for sharded models are replaced by the options ``fsdp`` and ``fsdp_options``.
+        """
+        values, lines = dict(self.values), dict(self.lines)
+
+        def replace(key: str, by: Mapping[Any, Any]) -> None:
+            for name, value in by.items():
+                values.setdefault(name, value)
+                lines.setdefault(name, lines.get(key, 0))
+
+        if isinstance(values.get("dynamo_config"), dict):
+            replace("dynamo_config", values.pop("dynamo_config"))
+        if values.get("distributed_type") == "FSDP":
+            replace("distributed_type", {"fsdp": True})
+        if isinstance(values.get("fsdp_config"), dict):
+            settings = values.pop("fsdp_config")
+            options = [f"{name}={_plain_text(value)}" for name, value in settings.items() if value is not None]
+            replace("fsdp_config", {"fsdp_options": options} if options else {})
+        return dataclasses.replace(self, values=values, lines=lines)
+
+
+def _plain_text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def accelerate_path() -> pathlib.Path:

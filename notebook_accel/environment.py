@@ -13,15 +13,32 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from notebook_accel.errors import ConfigError
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 GRADIENT_ACCUMULATION_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+DYNAMO = "ACCELERATE_DYNAMO_"  # prefix of the settings of torch.compile
 USE_CPU = "ACCELERATE_USE_CPU"
+USE_FSDP = "ACCELERATE_USE_FSDP"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
+PROFILE = "NOTEBOOK_ACCEL_PROFILE"
+# The settings of sharded models, by their names without ``fsdp_`` in Accelerate's flags and files, and what their
+# variables are called behind ``FSDP_`` where that isn't the name in capitals.
+FSDP_OPTIONS = {
+    **{
+        name: name.upper()
+        for name in (
+            "activation_checkpointing", "activation_checkpointing_offload", "auto_wrap_policy", "backward_prefetch",
+            "cpu_ram_efficient_loading", "forward_prefetch", "ignored_modules", "min_num_params", "offload_params",
+            "reshard_after_forward", "sharding_strategy", "state_dict_type", "sync_module_states", "use_orig_params",
+            "version",
+        )
+    },
+    "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP",
+}  # fmt: skip
 # Debug mode: ranks compare their collectives before they run them. The second is Accelerate's name.
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 
@@ -188,6 +205,28 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ranks that shard models, from settings such as ``min_num_params=1000``.
+
+    Of several values for one setting, such as names of classes, a list is made.
+
+    Raises:
+        ConfigError: There is no such setting.
+    """
+    variables = {USE_FSDP: "true"}
+    for option in options:
+        name, _, value = option.partition("=")
+        known = FSDP_OPTIONS.get(name.strip().removeprefix("fsdp_"))
+        if known is None or not value.strip():
+            raise ConfigError(
+                f"fsdp_options has {option!r}, which isn't a setting with a value.",
+                fix="name=value, with one of the names " + ", ".join(sorted(FSDP_OPTIONS)),
+            )
+        before = variables.get(f"FSDP_{known}")
+        variables[f"FSDP_{known}"] = value.strip() if before is None else f"{before},{value.strip()}"
+    return variables
 
 
 def become(variables: Mapping[str, str]) -> None:

@@ -27,10 +27,9 @@ from notebook_accel.launching.ranks.script import Script
 
 _INTERRUPT = "KeyboardInterrupt"
 _WHOLE = (
-    "each rank has the whole model: FSDP, DeepSpeed and Megatron-LM are not supported here; "
-    "`accelerate launch` supports them"
+    "DeepSpeed and Megatron-LM are not supported here; `accelerate launch` supports them, and --fsdp shards models here"
 )
-_COMPILE = "a compiled model is made in the script: model = torch.compile(model)"
+_COMPILE = "say it in the script: Accelerator(dynamo_plugin=TorchDynamoPlugin(mode=..., fullgraph=...))"
 _POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
 _FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
 _AWS = "Amazon SageMaker is not supported here"
@@ -94,7 +93,6 @@ _FLAGS = (
     _ForeignFlag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
     _ForeignFlag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
     _ForeignFlag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
-    _ForeignFlag("dynamo_backend", _COMPILE, ("no",)),
     _ForeignFlag("dynamo_mode", _COMPILE, ("default",)),
     *_group(_COMPILE, "", switches="dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation"),
     *_group(_POD, "vm env", switches="tpu_cluster tpu_use_sudo"),
@@ -104,10 +102,7 @@ _FLAGS = (
         "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path "
         "offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model deepspeed_hostfile "
         "deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
-        "deepspeed_moe_layer_cls_names fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy "
-        "fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch "
-        "fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading "
-        "fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload "
+        "deepspeed_moe_layer_cls_names "
         "megatron_lm_tp_degree megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_eod_mask_loss "
         "megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_no_save_optim megatron_lm_optimizer_cpu_offload "
         "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers megatron_lm_pp_degree "
@@ -117,7 +112,7 @@ _FLAGS = (
         "megatron_lm_expert_model_parallel_size megatron_lm_context_parallel_size megatron_lm_attention_dropout "
         "megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size "
         "megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings",
-        switches="use_deepspeed use_fsdp use_megatron_lm",
+        switches="use_deepspeed use_megatron_lm",
     ),
     *_group(
         _FP8,
@@ -156,6 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--debug", action="store_true", help="Debug mode: a trial run, and collectives are compared.")
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
+    for name in environment.FSDP_OPTIONS:
+        parser.add_argument(f"--fsdp_{name}", dest=f"fsdp_{name}", action="append", help=argparse.SUPPRESS)
     for flag in _foreign_flags():
         flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
@@ -235,6 +232,11 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     if parsed.cpu:
         given["use_cpu"] = True
     given |= _of_machines(parsed)
+    settings = [
+        f"{name}={value}" for name in environment.FSDP_OPTIONS for value in getattr(parsed, f"fsdp_{name}") or ()
+    ]
+    if settings:
+        given["fsdp_options"] = (*given.get("fsdp_options", ()), *settings)
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")

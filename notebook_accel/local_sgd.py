@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from notebook_accel.errors import ConfigError
+from notebook_accel.training import fsdp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,6 +32,7 @@ class LocalSGD:
 
     Raises:
         ConfigError: ``local_sgd_steps`` isn't a whole number from 1.
+        TrainingError: The model is sharded.
     """
 
     def __init__(
@@ -42,6 +44,9 @@ class LocalSGD:
     ) -> None:
         if type(local_sgd_steps) is not int or local_sgd_steps < 1:
             raise ConfigError(f"local_sgd_steps is {local_sgd_steps!r}.", fix="a whole number from 1")
+        fsdp.refuse(
+            [model], "LocalSGD", "train it without LocalSGD, with gradient_accumulation_steps to sync less often"
+        )
         self._accelerator = accelerator
         self._model = model
         self._period = local_sgd_steps

@@ -29,6 +29,7 @@ from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError
 
 _SAMPLE_PERIOD_S = 0.2
+_TICKS_PER_SAMPLE = 4
 _MEMORY_PERIOD_SAMPLES = 5
 _CLOSE_DEADLINE_S = 10.0
 _PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
@@ -145,6 +146,7 @@ class Reporter:
         self._pid = os.getpid()
         self._at_close: list[Callable[[], None]] = []
         self._before_sample: list[Callable[[], None]] = []
+        self._at_tick: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -275,6 +277,10 @@ class Reporter:
         """Call ``function`` before each look at the counters, in the sampling thread."""
         self._before_sample.append(function)
 
+    def at_tick(self, function: Callable[[], None]) -> None:
+        """Call ``function`` twenty times a second in the sampling thread."""
+        self._at_tick.append(function)
+
     def not_at_close(self, function: Callable[[], None]) -> None:
         """Take ``at_close`` back."""
         self._at_close.remove(function)
@@ -300,8 +306,13 @@ class Reporter:
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
-        samples = 0
-        while not self._stop.wait(_SAMPLE_PERIOD_S):
+        samples = ticks = 0
+        while not self._stop.wait(_SAMPLE_PERIOD_S / (_TICKS_PER_SAMPLE if self._at_tick else 1)):
+            ticks += 1
+            for function in self._at_tick:
+                function()
+            if self._at_tick and ticks % _TICKS_PER_SAMPLE:
+                continue
             with self._sampling:
                 self._sample()
             if samples % _MEMORY_PERIOD_SAMPLES == 0:

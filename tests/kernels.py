@@ -8,6 +8,7 @@ import os
 import pathlib
 import queue
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -264,9 +265,15 @@ class Kernel:
 
     def close(self) -> None:
         """Ends the kernel as closing a notebook does, and closes every socket to it."""
-        self._client.stop_channels()
-        self._manager.shutdown_kernel(now=not self._manager.is_alive())
-        self._manager.context.term()
+        # A signal that is handled while zmq ends a context interrupts it, and pyzmq gives it up then, with descriptors
+        # and threads. DataLoaders with workers, in this process's earlier tests, have torch handle this one.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            self._client.stop_channels()
+            self._manager.shutdown_kernel(now=not self._manager.is_alive())
+            self._manager.context.term()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached, launcher, local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import OnDeath
@@ -134,6 +135,16 @@ def launch(template: None) -> Iterator[Callable[..., Job]]:
         yield start
     for job in jobs:
         assert job.wait(20)
+
+
+@pytest.fixture
+def state_home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A folder of its own for detached runs, of which none goes on after the test."""
+    home = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(home))
+    yield home
+    for folder in run_folders.every():
+        detached.stop(folder)
 
 
 def pids_of(job: Job) -> dict[int, int]:

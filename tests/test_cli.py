@@ -174,7 +174,7 @@ def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
     file.write_text("num_processes: 1\n")
     theirs = tmp_path / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir()
-    theirs.write_text("num_processes: 4\nfsdp_config:\n  offload: true\n")
+    theirs.write_text("num_processes: 4\ndeepspeed_config:\n  zero_stage: 3\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     keep = "\n" * 6  # the usual options, and the offer of the others
     for source, answer, status in (("n\ny\n", "\n", 1), ("n\ny\n", "y\n", 0)):
@@ -182,7 +182,7 @@ def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
         assert cli.main(["config"]) == status
         shown = capsys.readouterr().out
         assert f"Start from Accelerate's file instead: {theirs}?" in shown
-        assert "not taken over: line 2: fsdp_config asks for FSDP" in shown
+        assert "not taken over: line 2: deepspeed_config asks for DeepSpeed" in shown
         assert "- num_processes: 1\n  + num_processes: 4\n" in shown
         assert config.load(file)["num_processes"] == (1 if status else 4)
 

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from notebook_accel import config, config_file
+from notebook_accel import config, config_file, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 
@@ -90,6 +90,34 @@ def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
     assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "rdzv_backend": "static", "use_cpu": True}
 
 
+def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
+    _write(
+        file,
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+        "  fsdp_offload_params: false\n  fsdp_transformer_layer_cls_to_wrap: A,B\n  fsdp_version: 2\n",
+    )
+    loaded = config.resolve({}, file=file, environ={})
+    assert loaded.fsdp
+    assert environment.fsdp_variables(loaded.fsdp_options) == {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_OFFLOAD_PARAMS": "False",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+        "FSDP_VERSION": "2",
+    }
+    _write(file, "distributed_type: FSDP\nfsdp: false\nfsdp_config: {}\n")
+    assert config.load(file) == {"fsdp": False}  # our own words count first
+
+
+def test_settings_of_sharding_are_checked_at_once() -> None:
+    resolved = config.resolve({"fsdp_options": ("transformer_layer_cls_to_wrap=A", "transformer_layer_cls_to_wrap=B")})
+    assert environment.fsdp_variables(resolved.fsdp_options)["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"
+    for wrong in ("min_num_param=3", "version", "version="):
+        with pytest.raises(ConfigError, match=f"fsdp_options has '{wrong}'") as raised:
+            config.resolve({"fsdp_options": (wrong,)})
+        assert "min_num_params" in (raised.value.fix or "")
+
+
 def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:
     assert config.load(_write(file, "mixed_precision: no\n")) == {"mixed_precision": "no"}
 
@@ -105,7 +133,8 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
     ("mixed_precision: int8\n", r"line 1: mixed_precision='int8' is not known \(use one of no, bf16, fp16\)"),
     ("\nnum_proceses: 2\n", "line 2: there is no option 'num_proceses'; is it num_processes?"),
     ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu occurs twice"),
-    ("distributed_type: FSDP\n", "line 1: distributed_type: FSDP asks for another way of training"),
+    ("distributed_type: DEEPSPEED\n", "line 1: distributed_type: DEEPSPEED asks for another way of training"),
+    ("use_cpu: true\nfsdp_config:\n  fsdp_offload: true\n", "line 2: fsdp_options has 'fsdp_offload=True'"),
     ("num_machines: 2\n", "line 1: num_machines: 2 asks for several machines"),
     ("gpu_ids: 0,1\n", "line 1: gpu_ids: 0,1 asks for certain GPUs; set the variable CUDA_VISIBLE_DEVICES"),
 ])  # fmt: skip
@@ -117,13 +146,13 @@ def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> 
 
 
 def test_everything_that_is_wrong_with_a_file_is_said_at_once(file: pathlib.Path) -> None:
-    _write(file, "deepspeed_config:\n  zero_stage: 3\nnum_processes: two\nfsdp: 1\nfsdp_config: {}\nuse_cpu: true\n")
+    _write(file, "deepspeed_config:\n  zero_stage: 3\nnum_processes: two\nsfdp: 1\nfsdp_config: {}\nuse_cpu: true\n")
     with pytest.raises(ConfigError) as caught:
         config.load(file)
     assert [line.split(" (")[0].strip() for line in caught.value.what.splitlines()[1:]] == [
         "line 1: deepspeed_config asks for DeepSpeed, which isn't supported here",
         "line 3: num_processes='two' is not a whole number",
-        "line 4: there is no option 'fsdp'",
+        "line 4: there is no option 'sfdp'; is it fsdp?",
     ]
     assert config.usable(config_file.read(file))[0] == {"use_cpu": True}
 

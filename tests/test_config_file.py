@@ -84,3 +84,32 @@ def test_where_accelerate_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert config_file.accelerate_path() == pathlib.Path("/cache/huggingface/accelerate/default_config.yaml")
     monkeypatch.setenv("HF_HOME", "~/hf")
     assert config_file.accelerate_path() == pathlib.Path.home() / "hf/accelerate/default_config.yaml"
+
+
+def test_settings_of_the_compiler_that_accelerate_writes(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "default_config.yaml"
+    ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="NO",
+        mixed_precision="no",
+        use_cpu=False,
+        debug=False,
+        num_processes=1,
+        dynamo_config={
+            "dynamo_backend": "AOT_EAGER",
+            "dynamo_mode": "default",
+            "dynamo_use_dynamic": False,
+            "dynamo_use_fullgraph": False,
+            "dynamo_use_regional_compilation": False,
+        },
+    ).to_yaml_file(str(file))
+    assert config.load(file) == {**_WRITTEN_BY_ACCELERATE, "dynamo_backend": "aot_eager"}
+    file.write_text(file.read_text().replace("dynamo_use_fullgraph: false", "dynamo_use_fullgraph: true"))
+    with pytest.raises(
+        ConfigError, match=r"line \d+: dynamo_use_fullgraph: True .* give the Accelerator a TorchDynamo"
+    ):
+        config.load(file)
+    file.write_text("dynamo_config:\n  dynamo_backend: 'NO'\n")
+    assert config.load(file) == {"dynamo_backend": "no"}
+    file.write_text("dynamo_backend: INDUCTOR\n")
+    assert config.load(file) == {"dynamo_backend": "inductor"}

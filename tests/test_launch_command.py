@@ -48,7 +48,8 @@ def main():
     loader = accelerator.prepare(DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
     squares = accelerator.gather(torch.cat(list(loader))).tolist()
     steps = accelerator.gradient_accumulation_steps
-    accelerator.print(json.dumps([sorted(squares), sys.argv[0], rest, "get_ipython" in globals(), steps]))
+    backend = accelerator.state.dynamo_plugin.backend.value
+    accelerator.print(json.dumps([sorted(squares), sys.argv[0], rest, "get_ipython" in globals(), steps, backend]))
 
 if __name__ == "__main__":
     main()
@@ -76,12 +77,31 @@ def launch(*arguments: object) -> int:
 def test_script_is_the_main_program_of_every_rank(
     script: pathlib.Path, target: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    harmless = ["--quiet", "--dynamo_backend=no", "--same-network", "--rdzv_backend", "static", "-t", "3"]
-    assert launch("--gradient-accumulation-steps", 3, *harmless, *target, "train", "--epochs", "3") == 0
+    others = ["--quiet", "--dynamo_mode=default", "--same-network", "--rdzv_backend", "static", "-t", "3"]
+    assert (
+        launch("--gradient-accumulation-steps", 3, "--dynamo_backend=eager", *others, *target, "train", "--epochs", "3")
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "Launching training on 2 CPUs." in shown
     squares = [index * index for index in range(8)]
-    assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false, 3]\n' in shown
+    assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false, 3, "EAGER"]\n' in shown
+
+
+@pytest.mark.usefixtures("template")
+def test_flags_about_sharding_reach_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(
+        "from notebook_accel import Accelerator\n"
+        "plugin = Accelerator().state.fsdp_plugin\n"
+        "print(plugin.min_num_params, plugin.auto_wrap_policy, plugin.reshard_after_forward, plugin.saves_whole)\n"
+    )
+    flags = "--use_fsdp --fsdp_version 2 --fsdp-min-num-params 7 --fsdp_auto_wrap_policy SIZE_BASED_WRAP"
+    more = "--fsdp_reshard_after_forward false --fsdp_options state_dict_type=full_state_dict"
+    assert launch(*flags.split(), *more.split(), "train_squares.py") == 0
+    shown = capsys.readouterr().out
+    assert "│ 7 SIZE_BASED_WRAP False True\n" in shown
+    assert launch("--fsdp_min_num_params", 7, "train_squares.py") == 1
+    assert "fsdp_options='min_num_params=7' would do nothing." in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("template")
@@ -171,12 +191,12 @@ def test_flag_that_nobody_knows_is_named(script: pathlib.Path, flag: str, capsys
 def test_flags_for_what_is_not_done_here_are_named_all_at_once(
     script: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = "--use_fsdp --fsdp-offload-params true --dynamo_backend inductor --dynamo_mode default --vm a --vm b"
+    line = "--use_deepspeed --zero-stage 3 --dynamo_use_fullgraph --dynamo_mode default --vm a --vm b"
     assert launch(*line.split(), script, "train") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "--fsdp_offload_params true, --use_fsdp: each rank has the whole model" in captured.err
-    assert "--dynamo_backend inductor: a compiled model is made in the script" in captured.err
+    assert "--zero_stage 3, --use_deepspeed: DeepSpeed and Megatron-LM are not supported here" in captured.err
+    assert "--dynamo_use_fullgraph: say it in the script: Accelerator(dynamo_plugin=" in captured.err
     assert "--vm a, --vm b: a TPU pod" in captured.err
     assert "dynamo_mode" not in captured.err
 

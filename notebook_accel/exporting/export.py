@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -15,7 +16,7 @@ import shlex
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -217,6 +218,10 @@ def _settings(request: ExportRequest) -> list[str]:
         values[environment.MIXED_PRECISION] = options.mixed_precision
     if options.gradient_accumulation_steps is not None:
         values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
+    if options.dynamo_backend != "no":
+        values[f"{environment.DYNAMO}BACKEND"] = options.dynamo_backend
+    if options.fsdp:
+        values |= environment.fsdp_variables(options.fsdp_options)
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]
@@ -302,6 +307,8 @@ def _is_only_weights(path: pathlib.Path) -> bool:
 
 def _pickler(name_of: Callable[[Any], str], contents: _DataContents) -> type[Any]:
     class ExportPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        dispatch_table: ClassVar[Any] = collections.ChainMap(unpicklable.STAYING, cloudpickle.Pickler.dispatch_table)
+
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, (type, types.FunctionType)):
                 return super().reducer_override(obj)

@@ -244,6 +244,18 @@ def _lines(innermost: types.FrameType) -> Iterator[str]:
         frame = frame.f_back
 
 
+def set_title(title: str) -> None:
+    """Let ``ps`` and ``nvidia-smi`` show a title in place of this process's command line, as far as that has room."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b") ")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), 0 for who may not know them
+        if 0 < start < end:
+            shown = title.encode(errors="backslashreplace")[: end - start - 1]
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, shown, len(shown))
+
+
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
     """Return a command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
 

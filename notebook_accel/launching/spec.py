@@ -34,6 +34,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         calls: Name of the function to call, which the cell ends by defining; empty if there is none.
         pull: Names of the variables that rank 0 sends back beside its result.
         unsent: Variables that the cell may read and that couldn't be sent, with the reasons.
+        is_detached: True if the run goes on without the kernel, so that its processes should say what they are.
     """
 
     name: str
@@ -47,6 +48,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     calls: str = ""
     pull: tuple[str, ...] = ()
     unsent: dict[str, str] = {}
+    is_detached: bool = False
 
     def encode(self) -> bytes:
         """Return the bytes for the head of the payload."""

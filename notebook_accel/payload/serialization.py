@@ -10,18 +10,20 @@ seen before *into* that class, and so would replace the notebook's methods by co
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import io
 import operator
+import os
 import pickle
 import sys
 import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import cloudpickle
 
@@ -127,10 +129,10 @@ def pickle_by_value(
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Write a head and a pickle into an empty memory file, and return its length.
+    """Write a head and a pickle into an empty file, and return its length.
 
     Raises:
-        PayloadError: There is not enough memory.
+        PayloadError: There is not enough memory; or, for the file of a detached run, not enough room on the disk.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
     if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
@@ -138,6 +140,9 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
     try:
         return memory_files.write(descriptor, head, pickled.data, pickled.buffers)
     except MemoryError:
+        if os.fstat(descriptor).st_nlink:  # not a memory file, which has no name
+            disk = os.fstatvfs(descriptor)
+            raise unpicklable.too_large_for_disk(pickled.sizes_bytes, disk.f_bavail * disk.f_frsize) from None
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes()) from None
 
 
@@ -280,6 +285,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
+    dispatch_table: ClassVar[Any] = collections.ChainMap(unpicklable.STAYING, cloudpickle.Pickler.dispatch_table)
+
     def reducer_override(self, obj: Any) -> Any:
         origin = self._options.origins.get(id(obj))
         if origin is not None:
@@ -342,11 +349,13 @@ _now_receiving = _Receiving()
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
+    outer = dict(vars(_now_receiving))  # of a pickle that needs another one to be opened
     _now_receiving.namespace, _now_receiving.origins = namespace, origins
     try:
         yield
     finally:
-        del _now_receiving.namespace, _now_receiving.origins
+        vars(_now_receiving).clear()
+        vars(_now_receiving).update(outer)
 
 
 def _receiver_namespace() -> dict[str, Any]:

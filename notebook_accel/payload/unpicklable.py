@@ -7,7 +7,7 @@ import functools
 import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
@@ -27,6 +27,11 @@ class StaysError(pickle.PicklingError):
     def __init__(self, obj: object, why: str) -> None:
         super().__init__(why)
         self.obj = obj
+
+
+# Classes whose objects pickle within their process only, with functions that raise ``StaysError`` for one. Picklers for
+# other processes have these in their ``dispatch_table``, which costs nothing for all other objects.
+STAYING: dict[type, Callable[[Any], NoReturn]] = {}
 
 
 def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, advice: str) -> PayloadError:
@@ -65,6 +70,18 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
         why="\n".join(["They would be copied once, for all receivers:", *listed]),
         fix="load it inside the cell or the function instead, from a file that all of them map: "
         'numpy.load(path, mmap_mode="r"), torch.load(path, mmap=True); or del what is no longer needed',
+    )
+
+
+def too_large_for_disk(sizes_bytes: Mapping[str, int], available_bytes: int) -> PayloadError:
+    """Return the error that names the largest object of those that the disk of a detached run has no room for."""
+    largest = max(sizes_bytes, key=lambda label: sizes_bytes[label], default="")
+    total = format_size(sum(sizes_bytes.values()))
+    return PayloadError(
+        f"The disk has no room for the objects: they take {total}, and {format_size(available_bytes)} is free.",
+        path=largest,
+        why="A detached run keeps on disk what is sent to the ranks, and what they return.",
+        fix="make room on the disk, or set XDG_STATE_HOME to a folder on another local one",
     )
 
 
@@ -149,7 +166,7 @@ def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False):
         with contextlib.suppress(ValueError):  # an empty cell
             yield f'closure variable "{name}"', cell.cell_contents
-    for name in _global_names(obj.__code__):
+    for name in global_names(obj.__code__):
         if name in obj.__globals__:
             yield f'global "{name}"', obj.__globals__[name]
     yield from _sequence_parts(obj.__defaults__ or ())
@@ -157,8 +174,9 @@ def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f'attribute "{name}"', value) for name, value in obj.__dict__.items())
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+def global_names(code: types.CodeType) -> list[str]:
+    """Return the names that a function's code, with that inside it, looks up in its module or as attributes."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 

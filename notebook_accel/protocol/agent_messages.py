@@ -2,6 +2,8 @@
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Quit
 agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle
+any kernel -> agent  Hello, and then Interrupt, End, Inspect; for a detached run
+agent -> any kernel  Attached, and then what the launching kernel hears too
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
 
@@ -145,6 +147,30 @@ class Quit(_AgentMessage, frozen=True):
     """Stop all runs, with their grace, and end."""
 
 
+class Hello(_AgentMessage, frozen=True, kw_only=True):
+    """The first message to the agent of a detached run.
+
+    Attributes:
+        who: The sender in words, for the others: they are told who has stopped the run.
+        follows: True if the sender wants to hear of the run, and not only to give orders.
+    """
+
+    who: str
+    follows: bool
+
+
+class Attached(_AgentMessage, frozen=True, kw_only=True):
+    """The agent takes orders from the sender of ``Hello``, who hears all messages from now on if it ``follows``.
+
+    Each message after this one is preceded by its number, in eight bytes: see ``launching/journal.py``. The messages
+    before it are in the journal, up to ``size_bytes``.
+
+    Descriptor: the journal, for a sender that follows.
+    """
+
+    size_bytes: int
+
+
 class Said(_AgentMessage, frozen=True, kw_only=True):
     """An encoded event of a rank."""
 
@@ -237,11 +263,13 @@ class RunEnded(_AgentMessage, frozen=True, kw_only=True):
 
     Attributes:
         elsewhere: The failure on another node that has ended it, if one has.
+        by: The one of several attached kernels or commands that has ended a detached run, in words; else empty.
     """
 
     job_id: str
     reason: Reason
     elsewhere: Failure | None = None
+    by: str = ""
 
 
 class Broken(_AgentMessage, frozen=True, kw_only=True):
@@ -343,12 +371,15 @@ class Exited(_AgentMessage, frozen=True, kw_only=True):
 
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Quit
+Order: TypeAlias = Hello | Interrupt | End | Inspect
 ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle
 ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 
 _encoder = msgspec.msgpack.Encoder()
 _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+_for_detached: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
 _for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
 _from_template: msgspec.msgpack.Decoder[FromTemplate] = msgspec.msgpack.Decoder(FromTemplate)
 _for_template: msgspec.msgpack.Decoder[ToTemplate] = msgspec.msgpack.Decoder(ToTemplate)
@@ -362,6 +393,24 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_for_agent(body: bytes) -> ToAgent:
     """Decode the kernel's message to the agent."""
     return _for_agent.decode(body)
+
+
+def decode_order(body: bytes) -> Order:
+    """Decode the message of a kernel that is attached to a detached run.
+
+    Raises:
+        msgspec.DecodeError: The bytes are no such message.
+    """
+    return _for_detached.decode(body)
+
+
+def decode_attached(body: bytes) -> Attached:
+    """Decode the answer of a detached run's agent to ``Hello``.
+
+    Raises:
+        msgspec.DecodeError: The bytes are no such message.
+    """
+    return _attached.decode(body)
 
 
 def decode_for_kernel(body: bytes) -> ToKernel:

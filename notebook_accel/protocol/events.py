@@ -61,6 +61,66 @@ class Progress(_Event, frozen=True, kw_only=True):
     compiling: bool = False
 
 
+PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "evaluation", "other")
+"""The phases of a step on one rank, in their order."""
+
+
+class SampledLine(msgspec.Struct, frozen=True):
+    """A line of the user's code that ran when the rank's main thread was looked at.
+
+    Attributes:
+        phase: The phase of the step.
+        activity: The library's work: ``communication``, ``copy``, ``compiling`` or ``saving``; else empty.
+        place: The line, such as ``In[7], line 12``; empty if none of the user's code ran.
+        text: The line's text.
+        samples: How often it was seen.
+    """
+
+    phase: str
+    activity: str
+    place: str
+    text: str
+    samples: int
+
+
+class StepTimes(_Event, frozen=True, kw_only=True):
+    """Where the time of the rank's last steps went.
+
+    Attributes:
+        steps: Number of training steps. An event has at least one.
+        seconds: The time of each phase in ``PHASES``. They add up to the wall time since the last event.
+        evaluations: Number of evaluations that began.
+        collecting_s: Time of Python's garbage collections, in whichever phase they were.
+        compilations: Number of graphs that ``torch.compile`` has compiled.
+        rows: Mean number of rows of a batch, 0 if unknown.
+        smallest_batch: Fewest elements of a batch's first tensor, 0 if unknown.
+        largest_batch: Most elements of a batch's first tensor.
+        workers: Number of the loader's worker processes, ``None`` without a loader.
+        threads: Number of threads that torch computes with.
+        cores: Number of processor cores that this rank's processes can use, together with other ranks'.
+        gradient_bytes: Size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown.
+        is_on_device: True if CUDA has measured the phases.
+        samples: Number of looks at the main thread.
+        lines: The lines that were seen most.
+    """
+
+    steps: int
+    seconds: dict[str, float]
+    evaluations: int = 0
+    collecting_s: float = 0.0
+    compilations: int = 0
+    rows: float = 0.0
+    smallest_batch: int = 0
+    largest_batch: int = 0
+    workers: int | None = None
+    threads: int = 0
+    cores: int = 0
+    gradient_bytes: int = 0
+    is_on_device: bool = False
+    samples: int = 0
+    lines: list[SampledLine] = []
+
+
 class Metrics(_Event, frozen=True, kw_only=True):
     """The latest value of each metric, and the step (over all epochs) to which they belong."""
 
@@ -250,6 +310,7 @@ class Working(_Event, frozen=True, kw_only=True):
 Event: TypeAlias = (
     Started
     | Progress
+    | StepTimes
     | Metrics
     | Output
     | Display
@@ -265,7 +326,7 @@ Event: TypeAlias = (
     | Working
 )
 
-SAMPLES = (Progress, Metrics, Memory)
+SAMPLES = (Progress, StepTimes, Metrics, Memory)
 """Events that are many and not urgent, of which only the newest matters."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -166,12 +166,11 @@ class Prompt(_SessionMessage, frozen=True, kw_only=True):
 class Reply(_SessionMessage, frozen=True, kw_only=True):
     """The end of a request.
 
-    Descriptors: the sealed value, if ``has_value``.
+    Descriptors: the sealed value, if there is one.
 
     Attributes:
         number: Number of the request.
         shown: The value as it is shown, by mime type; empty if there is none.
-        has_value: Whether the value itself comes with the reply.
         failed: The exception that ended the request, if any.
         lacks_delivery: Whether the rank could not open the delivery of the request.
         breaks_group: Whether the process group can't be trusted any more.
@@ -186,7 +185,6 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
 
     number: int
     shown: dict[str, str] = {}
-    has_value: bool = False
     failed: Failed | None = None
     lacks_delivery: bool = False
     breaks_group: bool = False

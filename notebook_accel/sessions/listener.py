@@ -48,7 +48,6 @@ class JoinedRank:
     was_taken: Latch = dataclasses.field(default_factory=Latch)
 
     def close(self) -> None:
-        """Close the connection and the pidfd."""
         self.connection.close()
         os.close(self.pidfd)
 

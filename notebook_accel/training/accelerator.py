@@ -23,8 +23,11 @@ from notebook_accel.training import (
     accumulation,
     checkpoint,
     checkpoint_folders,
+    checkpoint_saving,
     collectives,
+    compiling,
     data,
+    fsdp,
     handlers,
     model_files,
     models,
@@ -38,13 +41,17 @@ from notebook_accel.training import (
 from notebook_accel.training.accumulation import GradientAccumulationPlugin, GradientState
 from notebook_accel.training.checkpoint import CheckpointState
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_launch
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import LossScaler, Precision
-from notebook_accel.training.states import AcceleratorState, ProcessState
+from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
+from notebook_accel.training.trackers import Idle
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
@@ -69,20 +76,22 @@ class Accelerator(ProcessState):
         cpu: Compute on the CPU, even where there are GPUs.
         dataloader_config: Settings of prepared loaders.
         deepspeed_plugin: Refused, like the other plugins without a description.
-        fsdp_plugin: Refused.
+        fsdp_plugin: Shard models over the ranks, with these settings. Default: what the launch says, or whole models.
         torch_tp_plugin: Refused.
         megatron_lm_plugin: Refused.
         rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
             ranks have one order of samples even without it.
-        log_with: Trackers for ``init_trackers``: ``"tensorboard"``, ``"jsonl"``, ``"all"``, an object, or a list.
+        log_with: Trackers for ``init_trackers``: the name of a library such as ``"tensorboard"``, ``"wandb"`` or
+            ``"mlflow"``, ``"jsonl"``, ``"all"`` that are installed, an object of your own, or a list of these.
         project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
         gradient_accumulation_plugin: Further settings of accumulation.
         step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
             ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
-        dynamo_backend: Refused.
-        dynamo_plugin: Refused.
+        dynamo_backend: Compile models by ``torch.compile`` with this backend, such as ``"inductor"``. Default: the
+            launch's setting, or ``"no"``.
+        dynamo_plugin: Further settings of ``torch.compile``, in place of ``dynamo_backend``.
         deepspeed_plugins: Refused.
         parallelism_config: Refused.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
@@ -102,7 +111,6 @@ class Accelerator(ProcessState):
     deepspeed_plugin: None = None
     parallelism_config: None = None
     is_composable_parallelism_enabled = False
-    is_fsdp2 = False
 
     def __init__(
         self,
@@ -113,7 +121,7 @@ class Accelerator(ProcessState):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: object = None,
-        fsdp_plugin: object = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: object = None,
         megatron_lm_plugin: object = None,
         rng_types: Iterable[Any] | None = None,
@@ -123,8 +131,8 @@ class Accelerator(ProcessState):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Iterable[object] | None = None,
-        dynamo_backend: object = None,
-        dynamo_plugin: object = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: object = None,
         parallelism_config: object = None,
         *,
@@ -132,11 +140,8 @@ class Accelerator(ProcessState):
     ) -> None:
         refusals.refuse(
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
@@ -157,12 +162,15 @@ class Accelerator(ProcessState):
             downcast_bf16=downcast_bf16,
             computes_in=self._backend.computes_in,
         )
-        self.state = AcceleratorState.from_accelerator(self._backend, self._precision)
+        self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
+        self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
+        self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
         self._has_begun = False
+        self._saving: checkpoint_saving.Saving | None = None
 
     # Settings
 
@@ -177,6 +185,16 @@ class Accelerator(ProcessState):
     use_seedable_sampler: bool = _loading_setting("use_seedable_sampler")
     non_blocking: bool = _loading_setting("non_blocking")
     use_stateful_dataloader: bool = _loading_setting("use_stateful_dataloader")
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of the ranks' devices; ``FSDP`` if models are sharded, and ``NO`` for a single rank."""
+        return self.state.distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded over the ranks."""
+        return self.distributed_type is DistributedType.FSDP
 
     @property
     def multi_device(self) -> bool:
@@ -200,6 +218,8 @@ class Accelerator(ProcessState):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
+        if self.gradient_state.is_in_window:
+            fsdp.refuse(self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two")
         self.gradient_state.change_steps(steps)
 
     @property
@@ -222,8 +242,9 @@ class Accelerator(ProcessState):
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready for this rank.
 
-        Models go to the device, compute under autocast and average their gradients over the ranks; loaders give each
-        rank its share; optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
+        Models go to the device, compute under autocast and average their gradients over the ranks, or with
+        ``fsdp_plugin`` are sharded over the ranks, which gives them new parameters. Loaders give each rank its share;
+        optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
         were prepared before, are returned unchanged.
 
         Args:
@@ -251,17 +272,24 @@ class Accelerator(ProcessState):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients."""
-        return self._once(
+        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
+        model = self._once(
             model,
-            models.prepare_model,
+            compiling.compiling(self._dynamo, models.prepare_model),
             self._backend,
             self._precision,
             device_placement=self._is_placed(device_placement),
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_missing_ranks,
+            sharding=self._sharding,
+            before_sharded_pass=self.gradient_state.refuse_missing_shards,
         )
+
+        if fsdp.is_sharded(model):
+            for optimizer in self._optimizers:  # prepared before the model got other parameters
+                fsdp.remap(optimizer.optimizer)
+        return model
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
         return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)
@@ -387,9 +415,9 @@ class Accelerator(ProcessState):
 
     def end_training(self) -> None:
         """Finish trackers, forget all prepared objects and leave the group, which ends with its last member."""
-        for tracker in self.trackers:
-            tracker.finish()
+        tracking.call([tracker for tracker in self.trackers if hasattr(tracker, "finish")], "finish")
         self.trackers = []
+        self._wait_for_checkpoint()
         self.free_memory()
         self._backend.leave()
 
@@ -450,6 +478,8 @@ class Accelerator(ProcessState):
         """
         if self.num_processes == 1:
             return contextlib.nullcontext()
+        joinables = list(joinables)
+        fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
         even = self._loading.even_batches if even_batches is None else even_batches
         return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
@@ -560,7 +590,9 @@ class Accelerator(ProcessState):
 
     # Checkpoints
 
-    def save_state(self, output_dir: _Path | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_: bool = False
+    ) -> str:
         """Save everything that training depends on, so that ``load_state`` goes on as if nothing had happened.
 
         A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random numbers,
@@ -570,12 +602,14 @@ class Accelerator(ProcessState):
         Args:
             output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: Write weights as safetensors rather than in torch's own format.
+            async_: Return as soon as everything is copied to the host's memory, and write it while training goes on.
+                The next ``save_state`` or ``load_state``, ``end_training`` and the end of the rank wait for it.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: A rank couldn't write its part.
+            CheckpointError: A rank couldn't write its part, of this checkpoint or of an earlier one with ``async_``.
             ConfigError: There is no folder to save to, or the numbered one exists.
         """
         configuration = self.project_configuration
@@ -584,13 +618,27 @@ class Accelerator(ProcessState):
         def choose() -> pathlib.Path:
             return checkpoint_folders.next_in(configuration) if is_numbered else _absolute(output_dir)
 
-        hooks = [*self._before_save.values()]
-        folder = checkpoint.save(self._backend, self._checkpoint_state(), hooks, choose, safe=safe_serialization)
-        if is_numbered:
-            configuration.iteration += 1
-            if self.is_main_process:
+        def delete_oldest(folder: pathlib.Path) -> None:
+            if is_numbered:
                 checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
-        return str(folder)
+
+        self._wait_for_checkpoint()
+        self._saving = checkpoint_saving.save(
+            self._backend,
+            self._checkpoint_state(),
+            [*self._before_save.values()],
+            choose,
+            safe=safe_serialization,
+            in_background=async_,
+            completed=delete_oldest,
+        )
+        configuration.iteration += is_numbered
+        return str(self._saving.folder)
+
+    def _wait_for_checkpoint(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def load_state(
         self,
@@ -624,6 +672,7 @@ class Accelerator(ProcessState):
         def choose() -> pathlib.Path:
             return checkpoint_folders.latest(configuration) if is_numbered else _absolute(input_dir)
 
+        self._wait_for_checkpoint()
         hooks = [*self._before_load.values()]
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
@@ -640,7 +689,8 @@ class Accelerator(ProcessState):
             "scaler": [] if self._precision.scaler is None else [self._precision.scaler],
             checkpoint.CUSTOM: self._registered,
         }
-        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state)
+        writes_whole = self._sharding is not None and self._sharding.saves_whole
+        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state, writes_whole)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.
@@ -677,7 +727,14 @@ class Accelerator(ProcessState):
     # Weights and other files
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now."""
+        """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now.
+
+        All ranks have to call this for a sharded model. Rank 0 gets its whole tensors on the CPU, gathered one after
+        the other, and the other ranks an empty dictionary.
+        """
+        if fsdp.is_sharded(model):
+            collectives.verify_collective(self._backend, f"get_state_dict of a sharded {type(model).__name__}")
+            return fsdp.whole_state(fsdp.state_of(model), self._backend)
         state: dict[str, Any] = self._backend.to_host(checkpoint.state_of(model) if unwrap else model.state_dict())
         return state
 
@@ -690,6 +747,8 @@ class Accelerator(ProcessState):
     ) -> None:
         """Write a model's weights to ``model.safetensors`` on rank 0, in shards with an index if they are large.
 
+        All ranks have to call this for a sharded model.
+
         Args:
             model: A model, prepared or not.
             save_directory: The folder.
@@ -700,8 +759,8 @@ class Accelerator(ProcessState):
             CheckpointError: The model's state has a value that safetensors can't hold.
             ConfigError: ``max_shard_size`` isn't a size, or ``save_directory`` is a file.
         """
+        state = self.get_state_dict(model) if fsdp.is_sharded(model) or self.is_main_process else {}
         if self.is_main_process:
-            state = self.get_state_dict(model)
             model_files.save_model(state, _absolute(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: _Path, safe_serialization: bool = False) -> None:
@@ -722,12 +781,10 @@ class Accelerator(ProcessState):
         Args:
             project_name: The run's name in the trackers.
             config: The run's settings, such as hyperparameters.
-            init_kwargs: Further arguments by the tracker's name, such as ``{"tensorboard": {"flush_secs": 60}}``.
+            init_kwargs: Further arguments by the tracker's name, such as ``{"wandb": {"mode": "offline"}}``.
         """
         if self.is_main_process:
-            self.trackers = tracking.start(self._log_with, project_name, self.logging_dir, init_kwargs or {})
-            for tracker in self.trackers if config is not None else ():
-                tracker.store_init_configuration(dict(config or {}))
+            self.trackers = tracking.start(self._log_with, project_name, self.logging_dir, init_kwargs or {}, config)
 
     def log(
         self,
@@ -735,17 +792,19 @@ class Accelerator(ProcessState):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write values to every tracker on rank 0."""
+        """Write values to every tracker on rank 0. A tracker that fails warns once, and training goes on."""
         for tracker in self.trackers:
-            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            tracking.call([tracker], "log", dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or with ``unwrap`` its library's own object; ranks above 0 get an idle tracker.
+        """Return a tracker by its name, or with ``unwrap`` its library's own object.
+
+        Ranks above 0 get an object of which each attribute, call and item does nothing.
 
         Raises:
             ConfigError: There is no tracker of that name.
         """
-        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else tracking.GeneralTracker()
+        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else Idle()
 
 
 def _is_a(kind: type) -> Callable[[Any], bool]:

@@ -17,6 +17,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training import fsdp
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import KwargsHandler
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, LoaderIteration
@@ -265,6 +266,17 @@ class GradientState:
         batches_left = current.total - current.counter.step + 1
         return max(1, min(self.num_steps, batches_left))
 
+    @property
+    def averages_each_batch(self) -> bool:
+        """True if the gradients of a sharded model are averaged in each micro-batch of this window.
+
+        This is asked for, or the length of the window wasn't known when it began. In the second case gradients are
+        scaled where it ends, which torch can do with averaged ones only.
+        """
+        current = self._seen(ACTIVE_ITERATIONS.training)
+        ends_anywhere = current is not None and current.total is None and self.plugin.sync_with_dataloader
+        return self.plugin.sync_each_batch or (ends_anywhere and self.plugin.scale_last_window)
+
     def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
         """Return the loss divided by the length of its window.
 
@@ -293,17 +305,34 @@ class GradientState:
         Raises:
             TrainingError: Some ranks have no further batch.
         """
-        current = self._seen(ACTIVE_ITERATIONS.training)
-        if current is None or current.tail is None or not current.tail.missing:
-            return
-        if self.sync_gradients and not self.joins_uneven:
-            raise TrainingError(
-                f"In the last round of this epoch {current.tail.missing} of the ranks have no batch, and this one "
-                "would wait in vain for their gradients.",
-                why="With even_batches=False nothing is repeated to give every rank as many batches.",
-                fix="even_batches=True, or DataLoader(..., drop_last=True), or "
-                "with accelerator.join_uneven_inputs([model]): around the loop",
+        missing = self._missing_ranks(ACTIVE_ITERATIONS.training)
+        if missing and self.sync_gradients and not self.joins_uneven:
+            raise _missing_ranks_error(
+                missing, "gradients", " or with accelerator.join_uneven_inputs([model]): around the loop"
             )
+
+    def refuse_missing_shards(self) -> None:
+        """Check that a forward pass won't wait for the shards of ranks that have no further batch.
+
+        Raises:
+            TrainingError: Some ranks have no further batch.
+        """
+        missing = self._missing_ranks(ACTIVE_ITERATIONS.current)
+        if missing:
+            raise _missing_ranks_error(missing, "shares of the model")
+
+    def _missing_ranks(self, iteration: LoaderIteration | None) -> int:
+        current = self._seen(iteration)
+        return 0 if current is None or current.tail is None else current.tail.missing
+
+
+def _missing_ranks_error(missing: int, awaited: str, further_fix: str = "") -> TrainingError:
+    return TrainingError(
+        f"In the last round of this epoch {missing} of the ranks have no batch, and this one would wait in vain for "
+        f"their {awaited}.",
+        why="With even_batches=False nothing is repeated to give every rank as many batches.",
+        fix=f"even_batches=True, or DataLoader(..., drop_last=True){further_fix and ','}{further_fix}",
+    )
 
 
 class _MicroBatch:
@@ -322,7 +351,7 @@ class _MicroBatch:
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
         for model in self._models:
-            if _may_sync(type(model)):
+            if _may_sync(type(model)) or (fsdp.is_sharded(model) and not state.averages_each_batch):
                 self._local = self._local or contextlib.ExitStack()
                 self._local.enter_context(no_sync(model))
 
@@ -338,14 +367,30 @@ def _may_sync(kind: type) -> bool:
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the backward pass leaves ``model``'s gradients local to this rank."""
+    if fsdp.is_sharded(model):
+        return _sharded_no_sync(model)
     if isinstance(model, torch.Tensor):
         return _left_local(model)
     method = getattr(model, "no_sync", None)
     return method() if callable(method) else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _sharded_no_sync(model: torch.nn.Module) -> Iterator[None]:
+    with fsdp.no_sync(model), contextlib.ExitStack() as left:
+        for parameter in model.parameters():
+            if not fsdp.is_sharded_tensor(parameter):  # of an ignored module
+                left.enter_context(_left_local(parameter))
+        yield
+
+
 def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the backward pass averages gradients, although the forward pass was in ``no_sync``."""
+    """Return a context in which the backward pass averages gradients, although the forward pass was in ``no_sync``.
+
+    Raises:
+        TrainingError: The model is sharded.
+    """
+    fsdp.refuse([model], "trigger_sync_in_backward", "make the last forward pass outside of no_sync")
     method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient always syncs outside of ``no_sync``
     return method() if callable(method) else contextlib.nullcontext()
 

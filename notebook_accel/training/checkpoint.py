@@ -1,4 +1,4 @@
-"""Saves and loads a checkpoint on all ranks together.
+"""Checkpoints: what is in them, and how all ranks load one together. See ``checkpoint_saving`` for the other way.
 
 A checkpoint is a folder with the weights of each model in safetensors, the state of each optimizer, scheduler and
 registered object, and for each rank a file with its random numbers, the position of each loader, and the gradients of
@@ -20,18 +20,26 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
-from notebook_accel.training import accelerate_checkpoint, collectives, model_files, random_state
+from notebook_accel.training import (
+    accelerate_checkpoint,
+    collectives,
+    fsdp,
+    model_files,
+    random_state,
+    sharded_files,
+)
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
 from notebook_accel.training.models import unwrap_model
+from notebook_accel.training.optimizers import parameters_of
 
 CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
+SHARDED_MODEL = "sharded_model"
 
 _SHOWN_TENSORS = 5
 
-_BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
 _BeforeLoad = Sequence[Callable[[list[Any], str], None]]
 
 
@@ -43,91 +51,19 @@ class CheckpointState:
     states: dict[str, list[Any]]  # objects whose state is equal on all ranks, by kind; the kind names their files
     loaders: list[Any]
     gradients: GradientState
+    writes_whole: bool = False  # sharded models too
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model as it was before ``prepare``."""
+    """Return the state dict of a model as it was before ``prepare``, which may be sharded."""
+    if fsdp.is_sharded(model):
+        return fsdp.state_of(model)
     state: dict[str, Any] = unwrap_model(model, keep_torch_compile=False).state_dict()
     return state
 
 
-def save(
-    backend: Backend,
-    state: CheckpointState,
-    hooks: _BeforeSave,
-    choose: Callable[[], pathlib.Path],
-    *,
-    safe: bool = True,
-) -> pathlib.Path:
-    """Write a checkpoint and return its folder, which appears when it is complete on all ranks.
-
-    Args:
-        backend: The backend of this rank.
-        state: The objects to save.
-        hooks: Functions of the models, their weights and the draft's folder; weights that a hook removes aren't saved.
-        choose: A function that returns the folder; only rank 0 calls it.
-        safe: Write weights as safetensors rather than in torch's own format.
-
-    Raises:
-        CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
-    """
-    is_main = backend.place.rank == 0
-
-    def begin() -> pathlib.Path | None:
-        if not is_main:
-            return None
-        folder = choose()
-        folders.start_draft(folder)
-        return folder
-
-    def complete() -> None:
-        if is_main:
-            counts = {name: len(items) for name, items in state.states.items()}
-            manifest = {"world_size": backend.place.world_size, "models": fingerprints, "counts": counts}
-            folders.publish(folder, manifest)
-
-    folder: pathlib.Path = _on_all_ranks(backend, "begin a checkpoint", begin)[0]
-    draft = folders.draft_of(folder)
-    try:
-        write = functools.partial(_write, backend, state, hooks, draft, safe)
-        fingerprints: list[str] = _on_all_ranks(backend, "write its part of a checkpoint", write)[0]
-        _on_all_ranks(backend, "complete a checkpoint", complete)
-    except BaseException:
-        if is_main:
-            folders.abandon(folder)
-        raise
-    return folder
-
-
-def _write(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path, safe: bool) -> list[str]:
-    """Write this rank's part, and return a fingerprint of each saved model."""
-    weights = [backend.to_host(state_of(model)) for model in state.models]
-    for hook in hooks:
-        hook(state.models[:], weights, str(draft))
-    rank = backend.place.rank
-    states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}
-    model_files.write_object(_own_state(backend, state), draft / f"rank_{rank}.bin")
-    if rank == 0:
-        for number, of_model in enumerate(weights):
-            model_files.write_weights(of_model, draft / _model_file(number, safe), safe=safe)
-        for name, of_one_kind in states.items():
-            for number, of_object in enumerate(of_one_kind):
-                model_files.write_object(of_object, draft / _numbered(name, number))
-    return [_fingerprint(of_model) for of_model in weights]
-
-
-def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
-    """Return the state that differs between ranks."""
-    models = [] if state.gradients.sync_gradients else state.models
-    return {
-        "loaders": [loader.state_dict() for loader in state.loaders],
-        "window": state.gradients.state_dict(),
-        "gradients": [backend.to_host(_gradients_of(model)) for model in models],
-        "random": random_state.capture(backend),
-    }
-
-
-def _gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's gradients by the names of their parameters."""
     named = unwrap_model(model, keep_torch_compile=False).named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
@@ -143,7 +79,8 @@ def load(
 ) -> pathlib.Path:
     """Put training back to where a checkpoint was saved, and return its folder.
 
-    Every rank reads and checks everything before any rank changes anything.
+    Every rank reads and checks everything before any rank changes anything; but for the weights of sharded models,
+    of which a rank has no room for two.
 
     Args:
         backend: The backend of this rank.
@@ -164,11 +101,11 @@ def load(
         folders.recover(folder)
         return folder
 
-    folder: pathlib.Path = _on_all_ranks(backend, "find a checkpoint", begin)[0]
+    folder: pathlib.Path = on_all_ranks(backend, "find a checkpoint", begin)[0]
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
-    _on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
-    _on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
+    on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
+    on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
     _tell_new_ranks(parts[0].saved_ranks, backend, folder)
     return folder
 
@@ -181,6 +118,7 @@ class _RankPart:
     states: list[tuple[Any, Any]]
     own: dict[str, Any]
     saved_ranks: int
+    read_in_place: Callable[[], None] = lambda: None
 
 
 def _read(
@@ -205,21 +143,66 @@ def _read(
     if is_of_accelerate:
         return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
     _check_counts(manifest, models, state, folder)
+    files = sharded_files.ShardedFiles(folder)
+    to_read: dict[str, torch.Tensor] = {}
+    in_place: dict[str, torch.Tensor] = {}
     weights = []
     for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
-        safe = _model_file(number, safe=True) in manifest["files"]
-        saved = model_files.read_weights(folder / _model_file(number, safe), safe=safe)
         own = state_of(model)
-        if strict and _fingerprint(own) != fingerprint:
+        saved = _read_weights(folder, number, manifest["files"])
+        saved = files.fitted(saved, _by_name(own), in_place, in_place=True)
+        if strict and fingerprint_of(own) != fingerprint:
             raise _other_model_error(own, saved, folder)
         weights.append((model, saved))
-    states = [
-        (item, _read_object(folder / _numbered(name, number), weights_only=weights_only))
-        for name, items in state.states.items()
-        for number, item in enumerate(items)
-    ]
+    states = []
+    for name, items in state.states.items():
+        for number, item in enumerate(items):
+            saved = _read_object(folder / numbered(name, number), weights_only=weights_only)
+            states.append((item, files.fitted(saved, _counterpart_in(item), to_read)))
     saved_ranks = manifest["world_size"]
-    return _RankPart(weights, states, _read_own_state(folder, saved_ranks, backend), saved_ranks)
+    own_state = _read_own_state(folder, saved_ranks, backend, has_shards=any(map(fsdp.is_sharded, models)))
+    parameters = [dict(unwrap_model(model, keep_torch_compile=False).named_parameters()) for model in models]
+    own_state["gradients"] = [
+        files.fitted(of_model, _by_name(named), to_read)
+        for of_model, named in zip(own_state["gradients"], parameters, strict=False)
+    ]
+    files.read(to_read)
+    return _RankPart(weights, states, own_state, saved_ranks, lambda: files.read(in_place))
+
+
+def _read_weights(folder: pathlib.Path, number: int, files: Mapping[str, int]) -> dict[str, Any]:
+    """Return a saved model's weights, with references to those that are sharded."""
+    if numbered(SHARDED_MODEL, number) in files:
+        weights: dict[str, Any] = _read_object(folder / numbered(SHARDED_MODEL, number))
+        return weights
+    safe = model_file(number, safe=True) in files
+    return model_files.read_weights(folder / model_file(number, safe), safe=safe)
+
+
+def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda path: tensors.get(path[0])
+
+
+def _counterpart_in(item: Any) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function of the keys that lead to a tensor of an object's state. It returns one that is sharded alike.
+
+    For an optimizer's state this is the parameter, since before the first step there is no state yet.
+    """
+    if isinstance(item, torch.optim.Optimizer):
+        parameters = dict(enumerate(parameters_of([item])))
+        return lambda path: parameters.get(path[1]) if path[0] == "state" and len(path) > 1 else None
+    state = item.state_dict()
+
+    def at(path: tuple[Any, ...]) -> Any:
+        found = state
+        for key in path:
+            try:
+                found = found[key]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return found
+
+    return at
 
 
 def _read_accelerates(
@@ -234,15 +217,16 @@ def _read_accelerates(
     """Return this rank's part of a checkpoint that Accelerate has saved."""
     saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
     _check_counts(saved.manifest(state.states), models, state, folder)
+    files = sharded_files.ShardedFiles(folder)  # there are none: what is read is whole, and cut into shares
     weights = []
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = saved.weights(number, own)
-        if strict and _fingerprint(own) != _fingerprint(of_model):
+        if strict and fingerprint_of(own) != fingerprint_of(of_model):
             raise _other_model_error(own, of_model, folder)
-        weights.append((model, of_model))
+        weights.append((model, files.fitted(of_model, _by_name(own), {})))
     states = [
-        (item, saved.state(name, number, weights_only=weights_only))
+        (item, files.fitted(saved.state(name, number, weights_only=weights_only), _counterpart_in(item), {}))
         for name, items in state.states.items()
         for number, item in enumerate(items)
     ]
@@ -250,7 +234,7 @@ def _read_accelerates(
     return _RankPart(weights, states, own_state, saved.ranks)
 
 
-def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) -> dict[str, Any]:
+def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *, has_shards: bool) -> dict[str, Any]:
     """Return this rank's part of the state that differs between ranks, which other ranks may have saved.
 
     A rank that wasn't there gets the place in the data of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
@@ -259,7 +243,8 @@ def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend) ->
     own: dict[str, Any] = _read_object(folder / f"rank_{rank if rank < saved_ranks else 0}.bin")
     if rank >= saved_ranks:
         own["afresh"] = own.pop("random")
-    if ranks != saved_ranks and any(own["gradients"]):
+    values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
+    if (ranks != saved_ranks or has_shards) and all(isinstance(value, torch.Tensor) for value in values):
         # Their mean over the ranks is what training goes on from, however many ranks there are.
         parts = (_read_object(folder / f"rank_{other}.bin")["gradients"] for other in range(saved_ranks))
         own["gradients"] = functools.reduce(_added, parts)
@@ -278,6 +263,7 @@ def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.
 
 
 def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
+    read.read_in_place()
     for model, saved in read.models:
         unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
     for item, saved in read.states:
@@ -295,20 +281,29 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         random_state.restore(read.own["random"], backend)
 
 
-def _on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
+def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every rank, and return the values by rank.
 
     Raises:
         CheckpointError: The action failed on a rank. The others get the first such rank's message.
     """
-    value, error, text = None, None, None
     verify_collective(backend, what)  # no rank saves while another one loads
+    return agreed(what, action, functools.partial(collectives.gather_object, backend))
+
+
+def agreed(what: str, action: Callable[[], Any], gather: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Run an action on every rank, and return the values by rank, which ``gather`` collects.
+
+    Raises:
+        CheckpointError: The action failed on a rank. The others get the first such rank's message.
+    """
+    value, error, text = None, None, None
     try:
         value = action()
     except Exception as raised:  # noqa: BLE001  the other ranks wait for the outcome, whatever it is
         error = raised
         text = str(error) if isinstance(error, NotebookAccelError) else f"{type(error).__name__}: {error}"
-    outcomes = collectives.gather_object(backend, [(value, text)])
+    outcomes = gather([(value, text)])
     if isinstance(error, NotebookAccelError):
         raise error
     for rank, (_, reported) in enumerate(outcomes):
@@ -390,16 +385,17 @@ def _numpy_globals() -> list[Any]:
     return [numpy.ndarray, numpy.dtype, *kinds, *named]
 
 
-def _fingerprint(state: Mapping[str, Any]) -> str:
+def fingerprint_of(state: Mapping[str, Any]) -> str:
     """Return a hash of names and shapes, which is equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _model_file(number: int, safe: bool) -> str:
-    return _numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
+def model_file(number: int, safe: bool) -> str:
+    """Return the name of the file of a whole model's weights."""
+    return numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
 
 
-def _numbered(name: str, number: int, suffix: str = "bin") -> str:
+def numbered(name: str, number: int, suffix: str = "bin") -> str:
     """Return ``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
     return f"{name}.{suffix}" if number == 0 else f"{name}_{number}.{suffix}"

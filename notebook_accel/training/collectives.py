@@ -235,6 +235,11 @@ def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
                 f"{operation} takes tensors; {type(leaf).__name__} isn't one.",
                 fix="gather_for_metrics([...], use_gather_object=True) gathers lists of any objects",
             )
+        if hasattr(leaf, "full_tensor"):
+            raise TrainingError(
+                f"{operation} takes tensors that each rank has whole, and this one is sharded over the ranks.",
+                fix="tensor.full_tensor() gathers it; get_state_dict(model) gathers a model on rank 0",
+            )
     return leaves
 
 

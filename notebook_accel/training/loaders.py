@@ -19,6 +19,7 @@ from notebook_accel.reporting import Counter
 from notebook_accel.training import collectives
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend, Uploader
+from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
 from notebook_accel.training.samplers import SkipBatchSampler, chain_of
@@ -500,7 +501,7 @@ def join_uneven_inputs(
     Raises:
         ConfigError: Something can't be joined, or a loader can't be changed now.
     """
-    joinables = list(joinables)
+    joinables = [without_own_wrapper(joinable) for joinable in joinables]
     for joinable in joinables:
         if not isinstance(joinable, Joinable):
             raise ConfigError(

@@ -7,8 +7,8 @@ import copy
 import copyreg
 import functools
 import inspect
-import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeGuard, cast
@@ -17,10 +17,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.errors import TrainingError
-from notebook_accel.training import collectives
+from notebook_accel.training import collectives, fsdp
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_model
+from notebook_accel.training.compiling import without_own_wrapper
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
@@ -40,9 +42,13 @@ def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool
         backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it still works
     if backend.place.world_size > 1:
         collectives.broadcast(backend, leaf.data)
-        register: Any = leaf.register_post_accumulate_grad_hook
-        register(functools.partial(_average_gradient, backend=backend))
+        _average(leaf, backend)
     return leaf
+
+
+def _average(leaf: torch.Tensor, backend: Backend) -> None:
+    register: Any = leaf.register_post_accumulate_grad_hook
+    register(functools.partial(_average_gradient, backend=backend))
 
 
 def _average_gradient(leaf: torch.Tensor, backend: Backend) -> None:
@@ -61,6 +67,8 @@ def prepare_model(
     learns: bool = True,
     parallel: DistributedDataParallelKwargs | None = None,
     before_training_pass: Callable[[], None] | None = None,
+    sharding: FullyShardedDataParallelPlugin | None = None,
+    before_sharded_pass: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
     """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
 
@@ -70,14 +78,26 @@ def prepare_model(
     Gradients are averaged only if the model ``learns``, and any of its parameters requires one.
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
+    With ``sharding`` the model is sharded over several ranks instead, and has new parameters: see ``fsdp``.
+    ``before_sharded_pass`` is called before each of its forward passes. A model that was sharded before stays as it is.
+
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
-        TrainingError: The model was sharded before.
+        TrainingError: The model has sharded parameters that ``fully_shard`` hasn't made.
     """
     # Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
+    if fsdp.was_fully_sharded(model):
+        return _taken(model, backend, precision, before_sharded_pass)
     _end_autocasting(model)
+    if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
+        _refuse_sharded(model)
+        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, before_sharded_pass)
+        for parameter in ignored:
+            if parameter.requires_grad:
+                _average(parameter, backend)
+        return model
     if device_placement and not _has_its_place(model):
         backend.place_model(model)
     if precision.dtype is not None:
@@ -109,15 +129,36 @@ def _has_its_place(model: torch.nn.Module) -> bool:
     return False
 
 
+def _taken(
+    model: torch.nn.Module, backend: Backend, precision: Precision, before_sharded_pass: Callable[[], None]
+) -> torch.nn.Module:
+    """Return a model that ``fully_shard`` was applied to before, by an earlier ``prepare`` or by the user's code."""
+    if not fsdp.is_sharded(model):
+        if fsdp.data_parallel_size(model) not in (None, backend.place.world_size):
+            raise _shared_samples_error(model)
+        if precision.dtype is not None:
+            warnings.warn(
+                f"{type(model).__name__} was sharded before prepare: it computes in the precision of its own policy, "
+                f"not in {precision.name}. Fix: fully_shard(..., mp_policy=MixedPrecisionPolicy(...))",
+                stacklevel=2,
+            )
+        fsdp.take(fsdp.plain(model), before_sharded_pass)
+    return model
+
+
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Raise ``TrainingError`` for a sharded model: its gradients can't be averaged a second time."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")  # as long as it isn't imported, nothing is sharded
-    if tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters()):
-        raise TrainingError(
-            f"prepare can't take {type(model).__name__}: it was sharded before, such as by fully_shard.",
-            why="A sharded model averages its gradients itself, and prepare would do so again.",
-            fix="leave it out of prepare, which can still take its optimizer and the loaders",
-        )
+    """Raise ``TrainingError`` for a model with sharded parameters that don't average their gradients."""
+    if any(map(fsdp.is_sharded_tensor, model.parameters())):
+        raise _shared_samples_error(model)
+
+
+def _shared_samples_error(model: torch.nn.Module) -> TrainingError:
+    return TrainingError(
+        f"prepare can't take {type(model).__name__}: it was made for ranks that work on the same sample, such as by "
+        "parallelize_module.",
+        why="prepare gives each rank samples of its own.",
+        fix="leave model and loaders out of prepare, which can still take the optimizer",
+    )
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:
@@ -142,6 +183,7 @@ def unwrap_model(
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+    model = without_own_wrapper(model)
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.training import fsdp
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.precision import LossScaler
@@ -187,6 +188,7 @@ def prepare_optimizer(
     """Wrap an optimizer, and with ``moves`` move its state to the device of its parameters."""
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
+    fsdp.remap(optimizer)
     if moves and _is_state_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # it knows which values belong on the parameter's device
     group_recovery.track_state(optimizer)
@@ -265,9 +267,11 @@ def clip_grad_norm(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
         unscale(optimizers, scaler)
+        if any(map(fsdp.is_sharded_tensor, parameters)):
+            return fsdp.clip_grad_norm(parameters, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    norm = fsdp.total_norm(gradients, norm_type)
     return norm if scaler is None else norm / scaler.factor
 
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from notebook_accel.errors import ConfigError
 
-_WHOLE_MODEL = "Each rank holds the whole model, as it was given to prepare."
+_WHOLE_MODEL = "Models are whole on each rank, or sharded by fully_shard (FSDP 2)."
 _NO_FP8 = "There is no arithmetic in 8 bits here."
-_SHARDING = (
-    "torch's own fully_shard(model), and don't give that model to prepare; or Accelerate itself, which runs in these "
-    "ranks too"
-)
+_SHARDING = "fsdp_plugin=FullyShardedDataParallelPlugin() to shard it; or Accelerate itself, which runs in ranks too"
 _INSTEAD = {
     "deepspeed_plugin": _SHARDING,
     "deepspeed_plugins": _SHARDING,
-    "fsdp_plugin": _SHARDING,
     "megatron_lm_plugin": _SHARDING,
     "parallelism_config": _SHARDING,
     "torch_tp_plugin": _SHARDING,
-    "dynamo_backend": "torch.compile(model, backend=...), before prepare",
-    "dynamo_plugin": "torch.compile(model), before prepare",
 }
 
 
@@ -36,19 +29,6 @@ def refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None and str(getattr(value, "value", value)).lower() != "no":
             raise ConfigError(f"Accelerator({name}=...) isn't supported.", why=_WHOLE_MODEL, fix=_INSTEAD[name])
-
-
-class DynamoBackend(str, enum.Enum):
-    """Backends of ``torch.compile``. ``Accelerator(dynamo_backend=...)`` accepts ``NO`` only."""
-
-    NO = "NO"
-    AOT_EAGER = "AOT_EAGER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    EAGER = "EAGER"
-    INDUCTOR = "INDUCTOR"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    TVM = "TVM"
 
 
 # Programs import these names, and use them in isinstance. So they are classes, which can't be instantiated.
@@ -64,10 +44,6 @@ class _Unsupported:
 
 class DeepSpeedPlugin(_Unsupported):
     """DeepSpeed isn't supported."""
-
-
-class FullyShardedDataParallelPlugin(_Unsupported):
-    """FSDP isn't supported."""
 
 
 class MegatronLMPlugin(_Unsupported):
@@ -94,13 +70,6 @@ class DummyScheduler(_Unsupported):
 
     _why = "It stands for a scheduler that DeepSpeed makes, and ranks don't train by DeepSpeed."
     _fix = "a scheduler of torch.optim.lr_scheduler"
-
-
-class TorchDynamoPlugin(_Unsupported):
-    """``prepare`` doesn't compile models."""
-
-    _why = "prepare doesn't compile models."
-    _fix = _INSTEAD["dynamo_plugin"]
 
 
 class FP8RecipeKwargs(_Unsupported):

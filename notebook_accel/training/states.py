@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import enum
 import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.payload.unpicklable import StaysError
+from notebook_accel.payload.unpicklable import STAYING, StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.compiling import TorchDynamoPlugin
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.precision import Precision
 
@@ -31,7 +34,7 @@ _R = TypeVar("_R")
 class DistributedType(str, enum.Enum):
     """The kinds of devices and parallelism. Each member equals its name as text.
 
-    This package reports the first four only; programs for other launchers compare with the rest.
+    This package reports the first four and ``FSDP``; programs for other launchers compare with the rest.
     """
 
     NO = "NO"
@@ -63,6 +66,8 @@ class ProcessState:
         self._own_backend = backend
         self._pid = os.getpid()
         self._is_triggered = False
+        self._number = next(_numbers)
+        _alive[self._number] = self
 
     @property
     def _backend(self) -> Backend:
@@ -92,12 +97,18 @@ class ProcessState:
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self  # it stands for this process, so a copy of a model that refers to it refers to it too
 
-    def __reduce__(self) -> NoReturn:
+    def __init_subclass__(cls) -> None:
+        STAYING[cls] = cls._refuse_to_leave
+
+    def _refuse_to_leave(self) -> NoReturn:
         raise StaysError(
             self,
             f"this {type(self).__name__} stands for the process that made it, rank {self.process_index} of "
             f"{self.num_processes}, and a copy elsewhere would act for that rank",
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same_object, (type(self).__name__, _PROCESS, os.getpid(), self._number)
 
     @property
     def device(self) -> torch.device:
@@ -232,6 +243,28 @@ class ProcessState:
         return _only_if(self.local_process_index == local_process_index, function)
 
 
+# The objects that can be unpickled here, by number. A pid alone may come again after its process has ended.
+_PROCESS = os.urandom(8)
+_numbers = itertools.count()
+_alive: weakref.WeakValueDictionary[int, ProcessState] = weakref.WeakValueDictionary()
+
+
+def _same_object(kind: str, process: bytes, pid: int, number: int) -> ProcessState:
+    """Return the object that was pickled, if it was pickled in this process.
+
+    Raises:
+        TrainingError: It was pickled in another process, or doesn't exist any more.
+    """
+    found = _alive.get(number) if (process, pid) == (_PROCESS, os.getpid()) else None
+    if found is None:
+        raise TrainingError(
+            f"This {kind} was pickled in another process, or it doesn't exist any more.",
+            why="It stands for the process that made it, and a copy would act for that rank.",
+            fix="make it inside the cell or the function, and leave it out of what is sent",
+        )
+    return found
+
+
 def _only_if(is_chosen: bool, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -289,6 +322,8 @@ class AcceleratorState(ProcessState):
     """
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))
@@ -299,12 +334,15 @@ class AcceleratorState(ProcessState):
             self._precision = Precision(mixed_precision, self.device, computes_in=self._backend.computes_in)
 
     @classmethod
-    def from_accelerator(cls, backend: Backend, precision: Precision) -> AcceleratorState:
+    def from_accelerator(
+        cls, backend: Backend, precision: Precision, plugin: FullyShardedDataParallelPlugin | None = None
+    ) -> AcceleratorState:
         """Return the state of an ``Accelerator``, whose precision becomes the latest one."""
         global _latest
         state = cls.__new__(cls)
         ProcessState.__init__(state, backend)
         state._precision = precision
+        state.fsdp_plugin = plugin
         _latest = weakref.ref(precision)
         return state
 
@@ -315,6 +353,12 @@ class AcceleratorState(ProcessState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self._precision.name
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of the ranks' devices; ``FSDP`` if models are sharded, and ``NO`` for a single rank."""
+        kind = super().distributed_type
+        return kind if self.fsdp_plugin is None or kind is DistributedType.NO else DistributedType.FSDP
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:  # noqa: ARG003  there is nothing to reset in it

@@ -1,27 +1,37 @@
-"""Trackers, which write a run's metrics on rank 0."""
+"""The trackers of an Accelerator: which there are, which are asked for, and how all of them are called on rank 0."""
 
 from __future__ import annotations
 
 import enum
 import functools
 import importlib.util
-import json
 import os
-import pathlib
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import process_group
+from notebook_accel.training.trackers import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    JSONLinesTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+    warn_once,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class LoggerType(str, enum.Enum):
-    """The names of Accelerate's trackers. ``log_with`` refuses those that this package doesn't support."""
+    """The names of trackers for ``log_with``."""
 
     ALL = "all"
     AIM = "aim"
@@ -35,103 +45,19 @@ class LoggerType(str, enum.Enum):
     WANDB = "wandb"
 
 
-class GeneralTracker:
-    """A tracker that writes nothing. Your own needs these attributes and methods, but needn't be a subclass.
-
-    Attributes:
-        name: The name for ``get_tracker``.
-        requires_logging_directory: True if the tracker writes files.
-    """
-
-    name = "none"
-    requires_logging_directory = False
-
-    @property
-    def tracker(self) -> Any:
-        """The library's own object."""
-        return self
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the run's settings."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write the values of a step."""
-
-    def finish(self) -> None:
-        """Write all pending values, at the end of the run."""
-
-
-class TensorBoardTracker(GeneralTracker):
-    """A tracker that writes numbers and text in TensorBoard's format.
-
-    Args:
-        run_name: A folder below ``logging_dir``.
-        logging_dir: The folder that TensorBoard shows.
-        options: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
-    """
-
-    name = "tensorboard"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **options: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # needs tensorboard, which isn't a dependency
-
-        self.writer: Any = SummaryWriter(pathlib.Path(logging_dir) / run_name, **options)
-
-    @property
-    def tracker(self) -> Any:
-        return self.writer
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        plain = {name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in values.items()}
-        self.writer.add_hparams(plain, metric_dict={}, run_name=".")
-        self.writer.flush()
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, str):
-                self.writer.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.writer.add_scalars(name, value, global_step=step, **kwargs)
-            else:
-                self.writer.add_scalar(name, _plain(value), global_step=step, **kwargs)
-        self.writer.flush()
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
-class JSONLinesTracker(GeneralTracker):
-    """A tracker that writes one line of JSON to ``metrics.jsonl`` for each ``log``. It needs no other package.
-
-    Args:
-        run_name: A folder below ``logging_dir``.
-        logging_dir: The folder of all runs.
-    """
-
-    name = "jsonl"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
-        self._folder = pathlib.Path(logging_dir) / run_name
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.path = self._folder / "metrics.jsonl"
-
-    @property
-    def tracker(self) -> Any:
-        return self.path
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json.dumps(values, indent=2, default=_plain)
-        (self._folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        line = json.dumps({"time_s": time.time(), "step": step, **values, **kwargs}, default=_plain)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-_KNOWN: dict[str, Any] = {"tensorboard": TensorBoardTracker, "jsonl": JSONLinesTracker}
+_LIBRARIES = (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
+_KNOWN: dict[str, Any] = {kind.name: kind for kind in (JSONLinesTracker, *_LIBRARIES)}
+_PACKAGES = {"comet_ml": "comet-ml"}  # where pip has another name for it
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
@@ -180,7 +106,7 @@ def _usable_names(logging_dir: str | os.PathLike[str] | None) -> list[str]:
     usable = [
         name
         for name, kind in _KNOWN.items()
-        if (name != "tensorboard" or _has_tensorboard()) and (logging_dir is not None or not _needs_folder(kind))
+        if _is_installed(kind) and (logging_dir is not None or not _needs_folder(kind))
     ]
     if not usable and process_group.rank_place().rank == 0:
         warnings.warn(
@@ -201,8 +127,10 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
             f"log_with has a {type(item).__name__}, which isn't a tracker.",
             fix="an object with name, store_init_configuration(values), log(values, step) and finish()",
         )
-    if item == "tensorboard" and not _has_tensorboard():
-        raise ConfigError("log_with='tensorboard' needs a package that isn't installed.", fix="pip install tensorboard")
+    if isinstance(item, str) and not _is_installed(_KNOWN[item]):
+        raise ConfigError(
+            f"log_with={item!r} needs a package that isn't installed.", fix=f"pip install {_PACKAGES.get(item, item)}"
+        )
     if _needs_folder(_KNOWN[item] if isinstance(item, str) else item) and logging_dir is None:
         raise ConfigError(
             f"The tracker {getattr(item, 'name', item)!r} writes files, and there is no folder for them.",
@@ -210,8 +138,9 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
         )
 
 
-def _has_tensorboard() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
+def _is_installed(kind: Any) -> bool:
+    """Return whether a class of trackers has its library. A class that was registered by the user has."""
+    return kind not in _LIBRARIES or importlib.util.find_spec(kind.name) is not None
 
 
 def _needs_folder(tracker: Any) -> bool:
@@ -223,14 +152,31 @@ def start(
     run_name: str,
     logging_dir: str | os.PathLike[str] | None,
     options: Mapping[str, Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Return the trackers of a run. Those given by name are created, with the ``options`` under that name."""
+    """Return the trackers of a run, after they have begun it and stored its ``config``.
+
+    Those given by name are created, with the ``options`` under that name.
+    """
 
     def create(name: str) -> Any:
         folder = [logging_dir] if _needs_folder(_KNOWN[name]) else []
         return _KNOWN[name](run_name, *folder, **options.get(name, {}))
 
-    return [create(item) if isinstance(item, str) else item for item in trackers]
+    created = [create(item) if isinstance(item, str) else item for item in trackers]
+    call([tracker for tracker in created if hasattr(tracker, "start")], "start")
+    if config is not None:
+        call(created, "store_init_configuration", dict(config))
+    return created
+
+
+def call(trackers: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> None:
+    """Call a method of each tracker. One that fails warns once, and the others and training go on."""
+    for tracker in trackers:
+        try:
+            getattr(tracker, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  whatever it raises, it is no reason to end training
+            warn_once(tracker, method, error)
 
 
 def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
@@ -244,13 +190,3 @@ def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:
             return tracker.tracker if unwrap else tracker
     there = ", ".join(repr(tracker.name) for tracker in trackers) or "none: init_trackers wasn't called"
     raise ConfigError(f"There is no tracker {name!r}.", fix=f"one of the run's trackers: {there}")
-
-
-def _plain(value: Any) -> Any:
-    """Return a tensor or array as numbers, and other objects as text."""
-    if not hasattr(value, "tolist"):
-        return value if isinstance(value, (int, float, bool)) else str(value)
-    plain = value.tolist()
-    while isinstance(plain, list) and len(plain) == 1:
-        plain = plain[0]
-    return plain

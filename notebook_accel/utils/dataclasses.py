@@ -2,7 +2,9 @@
 
 from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
 from notebook_accel.training.data import DataLoaderConfiguration
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -17,14 +19,11 @@ from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import (
     AORecipeKwargs,
     DeepSpeedPlugin,
-    DynamoBackend,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,
     TERecipeKwargs,
-    TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
 from notebook_accel.training.states import DistributedType

@@ -11,10 +11,12 @@ import torch
 
 from notebook_accel.launching.kernel.configuring import write_basic_config
 from notebook_accel.training import collectives, model_files, models, process_group
+from notebook_accel.training.compiling import compile_regions
 from notebook_accel.training.models import is_compiled_module
 from notebook_accel.training.states import PartialState
 
 __all__ = [
+    "compile_regions",
     "convert_bytes",
     "extract_model_from_parallel",
     "get_free_port",

@@ -120,6 +120,13 @@ def test_script_comes_to_what_the_cell_comes_to(
     assert sorted(re.findall(_OUTCOME, run(folder, *command))) == outcomes
 
 
+def test_script_compiles_as_the_launch_does(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
+    assert export(notebook, _CELL, "-n 2 --dynamo_backend eager").status == "ok"
+    script = (folder / "train.py").read_text()
+    assert 'os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"\n' in script
+    assert "launch --num_processes 2 --dynamo_backend eager train.py" in script
+
+
 @pytest.mark.front_end
 def test_script_reads_as_somebody_would_have_written_it(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
     assert export(notebook, _CELL, "-n 2 --mixed_precision bf16").status == "ok"

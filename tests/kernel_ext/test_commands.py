@@ -82,7 +82,10 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("stpo", "there is no command 'stpo'; there are status, stop, logs, stacks, config, doctor"),
+        (
+            "stpo",
+            "there is no command 'stpo'; there are status, stop, logs, stacks, runs, attach, again, config, doctor",
+        ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
         ("logs 7 --run=first", "has no rank 7: it has 2 ranks"),

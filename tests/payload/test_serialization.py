@@ -297,3 +297,18 @@ def test_kernel_without_torch_can_send() -> None:
         "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_file_on_a_disk_without_room_says_so(tmp_path: pathlib.Path) -> None:
+    data = b"x" * 200_000
+    pickled = serialization.pickle_by_value(data, roots={"the data": data})
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # the system refuses what is longer
+    try:
+        with pytest.raises(PayloadError, match=r"The disk has no room .* they take 195 KiB, and .* is free") as raised:
+            serialization.dump(descriptor, pickled)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        os.close(descriptor)
+    assert raised.value.path == "the data"

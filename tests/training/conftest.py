@@ -19,8 +19,20 @@ def _nursery() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
+def one_rank() -> Iterator[ranks.Ranks]:
+    with ranks.running(1) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
 def two_ranks() -> Iterator[ranks.Ranks]:
     with ranks.running(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def four_ranks() -> Iterator[ranks.Ranks]:
+    with ranks.running(4) as running:
         yield running
 
 

@@ -300,6 +300,55 @@ def checkpoint_of_accelerate(api: str, folder: str) -> Any:
     return train(second)
 
 
+class Blocks(torch.nn.Module):
+    """A model with repeated blocks between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
+        self.last = torch.nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def compiled(api: str, given: Any, **options: Any) -> Any:
+    """Train a model that ``prepare`` compiles, with accumulation, and evaluate it.
+
+    Args:
+        api: The library's name.
+        given: The arguments of ``TorchDynamoPlugin``, or the name of a backend.
+        options: The options of ``accelerator_of``.
+    """
+    library, utils = importlib.import_module(api), importlib.import_module(f"{api}.utils")
+    torch._dynamo.reset()
+    if api == "accelerate":
+        importlib.import_module("accelerate.state").AcceleratorState._reset_state()
+    said = {"dynamo_backend": given} if isinstance(given, str) else {"dynamo_plugin": utils.TorchDynamoPlugin(**given)}
+    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2, **said, **options)
+    torch.manual_seed(1)
+    model, x, y = Blocks(), torch.randn(24, 4), torch.randint(0, 3, (24,))
+    net, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader_of("numbers", 24, 4)
+    )
+    for _ in range(2):
+        for rows in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
+                optimizer.step()
+                optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        logits = accelerator.gather(net(x[:4])).tolist()
+    plugin = accelerator.state.dynamo_plugin
+    return [weights_of(model), logits, plugin.to_kwargs(), plugin.to_dict(), utils.is_compiled_module(net)]
+
+
 class Counts:
     """A registered object."""
 

@@ -81,7 +81,7 @@ def test_states_are_those_of_the_latest_accelerator() -> None:
 
 
 def test_plugins_that_can_not_be_honoured() -> None:
-    for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_backend"):
+    for name in ("deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"):
         with pytest.raises(ConfigError, match=name):
             Accelerator(**{name: object()})
         Accelerator(**{name: None})
@@ -93,8 +93,8 @@ def test_plugins_that_can_not_be_honoured() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchDynamoPlugin",
-    "TorchTensorParallelPlugin", "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
+    "DeepSpeedPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchTensorParallelPlugin", "AORecipeKwargs",
+    "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
 ])  # fmt: skip
 def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:
     plugin = getattr(utils, name)
@@ -120,8 +120,6 @@ def test_large_models_are_no_subject_here(name: str) -> None:
 def test_settings_given_as_names() -> None:
     assert Accelerator(cpu=True, mixed_precision=utils.PrecisionType.BF16).mixed_precision == "bf16"
     Accelerator(cpu=True, rng_types=[utils.RNGType.TORCH], dynamo_backend=utils.DynamoBackend.NO)
-    with pytest.raises(ConfigError, match="dynamo_backend"):
-        Accelerator(cpu=True, dynamo_backend=utils.DynamoBackend.INDUCTOR)
     with pytest.raises(ConfigError, match="no arithmetic in 8 bits"):
         Accelerator(cpu=True, mixed_precision="fp8")
 

@@ -13,16 +13,16 @@ import pytest
 from tests.training import killed_savers, ranks
 
 
-def run(mode: str, folder: pathlib.Path, naming: str) -> Any:
+def run(mode: str, folder: pathlib.Path, naming: str, **kind: bool) -> Any:
     meeting = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with contextlib.closing(ranks.Ranks([meeting])) as parent:
-        (result,) = parent.run(killed_savers.run, mode, str(folder), naming, deadline_s=110)
+        (result,) = parent.run(killed_savers.run, mode, str(folder), naming, kind, deadline_s=110)
     return result
 
 
-@pytest.mark.parametrize("naming", ["numbered", "one name"])
-def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str) -> None:
-    result = run("changes", tmp_path, naming)
+@pytest.mark.parametrize(("naming", "is_async"), [("numbered", False), ("one name", False), ("numbered", True)])
+def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, is_async: bool) -> None:
+    result = run("changes", tmp_path, naming, is_async=is_async)
     found = result["found"]
     assert result["kills"] >= 20
     assert len(found) == result["kills"] + 1
@@ -35,9 +35,15 @@ def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str) 
     assert len(left) == (2 if naming == "numbered" else 1)
 
 
-@pytest.mark.parametrize("naming", ["numbered", "one name"])
-def test_at_random_moments_on_two_ranks(tmp_path: pathlib.Path, naming: str) -> None:
-    result = run("moments", tmp_path, naming)
+@pytest.mark.parametrize(("naming", "kind"), [
+    ("numbered", {}),
+    ("one name", {}),
+    ("one name", {"is_async": True}),
+    ("numbered", {"sharded": True}),
+    ("one name", {"sharded": True, "is_async": True}),
+])  # fmt: skip
+def test_at_random_moments_on_two_ranks(tmp_path: pathlib.Path, naming: str, kind: dict[str, bool]) -> None:
+    result = run("moments", tmp_path, naming, **kind)
     found = result["found"]
     assert result["kills"] == len(found) == 12
     assert all(first == second for first, second in found)

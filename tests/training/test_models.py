@@ -10,12 +10,10 @@ from typing import Any, ClassVar, NoReturn
 import cloudpickle
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.models import prepare_model, unwrap_model
@@ -287,32 +285,3 @@ def test_model_that_was_placed_when_it_was_loaded_stays_where_it_is(names: dict[
     vars(model)["hf_device_map"] = {"": 0}  # at one place, from which it can be moved
     with pytest.raises(ValueError, match="not supported"):
         prepare(model, "no")
-
-
-def trained_in_shards() -> Any:
-    """Return weights that were trained sharded, those trained without, and the advice of the error in between."""
-    accelerator = Accelerator(cpu=True)
-    trained = []
-    for sharded in (True, False):
-        torch.manual_seed(0)
-        model: Any = torch.nn.Linear(4, 2)
-        if sharded:
-            model = fully_shard(model)
-            with pytest.raises(TrainingError, match="was sharded before") as refused:
-                accelerator.prepare(model)
-            accelerator.wait_for_everyone()
-        optimizer = torch.optim.AdamW(model.parameters())
-        net, optimizer = (model, accelerator.prepare(optimizer)) if sharded else accelerator.prepare(model, optimizer)
-        for _ in range(3):
-            accelerator.backward(net(torch.full((1, 4), 1.0 + accelerator.process_index)).square().sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append([getattr(part, "full_tensor", lambda part=part: part)().tolist() for part in model.parameters()])
-    return *trained, refused.value.fix
-
-
-def test_a_sharded_model_is_refused_and_trains_as_advised(two_ranks: Ranks) -> None:
-    for sharded, whole, fix in two_ranks.run(trained_in_shards):
-        assert "leave it out of prepare" in fix
-        for part, expected in zip(sharded, whole, strict=True):
-            assert torch.allclose(torch.tensor(part), torch.tensor(expected), atol=1e-6)

@@ -31,14 +31,13 @@ MISSING = {
     "optimizer": "move_to_device patch_optimizer_step",
     "scheduler": "",
     "state": "ThreadLocalSharedDict do_nothing",
-    "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker TrackioTracker "
-    "WandBTracker filter_trackers get_available_trackers",
+    "tracking": "filter_trackers get_available_trackers",
     "utils": "AbstractTrainStep BertTrainStep CannotPadNestedTensorWarning ComputeEnvironment GPTTrainStep "
     "GatheredParameters MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MegatronLMDummyDataLoader MegatronLMDummyScheduler "
     "PROFILE_PATTERN_NAME PrepareForLaunch RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SageMakerDistributedType "
     "T5TrainStep TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION "
     "add_model_config_to_megatron_parser avg_losses_across_data_parallel_group check_cuda_fp8_capability "
-    "check_cuda_p2p_ib_support check_os_kernel clean_state_dict_for_safetensors compile_regions "
+    "check_cuda_p2p_ib_support check_os_kernel clean_state_dict_for_safetensors "
     "compile_regions_deepspeed compile_regions_fsdp2 convert_dict_to_env_variables deepspeed_required fsdp2_apply_ac "
     "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
     "get_cpu_distributed_information get_fsdp2_grad_scaler get_gpu_info get_grad_scaler "

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
+import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
-from notebook_accel import Accelerator
-from notebook_accel.errors import PayloadError
+from notebook_accel import Accelerator, AcceleratorState
+from notebook_accel.errors import PayloadError, TrainingError
 from notebook_accel.payload import serialization
 from notebook_accel.training import process_group
 from notebook_accel.training.states import PartialState
@@ -35,7 +39,60 @@ def test_it_does_not_leave_its_process(kind: Callable[..., Any]) -> None:
     assert raised.value.path == 'name "here"'
     assert f"this {kind.__name__} stands for the process that made it, rank 0 of 1" in raised.value.what
     assert "make it inside the cell" in raised.value.fix
-    assert copy.deepcopy(roots) == roots  # a copy within the process is allowed
+
+
+@pytest.mark.parametrize("kind", [Accelerator, PartialState, AcceleratorState])
+def test_within_its_process_a_copy_is_the_object_itself(kind: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    state = kind(cpu=True)
+    nested = {"state": [state]}
+    assert copy.deepcopy(nested)["state"][0] is state
+    assert copy.copy(state) is state
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(nested, protocol))["state"][0] is state
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: state))() is state
+    torch.save(nested, tmp_path / "nested")
+    assert torch.load(tmp_path / "nested", weights_only=False)["state"][0] is state
+
+
+def unpickle(pickled: bytes) -> Any:
+    with pytest.raises(TrainingError, match="This Accelerator was pickled in another process") as raised:
+        pickle.loads(pickled)
+    return raised.value.fix
+
+
+def pickle_own() -> bytes:
+    return pickle.dumps(Accelerator(cpu=True))
+
+
+def test_a_pickle_is_refused_in_another_process(two_ranks: Ranks) -> None:
+    pickled = pickle.dumps(accelerator := Accelerator(cpu=True))
+    assert all("make it inside the cell" in fix for fix in two_ranks.run(unpickle, pickled))
+    assert accelerator.num_processes == 1
+    for of_rank in two_ranks.run(pickle_own):
+        unpickle(of_rank)
+    del accelerator
+    gc.collect()
+    unpickle(pickled)  # it doesn't exist any more
+
+
+class AsksEachWorker(torch.utils.data.Dataset[bool]):
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> bool:
+        return pickle.loads(pickle.dumps(self.state)) is self.state
+
+
+def in_workers() -> list[bool]:
+    loader = torch.utils.data.DataLoader(AsksEachWorker(Accelerator(cpu=True)), num_workers=1)
+    return [bool(item) for batch in loader for item in batch]
+
+
+def test_a_worker_of_a_data_loader_has_it_too(two_ranks: Ranks) -> None:
+    assert two_ranks.run(in_workers) == [[True, True]] * 2
 
 
 def decorated(control: Any) -> list[int | None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from notebook_accel import Accelerator, ConfigError
+from notebook_accel.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker
 from notebook_accel.training import tracking
 from tests.training.ranks import Ranks
 
@@ -61,8 +62,8 @@ def test_only_rank_0_tracks(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="'wandb', and there is no such tracker"):
-        Accelerator(log_with=["jsonl", "wandb"], project_dir=tmp_path)
+    with pytest.raises(ConfigError, match="'neptune', and there is no such tracker"):
+        Accelerator(log_with=["jsonl", "neptune"], project_dir=tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
         Accelerator(log_with="jsonl")
     with pytest.raises(ConfigError, match="object, which isn't a tracker"):
@@ -81,11 +82,11 @@ def test_all_that_there_are(tmp_path: pathlib.Path) -> None:
     assert ("tensorboard" in there) == (importlib.util.find_spec("tensorboard") is not None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is there")
-def test_tensorboard_that_is_not_installed(tmp_path: pathlib.Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("comet_ml") is not None, reason="comet_ml is there")
+def test_a_library_that_is_not_installed() -> None:
     with pytest.raises(ConfigError, match="isn't installed") as raised:
-        Accelerator(log_with="tensorboard", project_dir=tmp_path)
-    assert raised.value.fix == "pip install tensorboard"
+        Accelerator(log_with=tracking.LoggerType.COMETML)
+    assert raised.value.fix == "pip install comet-ml"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard isn't there")
@@ -96,13 +97,20 @@ def test_tensorboard(tmp_path: pathlib.Path) -> None:
     accelerator.init_trackers("run", {"lr": 0.1, "layers": [1, 2]})
     accelerator.log({"loss": torch.tensor(0.5), "note": "fine"}, step=1)
     accelerator.log({"loss": 0.25, "both": {"a": 1, "b": 2}}, step=2)
+    tracker = accelerator.get_tracker("tensorboard")
+    tracker.log_images({"digits": torch.rand(2, 8, 8, 3)}, step=2, dataformats="NHWC")
+    assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
+    with pytest.warns(UserWarning, match="failed in log_tables, and training goes on"):
+        tracker.log_table("results", columns=["a"], data=[[1]])
+    tracker.log_table("results", columns=["a"], data=[[1]])  # says so once
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "run"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    assert [event.step for event in events.Images("digits")] == [2]
 
 
-class Registered(tracking.GeneralTracker):
+class Registered(GeneralTracker):
     """A tracker that is written as in Accelerate's documentation."""
 
     name = "registered"
@@ -134,8 +142,6 @@ def test_a_class_that_was_registered(two_ranks: Ranks) -> None:
     assert second == ([], {})
     with pytest.raises(ConfigError, match="object isn't a tracker"):
         tracking.register_tracker_class(object)
-    with pytest.raises(ConfigError, match="'wandb', and there is no such tracker"):
-        Accelerator(log_with=tracking.LoggerType.WANDB)
 
 
 def test_all_trackers_without_a_folder() -> None:
@@ -145,3 +151,59 @@ def test_all_trackers_without_a_folder() -> None:
     accelerator.init_trackers("run", {"lr": 0.1})
     accelerator.log({"loss": 1.0})
     assert accelerator.trackers == []
+
+
+class Failing(Own):
+    """A tracker of the user's own that fails in every method, as one does whose server is down."""
+
+    name = "failing"
+
+    def start(self) -> None:
+        raise ConnectionError("no route to host")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ConnectionError("no route to host")
+
+
+def test_a_tracker_that_fails_says_so_once_and_the_others_go_on() -> None:
+    failing, own = Failing(), Own()
+    accelerator = Accelerator(cpu=True, log_with=[failing, own])
+    with pytest.warns(UserWarning, match="'failing' failed in start, .*: ConnectionError: no route to host"):
+        accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 1.0})  # a second warning would be an error
+    accelerator.end_training()
+    assert own.said == [{"lr": 0.1}, ({"loss": 1.0}, None, {}), "finished"]
+    assert failing.said == [{"lr": 0.1}, "finished"]
+
+
+def test_a_library_that_fails_writes_nothing_and_training_goes_on(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").write_text("a file in the place of the folder")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with pytest.warns(UserWarning, match="'tensorboard' failed in start"):
+        accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 1.0})  # a second warning would be an error
+    accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("loss", 1.0)
+    accelerator.end_training()
+
+
+def track_on_every_rank(folder: str) -> Any:
+    """Use a tracker on every rank, as programs do that forget to ask which one they are."""
+    made = TensorBoardTracker("made by hand", folder)
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", made], project_dir=folder)
+    accelerator.init_trackers("run")
+    tracker, writer = accelerator.get_tracker("tensorboard"), accelerator.get_tracker("tensorboard", unwrap=True)
+    tracker.log_images({"digits": torch.rand(1, 3, 8, 8)}, step=1)
+    writer.add_scalar("loss", 1.0)
+    made.log({"loss": 1.0})
+    idle = MLflowTracker("never started")  # its library isn't even there
+    idle.log({"loss": 1.0})
+    idle.log_table("results", columns=["a"], data=[[1]])
+    idle.finish()
+    accelerator.end_training()
+    return bool(tracker), bool(made.run)
+
+
+def test_ranks_above_0_write_nothing(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    assert two_ranks.run(track_on_every_rank, str(tmp_path)) == [(True, True), (False, False)]
+    assert len(list((tmp_path / "run").glob("events*"))) == 1
+    assert len(list((tmp_path / "made by hand").glob("events*"))) == 1

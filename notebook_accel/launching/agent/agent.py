@@ -1,4 +1,4 @@
-"""The agent: supervises the ranks of one kernel, and never imports torch.
+"""The agent: supervises the ranks of one kernel, or of one detached run, and never imports torch.
 
 A kernel can be busy, stopped or killed at any time. So the agent does what must happen to ranks all the same: it reads
 their output, stops the others when one fails, escalates an end until every rank is gone, starts the ranks again where
@@ -17,19 +17,18 @@ from collections.abc import Iterator
 
 import msgspec
 
+from notebook_accel.launching.agent.audience import Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.memory_watch import MemoryWatch
 from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
-from notebook_accel.launching.processes import end_with_parent, kill_group, pidfd_open
+from notebook_accel.launching.processes import end_with_parent, kill_group
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
 _TICK_S = 0.1
-# The most bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now.
-_MOST_QUEUED_BYTES = 4 << 20
 _NO_TEMPLATE = "The process that ranks are forked from could not be started"
 _TEMPLATE_FAILED = messages.Broken(text=f"{_NO_TEMPLATE}.")
 _TEMPLATE_LOST = messages.Broken(text="The process that ranks are forked from has died.")
@@ -50,16 +49,15 @@ _FIXES = {errno.E2BIG: "shorten the longest environment variables, or sys.path: 
 
 
 class Agent:
-    """The event loop between one kernel and the templates and ranks that it uses.
+    """The event loop between those who are told of runs, and the templates and ranks of these.
 
     Args:
-        kernel: The connection to the kernel.
-        kernel_pid: The kernel's process.
+        audience: The kernel, or those that are attached to a detached run.
         signals: A descriptor from which the agent reads the numbers of the signals that it gets; -1 for none.
     """
 
-    def __init__(self, kernel: Connection, kernel_pid: int, signals: int = -1) -> None:
-        self._kernel = kernel
+    def __init__(self, audience: Audience, signals: int = -1) -> None:
+        self._audience = audience
         self._loop = EventLoop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
@@ -80,18 +78,16 @@ class Agent:
         self._is_quitting = False
         self._idle_timeout_s: float | None = None
         self._busy_until_s = time.monotonic()
-        kernel.set_blocking(False)
-        self._loop.watch(kernel.fileno(), self._read_kernel)
-        # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
-        self._loop.watch(pidfd_open(kernel_pid), self._quit)
+        audience.begin(self._loop, self._hear, self._quit)
         if signals >= 0:
             self._loop.watch(signals, self._read_signals)
 
     def serve(self) -> None:
         """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
         try:
-            while not self._is_quitting and (not self._is_leaving or self._runs or self._kernel.queued_bytes):
-                self._loop.wait(_TICK_S if self._runs or self._waiting else self._idle_timeout_s)
+            while not self._has_done_its_work:
+                is_busy = self._runs or self._waiting or self._audience.is_leaving
+                self._loop.wait(_TICK_S if is_busy else self._idle_timeout_s)
                 self._tick(time.monotonic())
                 self._flush()
         except ClosedError:
@@ -100,6 +96,13 @@ class Agent:
             for run in self._runs.values():
                 run.end("kill")
             self._templates.close()
+
+    @property
+    def _has_done_its_work(self) -> bool:
+        if self._is_quitting:
+            return True
+        is_last = self._is_leaving or self._audience.is_leaving
+        return is_last and not self._runs and not self._audience.queued_bytes
 
     def _tick(self, now_s: float) -> None:
         self._elastic.tick(now_s)
@@ -126,42 +129,35 @@ class Agent:
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
-    def _read_kernel(self) -> None:
-        for message in self._kernel.receive():
-            told = messages.decode_for_agent(message.body)
-            if isinstance(told, messages.Prepare):
-                self._idle_timeout_s = told.idle_timeout_s
-                self._templates.start(told)
-            elif isinstance(told, messages.Launch):
-                self._accept(told, message)
-            elif isinstance(told, messages.Interrupt):
-                self._interrupt(told.job_id)
-            elif isinstance(told, messages.Respawn):
-                self._respawn(told)
-            elif isinstance(told, messages.End):
-                self._end(told)
-            elif isinstance(told, messages.Inspect):
-                self._inspect(told)
-            elif isinstance(told, messages.Release):
-                if told.job_id in self._runs:
-                    self._runs[told.job_id].release()
-            else:
-                self._leave("stopped")
+    def _hear(self, told: messages.ToAgent, message: Message) -> None:
+        if isinstance(told, messages.Prepare):
+            self._idle_timeout_s = told.idle_timeout_s
+            self._templates.start(told)
+        elif isinstance(told, messages.Launch):
+            self._accept(told, message)
+        elif isinstance(told, messages.Interrupt):
+            self._interrupt(told.job_id)
+        elif isinstance(told, messages.Respawn):
+            self._respawn(told)
+        elif isinstance(told, messages.End):
+            self._end(told)
+        elif isinstance(told, messages.Inspect):
+            self._inspect(told)
+        elif isinstance(told, messages.Release):
+            if told.job_id in self._runs:
+                self._runs[told.job_id].release()
+        else:
+            self._leave("stopped")
 
     def _read_signals(self) -> None:
         if signal.SIGTERM in os.read(self._signals, 4096):
             self._leave("terminated")
 
     def _tell_kernel(self, message: msgspec.Struct) -> None:
-        self._kernel.queue(messages.encode(message))
+        self._audience.tell(message)
 
     def _flush(self) -> None:
-        try:
-            self._loop.watch_writing(self._kernel.fileno(), not self._kernel.flush())
-        except ClosedError:
-            raise
-        except OSError:  # the system has no memory for it just now: the rest goes with the next round
-            self._loop.watch_writing(self._kernel.fileno(), False)
+        self._audience.flush()
 
     def _leave(self, reason: messages.Reason) -> None:
         """Stop every run, with its grace, and go when the last one has ended."""
@@ -419,7 +415,7 @@ class Agent:
     # Events and output of ranks ------------------------------------------------------------------------------------
 
     def _read_logs(self, run: Run, now_s: float) -> None:
-        if self._kernel.queued_bytes > _MOST_QUEUED_BYTES:
+        if self._audience.is_behind:
             return
         for rank, size in run.with_new_output(now_s):
             self._read_rank(run, rank)  # events that it sent before it had written so much
@@ -478,7 +474,13 @@ def main(kernel_descriptor: str, kernel_pid: str) -> None:
     """Run the agent. The kernel calls this in a new interpreter."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells the agent
     end_with_parent(int(kernel_pid))
+    kernel = Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid))
+    Agent(kernel, signals_to_read()).serve()
+
+
+def signals_to_read() -> int:
+    """Return a descriptor from which the numbers of this process's signals can be read; SIGTERM does nothing else."""
     signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop, which must not be cut short, reads it from the pipe
-    Agent(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid), signals).serve()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop must not be cut short
+    return signals

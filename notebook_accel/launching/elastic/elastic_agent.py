@@ -51,12 +51,7 @@ class LeaveError(Exception):
 
 
 class Line:
-    """The connection to the agent.
-
-    Args:
-        connection: This process's end.
-        order: The agent's order.
-    """
+    """The connection to the agent, for the run of its order."""
 
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
         self._connection = connection
@@ -97,11 +92,6 @@ class Line:
 
 class ElasticAgent(api.SimpleElasticAgent):
     """Torch elastic's agent, which starts and stops this node's ranks through our own.
-
-    Args:
-        spec: Torch elastic's specification of the workers.
-        line: The connection to our agent.
-        order: Our agent's order.
 
     Attributes:
         elsewhere: The failure on another node that was the last reason to stop ranks here; ``None`` if there was none.
@@ -373,7 +363,6 @@ def _in_words(name: str, status: NodeStatus | None) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket for the ranks' store."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=4096)

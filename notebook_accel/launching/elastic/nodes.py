@@ -162,22 +162,13 @@ class Guarded:
 def show_cards(
     store: Store, rank: int, size: int, card: Card, *, deadline_s: float, waits_for: Callable[[list[int]], None]
 ) -> dict[int, Card]:
-    """Show this node's card and wait for those of the others.
+    """Show this node's card in the store of this round, and return all cards once they are there.
 
-    Args:
-        store: The store of this round alone.
-        rank: This node's number.
-        size: Number of nodes.
-        card: This node's card.
-        deadline_s: The time of ``time.monotonic()`` by which all have to be there.
-        waits_for: Called with the missing nodes, as long as there are some.
-
-    Returns:
-        The card of each node.
+    ``waits_for`` is called with the missing nodes, as long as there are some.
 
     Raises:
         MisfitError: A card differs from this one.
-        TimeoutError: Some nodes haven't come. Its argument is the list of them.
+        TimeoutError: Some nodes haven't come by ``deadline_s`` of ``time.monotonic()``. It has the list of them.
         GoneError: The store has gone.
     """
     store.set(f"card/{rank}", msgspec.msgpack.encode(card))
@@ -218,9 +209,6 @@ class NodeRound:
         rank: This node's number.
         cards: The cards of all nodes.
         silence_s: A node that is silent for so long counts as gone.
-
-    Attributes:
-        rank: This node's number.
     """
 
     def __init__(self, store: Store, rank: int, cards: dict[int, Card], silence_s: float) -> None:
@@ -282,14 +270,10 @@ class NodeRound:
 
 
 def leave(store: Store, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:
-    """Tell the other nodes that this one needs them no more; if it serves the store, wait until they say the same.
+    """Tell the other nodes that this one needs them no more.
 
-    Args:
-        store: The store of the round.
-        rank: This node's number.
-        nodes: The numbers of all nodes.
-        deadline_s: The time of ``time.monotonic()`` at which the wait ends.
-        serves: True if the store may go with this node.
+    If the store may go with this node, which then ``serves`` it, wait until they say the same, up to ``deadline_s`` of
+    ``time.monotonic()``.
     """
     store.set(f"left/{rank}", b"1")
     others = [f"left/{other}" for other in nodes if other != rank]

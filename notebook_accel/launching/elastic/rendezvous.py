@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from notebook_accel import environment
 from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patience
@@ -44,8 +45,10 @@ class RefusedError(Exception):
         self.broken = Broken(text=text, why=why, fix=fix)
 
 
-class Static(RendezvousHandler):
+class Static(StaticTCPRendezvous):
     """The rendezvous of numbered nodes: node 0 serves the store, and the others connect to it.
+
+    Torch elastic's own one doesn't count rounds, and listens on all addresses.
 
     Args:
         options: The run's options.
@@ -57,30 +60,14 @@ class Static(RendezvousHandler):
     def __init__(
         self, options: ElasticOptions, meeting: Meeting, patience: Patience, waits: Callable[[str], None]
     ) -> None:
-        self._run_id = options.run_id
+        super().__init__(
+            meeting.host, meeting.port, meeting.node_rank, meeting.most, options.run_id, int(meeting.timeout_s)
+        )
         self._meeting = meeting
         self._patience = patience
         self._waits = waits
         self._store: Any = None
         self._round = 0
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting
@@ -95,7 +82,7 @@ class Static(RendezvousHandler):
                 self._store = None
                 if meeting.node_rank == 0 or time.monotonic() > deadline_s:
                     raise
-        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        store = PrefixStore(f"{self.run_id}/{self._round}", self._store)
         info = RendezvousStoreInfo(meeting.host, meeting.port)
         return RendezvousInfo(store, meeting.node_rank, meeting.most, info)
 
@@ -106,14 +93,14 @@ class Static(RendezvousHandler):
 
     def _next_round(self, deadline_s: float) -> int:
         store = Guarded(self._store, self._patience, _ANSWER_S, "Node 0")
-        key = f"{self._run_id}/round"
+        key = f"{self.run_id}/round"
         if self._meeting.node_rank == 0:
             store.set(key, str(self._round + 1).encode())
             return self._round + 1
         while True:
             current = int(store.get(key)) if store.check([key]) else 0
             # In a round that has begun, this node's place belongs to an earlier process.
-            if current > self._round and not store.check([f"{self._run_id}/{current}/{GO}"]):
+            if current > self._round and not store.check([f"{self.run_id}/{current}/{GO}"]):
                 return current
             self._waits(waiting_for([0], self._meeting))
             if time.monotonic() > deadline_s:

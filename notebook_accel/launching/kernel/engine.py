@@ -93,6 +93,7 @@ class LaunchRequest:
             the lock is free. ``None`` for a run in the background.
         set_variables: Takes the pulled variables by name.
         on_death: Whether the other ranks stop or stay when one dies.
+        detach: True if the run goes on when the kernel ends.
     """
 
     target: Target
@@ -105,6 +106,7 @@ class LaunchRequest:
     foreground_lock: threading.Lock | None = None
     set_variables: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
+    detach: bool = False
 
 
 class Engine(Protocol):

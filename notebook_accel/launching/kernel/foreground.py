@@ -74,6 +74,15 @@ def draw_in_background(job: Job) -> None:
     _draw_in_thread(job, _open(job))
 
 
+def draw_attached(job: Job) -> None:
+    """Draw the view of a job that was attached, to its end; at once, if it has ended."""
+    view = _open(job, f"Attached to {job.name!r}: {job.status}, on {job.devices}.")
+    if job.done:
+        _guarded(job, view.close, None)
+    else:
+        _draw_in_thread(job, view)
+
+
 def show_panel(job: Job) -> None:
     """Draw a job's panel in a thread. Without a panel nothing is drawn: the run's output is shown elsewhere."""
     no_view: View = NoView(job)
@@ -86,10 +95,10 @@ def _draw_in_thread(job: Job, view: View) -> None:
     ).start()
 
 
-def _open(job: Job) -> View:
+def _open(job: Job, announcement: str = "") -> View:
     def announce_and_open() -> View:
         precision = "" if job.config.mixed_precision == "no" else f" in {job.config.mixed_precision}"
-        print(f"Launching training on {job.devices}{precision}.")
+        print(announcement or f"Launching training on {job.devices}{precision}.")
         return open_view(job)
 
     no_view: View = NoView(job)

@@ -28,6 +28,7 @@ from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures
+from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.silence import Silence
@@ -149,6 +150,7 @@ class Job(Handle):
         log_files: The ranks' logs of their standard output and error. Empty if there was no room.
         log_folder: The folder of the logs, ``None`` if there are none.
         doing: A function that returns the ranks' current work in words, set by the launching code; else empty text.
+        ended_by: The one of several who has stopped a detached run, in words; else empty.
         run_here: A function that runs the one rank in this process; ``None`` where ranks are processes.
 
     Args:
@@ -178,6 +180,7 @@ class Job(Handle):
         self.ended_s: float | None = None
         self.ending = Ending()
         self.doing: Callable[[], str] = str
+        self.ended_by = ""
         self.run_here: Callable[[], None] | None = None
         self._raised_here: BaseException | None = None
         self.log_folder = log_folder
@@ -306,6 +309,14 @@ class Job(Handle):
         """The reason of each restart of all ranks: the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
+
+    def diagnosis(self) -> Diagnosis:
+        """Return where the time of the last steps goes on each rank, and the reason why they are slow, if there is one.
+
+        Printed, it is text; ``to_dict()`` gives plain data.
+        """
+        with self.state_lock:
+            return diagnose(self.state)
 
     def logs(self, rank: int, tail: int | None = None) -> str:
         """Return the standard output and error of a rank of this node.
@@ -436,8 +447,8 @@ class Job(Handle):
         self._elsewhere = elsewhere
         self._reason = reason
         self._engine_error = error
-        self.ended_s = time.monotonic()
-        status, why = self._end_status(), ""
+        self.ended_s = self._now_s()
+        status, why = self._end_status(), f"by {self.ended_by}" if self.ended_by else ""
         if status == "failed":
             why = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
             if error is not None:
@@ -458,6 +469,10 @@ class Job(Handle):
         self._raised_here = raised
         self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
 
+    def _now_s(self) -> float:
+        """Return the time of what is being delivered, in seconds of ``time.monotonic()``."""
+        return time.monotonic()
+
     def _tell(self, request: Callable[[RunControl], None]) -> None:
         if self._control is not None and not self.done:
             request(self._control)
@@ -475,7 +490,9 @@ class Job(Handle):
                 fix="give timeout_s more time, or leave it out",
             )
         if self._reason in ("stopped", "interrupted"):
-            return RunStoppedError(f"The run {self.name!r} was {self._reason}.")
+            return RunStoppedError(
+                f"The run {self.name!r} was {self._reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
+            )
         if self._reason == "terminated":
             return RunStoppedError(
                 f"The run {self.name!r} was stopped, since its agent process got SIGTERM.",

@@ -15,7 +15,17 @@ import msgspec
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching.kernel import elastic, foreground, fork, inline, local, preflight, registry
+from notebook_accel.launching.kernel import (
+    detached,
+    detached_runs,
+    elastic,
+    foreground,
+    fork,
+    inline,
+    local,
+    preflight,
+    registry,
+)
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
@@ -33,6 +43,7 @@ def launch_function(
     *,
     foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
+    detach: bool = False,
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
@@ -44,6 +55,7 @@ def launch_function(
         config: The options.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
         on_death: Whether the other ranks stop or stay when one dies.
+        detach: Whether the run goes on when the kernel ends.
         show: Shows a run in the background.
     """
     label = getattr(function, "__name__", type(function).__name__)
@@ -57,6 +69,7 @@ def launch_function(
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,
+        detach=detach,
     )
     return _launch(request, show)
 
@@ -71,6 +84,7 @@ def launch_cell(
     pull: Sequence[str] = (),
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     foreground_lock: threading.Lock | None = None,
+    detach: bool = False,
 ) -> Job:
     """Start a cell on all ranks and return its job.
 
@@ -83,6 +97,7 @@ def launch_cell(
         pull: Variables whose values on rank 0 come back.
         set_variables: Takes them when the results are read; after a failure or an interrupt, as they were then.
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
+        detach: Whether the run goes on when the kernel ends.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -104,6 +119,7 @@ def launch_cell(
         optional_names=cell.optional_names(names, push),
         set_variables=set_variables,
         foreground_lock=foreground_lock,
+        detach=detach,
     )
     return _launch(request)
 
@@ -158,6 +174,9 @@ def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
         findings += error.findings
     except NotebookAccelError as error:  # which a launch would raise before it has started anything
         return f"refused: {error}", True
+    findings += detached_runs.logout_findings()
+    if going := detached_runs.going_in_words():
+        lines.append(f"note: {going} It takes a part of the devices and of the memory.")
     said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
     text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
     return text, any(finding.refuses for finding in findings)
@@ -196,6 +215,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
+        is_detached=request.detach,
     )
     request = dataclasses.replace(
         request,
@@ -204,7 +224,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         devices=devices.describe(world_size),
         variables=variables,
     )
-    job = (cluster or _engine(request.config)).launch(request)
+    job = (detached.DetachedEngine() if request.detach else cluster or _engine(request.config)).launch(request)
     registry.add(job)
     return job
 
@@ -233,6 +253,7 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables: dict[str, str] = {
         environment.MIXED_PRECISION: config.mixed_precision,
+        environment.PROFILE: config.profile,
         # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
         # knows that its processes are there already, and asks neither Slurm nor MPI then.
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
@@ -243,6 +264,10 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     }
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
+    if config.dynamo_backend != "no":  # otherwise the user's own variable counts
+        variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
+    if config.fsdp:
+        variables |= environment.fsdp_variables(config.fsdp_options)
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}

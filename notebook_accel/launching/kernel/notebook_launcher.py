@@ -33,10 +33,14 @@ def notebook_launcher(
     *,
     kwargs: Mapping[str, Any] | None = None,
     background: bool = False,
+    detach: bool = False,
+    keep_days: float | None = None,
     start_method: str = "auto",
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
     gradient_accumulation_steps: int | None = None,
+    fsdp: bool = False,
+    fsdp_options: Mapping[str, Any] | None = None,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
@@ -44,6 +48,7 @@ def notebook_launcher(
     grace_s: float | None = None,
     log_dir: str = "",
     name: str = "",
+    profile: str = "on",
     view: str = "auto",
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
@@ -74,11 +79,16 @@ def notebook_launcher(
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
+        detach: Return a ``Job`` at once, and let the run go on when the kernel ends; ``attach`` finds it again.
+        keep_days: Days that the folder of a detached run stays after its end.
         start_method: Way of starting ranks: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
             function runs in the kernel's process, as the one rank, where a debugger works.
         preload: Names of modules to import before ranks are forked.
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
         gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without an own value.
+        fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.
+        fsdp_options: Settings of ``fsdp`` by the names of Accelerate's flags without ``fsdp_``, such as
+            ``{"state_dict_type": "full_state_dict"}``.
         use_cpu: Train on the CPU even where there are GPUs.
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
@@ -86,12 +96,13 @@ def notebook_launcher(
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
+        profile: ``on``, or ``off`` if the ranks shall not measure where the time of their steps goes.
         view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``.
         engine: Place of the ranks: ``local``, this machine, or ``ray``, a Ray cluster.
         engine_options: Options of the engine; see ``RayOptions``.
 
     Returns:
-        ``Results``, one value a rank; or, with ``background=True``, the ``Job``.
+        ``Results``, one value a rank; or, with ``background=True`` or ``detach=True``, the ``Job``.
 
     Raises:
         ConfigError: An option has a value that isn't allowed.
@@ -110,14 +121,17 @@ def notebook_launcher(
     renamed = {
         "main_process_port": int(use_port) if isinstance(use_port, str) and use_port.isdigit() else use_port,
         "rdzv_conf": tuple(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
+        "fsdp_options": tuple(f"{key}={value}" for key, value in (fsdp_options or {}).items()),
         "engine_options": tuple(f"{key}={json.dumps(value)}" for key, value in (engine_options or {}).items()),
     }
     options = configuration.resolve(named | renamed, environ={})
 
     def launch(lock: threading.Lock | None = None) -> Job:
-        return launcher.launch_function(function, tuple(args), dict(kwargs or {}), options, foreground_lock=lock)
+        return launcher.launch_function(
+            function, tuple(args), dict(kwargs or {}), options, foreground_lock=lock, detach=detach
+        )
 
-    return launch() if background else foreground.run_in_foreground(launch)
+    return launch() if background or detach else foreground.run_in_foreground(launch)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:

@@ -47,6 +47,7 @@ def check(
     devices = devices or Devices.find(config)
     findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
     findings += [_restarts_without_template(config, devices), _options_without_engine(config)]
+    findings += [_options_without_fsdp(config), _fsdp_on_tpus(config, devices)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
@@ -79,6 +80,26 @@ def _options_without_engine(config: LaunchConfig) -> Finding | None:
         f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
         "These options are for a cluster, and engine='local' runs ranks on this machine.",
         "--engine ray (engine='ray'), or leave them out",
+    )
+
+
+def _options_without_fsdp(config: LaunchConfig) -> Finding | None:
+    if not config.fsdp_options or config.fsdp:
+        return None
+    return Finding(
+        f"fsdp_options={', '.join(config.fsdp_options)!r} would do nothing.",
+        "They are settings of sharded models, and without fsdp each rank holds whole ones.",
+        "--fsdp (fsdp=True), or leave them out",
+    )
+
+
+def _fsdp_on_tpus(config: LaunchConfig, devices: Devices) -> Finding | None:
+    if not config.fsdp or devices.platform is None:
+        return None
+    return Finding(
+        "fsdp was asked for, and the ranks run on TPUs.",
+        "torch's fully_shard is for GPUs and CPUs.",
+        "leave out --fsdp",
     )
 
 

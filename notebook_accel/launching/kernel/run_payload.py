@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import linecache
 import os
+import pathlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -126,29 +127,60 @@ class PreparedRun(NamedTuple):
     result_files: list[int]
 
 
+class RunFiles:
+    """The files of a run that ends with its kernel: anonymous memory files, and a folder for the logs."""
+
+    def open_payload(self) -> int:
+        """Return the descriptor of an empty file for the payload."""
+        return memory_files.memory_file("notebook-accel-payload")
+
+    def seal_payload(self, payload: int) -> None:
+        """Protect the whole payload from changes."""
+        memory_files.make_unwritable(payload)
+
+    def open_result(self, rank: int) -> int:
+        """Return the descriptor of an empty file for a rank's result."""
+        return memory_files.memory_file(f"notebook-accel-result-{rank}")
+
+    def log_folder(self, log_dir: str, name: str) -> pathlib.Path | None:
+        """Make the folder of the logs, as ``logs.make_folder`` does."""
+        return logs.make_folder(log_dir, name)
+
+
 @contextlib.contextmanager
 def prepared_run(
-    request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str] = {}
+    request: LaunchRequest,
+    pickled: serialization.Pickled,
+    unsent: Mapping[str, str] = {},
+    *,
+    files: RunFiles | None = None,
+    make_job: Callable[..., Job] = Job,
 ) -> Iterator[PreparedRun]:
     """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
-    ``unsent`` are names that were left out, each with the reason.
+    Args:
+        request: The launch.
+        pickled: The pickled target.
+        unsent: Names that were left out, each with the reason.
+        files: Makes the run's files.
+        make_job: Makes the job, with the arguments of ``Job``.
     """
+    files = files or RunFiles()
     spec = msgspec.structs.replace(
         request.spec,
         sources=notebook_sources(pickled.by_value) | dict(request.spec.sources),
         unsent=dict(unsent),
     )
-    payload = memory_files.memory_file("notebook-accel-payload")
+    payload = files.open_payload()
     try:
         serialization.dump(payload, pickled, spec.encode())
-        memory_files.make_unwritable(payload)
-        files = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
-        folder = logs.make_folder(request.config.log_dir, spec.name)
+        files.seal_payload(payload)
+        results = [files.open_result(rank) for rank in range(spec.world_size)]
+        folder = files.log_folder(request.config.log_dir, spec.name)
         request = dataclasses.replace(request, spec=spec)
-        job = Job(request, by_value=pickled.by_value, result_files=files, log_folder=folder)
+        job = make_job(request, by_value=pickled.by_value, result_files=results, log_folder=folder)
         try:
-            yield PreparedRun(job, payload, files)
+            yield PreparedRun(job, payload, results)
         except BaseException:
             job.kill()
             raise

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel.launching.ranks import bars, displays, loops
+from notebook_accel.launching.ranks import bars, displays, torch_hooks
 
 
 class RankShell:
@@ -87,7 +87,7 @@ def install(namespace: dict[str, Any], rank: int) -> None:
     builtins.display = displays.display  # type: ignore[attr-defined]
     displays.install(rank)
     bars.install()
-    loops.install()
+    torch_hooks.install()
 
 
 def _input(_prompt: object = "", /) -> str:

@@ -1,30 +1,24 @@
-"""Counts the steps of every training loop in a rank and reports its loss, by hooks in torch itself.
+"""The training loops of a rank, and the choice of the one that its row counts.
 
 A loop over a ``DataLoader`` counts its batches, whichever library runs it. A loop without a loader counts its optimizer
-steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row.
-
-The loss is the number whose gradients the program computes. A metric named ``loss`` that the program reports itself
-takes its place.
-
-This module never imports torch. Its hooks are placed when torch is imported, which the template has done before a rank
-starts. A step costs two Python calls and an increment.
+steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row. ``torch_hooks`` calls this.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-import types
 import weakref
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel import reporting
-from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.protocol import events
 
-_ATTRIBUTE = "_notebook_accel_loop"  # of a DataLoader's iterator
-_LOSS_ATTRIBUTE = "_notebook_accel_loss"  # of a loss that a scaler has made: the loss before
+if TYPE_CHECKING:
+    from notebook_accel.launching.ranks.phases import StepClock
+
+ATTRIBUTE = "_notebook_accel_loop"
+"""The attribute of a DataLoader's iterator that holds its ``LoopCounter``."""
 _LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
@@ -46,6 +40,7 @@ class LoopCounter(reporting.Counter):
 
     Attributes:
         known: The better counter of a loader that counts itself, ``None`` for others.
+        is_evaluation: True if the loop takes batches and doesn't train.
         has_ended: True once the loader has no more batches, or its iterator is gone.
         trains: True once gradients were computed or an optimizer has stepped during this loop.
         has_gradients: False if gradients were disabled when this loop was last entered.
@@ -56,14 +51,15 @@ class LoopCounter(reporting.Counter):
     """
 
     __slots__ = (
-        "epoch_number", "has_ended", "has_gradients", "iterator", "known", "rival", "training_before", "trains",
+        "epoch_number", "has_ended", "has_gradients", "is_evaluation", "iterator", "known", "rival",
+        "training_before", "trains",
     )  # fmt: skip
 
     def __init__(self, total: int | None = None, known: reporting.Counter | None = None) -> None:
         super().__init__(total=total)
         self.epoch_number = 1
         self.known = known
-        self.has_ended = self.trains = False
+        self.has_ended = self.trains = self.is_evaluation = False
         self.has_gradients = True
         self.training_before = 0
         self.iterator: weakref.ref[Any] | None = None
@@ -80,7 +76,7 @@ class LoopCounter(reporting.Counter):
 
     def set_evaluation(self, is_evaluation: bool) -> None:
         """Label the loop as an evaluation, which has no epochs, or as training."""
-        shown = self.known or self
+        shown, self.is_evaluation = self.known or self, is_evaluation
         shown.label = events.EVALUATION if is_evaluation else ""
         self.epoch = None if is_evaluation else self.epoch_number
 
@@ -92,6 +88,7 @@ class Loops:
         current: The loop that steps, ``None`` before the first batch and after a change of the bars.
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
+        clock: The clock of the steps' phases, ``None`` if nobody measures them.
         loss: The loss that an ``Accelerator`` is dividing by its accumulation steps and computing gradients of.
     """
 
@@ -99,6 +96,7 @@ class Loops:
         self.current: LoopCounter | None = None
         self.trained = 0
         self.bars: Bars | None = None
+        self.clock: StepClock | None = None
         self.loss: Any = None
         self._begin_count()
 
@@ -108,11 +106,22 @@ class Loops:
         self._alone = LoopCounter()  # optimizer steps without a loader
         self._stepped: set[int] = set()  # the optimizers that have stepped since the latest of these steps
 
-    def begin_cell(self) -> None:
-        """Start new counts, since a session's cell begins."""
+    @contextlib.contextmanager
+    def count_cell(self) -> Iterator[None]:
+        """Start new counts for a session's cell. Between two cells no time passes for the clock."""
         self.current = None
         self._begin_count()
         reporting.reporter().has_own_loss = False
+        try:
+            yield
+        finally:
+            if self.clock is not None:
+                self.clock.stop()
+
+    @property
+    def is_alone(self) -> bool:
+        """True while optimizer steps without a loader are counted."""
+        return self.current is self._alone
 
     def decide_again(self) -> None:
         """Choose the shown counter anew at the next batch, since a bar was opened or closed."""
@@ -129,11 +138,11 @@ class Loops:
             loop.epoch = loop.epoch_number = (last.epoch_number if last else 1) + is_epoch
             self._epochs[loader] = loop
         loop.iterator = weakref.ref(iterator, loop.end)
-        setattr(iterator, _ATTRIBUTE, loop)
+        setattr(iterator, ATTRIBUTE, loop)
         if self.bars is not None:
             self.bars.enter_loop()
 
-    def turn_to(self, loop: LoopCounter) -> None:
+    def turn_to(self, loop: LoopCounter, has_gradients: bool) -> None:
         """Make ``loop``, which takes a batch, the current one, unless it only runs beside the current one.
 
         Of two loops that take their batches in turns, the first one counts.
@@ -148,7 +157,7 @@ class Loops:
         self._stepped.clear()
         self.current = loop
         loop.training_before = self.trained
-        loop.has_gradients = _are_gradients_enabled()
+        loop.has_gradients = has_gradients
         if not loop.trains:
             loop.set_evaluation(not loop.has_gradients)
         if loop.known is None:
@@ -162,19 +171,22 @@ class Loops:
         if reporter.is_connected and (self.bars is None or not self.bars.count_steps):
             reporter.show(loop)
 
-    def step_optimizer(self, optimizer: Any) -> None:
+    def step_optimizer(self, optimizer: Any) -> bool:
         """Count a step of an optimizer. Only steps without a running loader reach the row.
 
         Of several optimizers the one that steps most counts. A loader that reads ahead has ended when the last batch
         is trained on, so the second step after its end is the first that shows a loop without a loader.
+
+        Returns:
+            True if this ends a step of a loop without a loader.
         """
         self.trained += 1
         current, alone = self.current, self._alone
         if current is not None and current is not alone and not current.has_ended:
-            return
+            return False
         if id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
-            return
+            return False
         self._stepped = {id(optimizer)}
         if current is not alone:
             alone = self._alone = LoopCounter()
@@ -182,6 +194,7 @@ class Loops:
             self._show(alone)
             alone.step = 1
         alone.step += 1
+        return True
 
     def refresh(self) -> None:
         """Tell training from evaluation, and return to training after one. Called before each look at the counters."""
@@ -203,113 +216,6 @@ _loops = Loops()
 def loops() -> Loops:
     """Return the loops of this rank."""
     return _loops
-
-
-def install() -> None:
-    """Count from now on, whether torch has been imported or not."""
-    reporting.reporter().before_sample(_loops.refresh)
-    when_imported("torch.utils.data.dataloader", _patch_loaders)
-    when_imported("torch.autograd", _patch_backward)
-    when_imported("torch.optim.optimizer", _hook_optimizers)
-    when_imported("torch.amp.grad_scaler", _patch_scaler)
-    when_imported("accelerate.accelerator", _patch_accelerator)
-    when_imported("notebook_accel.training.accelerator", _patch_accelerator)
-
-
-def _patch_loaders(module: types.ModuleType) -> None:
-    loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
-    original_iter, original_next = loader_class.__iter__, iterator_class.__next__
-    original_init = iterator_class.__init__
-
-    @functools.wraps(original_iter)
-    def iterate(self: Any) -> Any:
-        iterator = original_iter(self)
-        if isinstance(iterator, iterator_class):
-            _loops.begin(self, iterator)
-        return iterator
-
-    @functools.wraps(original_init)
-    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        original_init(self, loader, *args, **kwargs)
-        if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
-            _loops.begin(getattr(loader, "d", loader), self)
-
-    @functools.wraps(original_next)
-    def take(self: Any) -> Any:
-        loop = getattr(self, _ATTRIBUTE, None)
-        try:
-            batch = original_next(self)
-        except StopIteration:
-            if loop is not None:
-                loop.has_ended = True
-            raise
-        if loop is not None:
-            if loop is not _loops.current:
-                _loops.turn_to(loop)
-            loop.step += 1
-        return batch
-
-    loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = iterate, take, begin
-
-
-def _patch_backward(module: types.ModuleType) -> None:
-    original = module.backward
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        _loops.trained += 1
-        _report_loss(args[0] if args else kwargs.get("tensors"))
-        return original(*args, **kwargs)
-
-    module.backward = backward  # type: ignore[attr-defined]
-
-
-def _report_loss(differentiated: Any) -> None:
-    loss = _loops.loss if _loops.loss is not None else differentiated
-    loss = getattr(loss, _LOSS_ATTRIBUTE, loss)
-    is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
-    # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
-    if is_dense and loss.numel() == 1 and not hasattr(loss, "__tensor_flatten__"):
-        reporting.reporter().report_loss(loss.detach())
-
-
-def _patch_scaler(module: types.ModuleType) -> None:
-    original = module.GradScaler.scale
-
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if scaled is not outputs and hasattr(outputs, "detach"):
-            setattr(scaled, _LOSS_ATTRIBUTE, outputs.detach())
-        return scaled
-
-    module.GradScaler.scale = scale
-
-
-def _patch_accelerator(module: types.ModuleType) -> None:
-    """Report the loss before it is divided, in Accelerate's ``Accelerator`` and in ours."""
-    original = module.Accelerator.backward
-
-    @functools.wraps(original)
-    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        _loops.loss = loss
-        try:
-            return original(self, loss, **kwargs)
-        finally:
-            _loops.loss = None
-
-    module.Accelerator.backward = backward
-
-
-def _hook_optimizers(module: types.ModuleType) -> None:
-    def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        _loops.step_optimizer(optimizer)
-
-    module.register_optimizer_step_post_hook(stepped)
-
-
-def _are_gradients_enabled() -> bool:
-    return bool(sys.modules["torch"].is_grad_enabled())
 
 
 def _length(loader: Any) -> int | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching.processes import arm_stacks
+from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, store, streams
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -79,6 +79,8 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     arm_stacks(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
+    if spec.is_detached:
+        set_title(f"notebook-accel rank {order.place.rank} of {spec.name}")
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)

@@ -40,12 +40,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A reservation for a run.
-
-    Attributes:
-        group: Ray's placement group, one bundle a rank.
-        nodes: The nodes in the order of the ranks.
-    """
+    """A reservation for a run: Ray's placement group, one bundle a rank, and its nodes in the order of the ranks."""
 
     group: Any
     nodes: tuple[Node, ...]
@@ -53,12 +48,7 @@ class Placement:
 
 @dataclasses.dataclass(eq=False)
 class Host:
-    """The notebook's ``NodeHost`` on a node.
-
-    Attributes:
-        actor: The actor.
-        slot: The agent that it runs.
-    """
+    """The actor that is the notebook's ``NodeHost`` on a node, and the agent that it runs."""
 
     actor: Any
     slot: AgentSlot = dataclasses.field(default_factory=AgentSlot)
@@ -69,12 +59,7 @@ _deputies: dict[str, Any] = {}  # by connection
 
 
 class Cluster:
-    """A cluster that this process is connected to.
-
-    Args:
-        connection: The connection.
-        options: The launch's options.
-    """
+    """A cluster that this process is connected to, and the options of a launch on it."""
 
     def __init__(self, connection: ClusterConnection, options: RayOptions) -> None:
         self.connection = connection
@@ -126,13 +111,9 @@ class Cluster:
         notice: Callable[[str], None],
         is_wanted: Callable[[], bool],
     ) -> Placement:
-        """Wait until the cluster has reserved what the ranks need.
+        """Wait until the cluster has reserved these resources for each rank.
 
-        Args:
-            world_size: Number of ranks.
-            resources: Needs of each rank.
-            notice: Called with what is missing, now and then.
-            is_wanted: Tells whether anybody still waits for it.
+        ``notice`` is called with what is missing, now and then; ``is_wanted`` tells whether anybody still waits.
 
         Raises:
             LaunchError: The cluster can't reserve it, or not in time.
@@ -207,7 +188,6 @@ class Cluster:
         return f"{amounts}, but not as strategy={self._options.strategy!r} wants it" if is_there else amounts
 
     def release(self, group: Any) -> None:
-        """Give back what was reserved."""
         with contextlib.suppress(Exception):  # the cluster may be gone
             self.connection.call(lambda: self._placement_call("remove_placement_group", group))
 
@@ -293,7 +273,6 @@ class Cluster:
         return list(dict.fromkeys(gpu for of_rank in found for gpu in of_rank))
 
     def is_alive(self, node: Node) -> bool:
-        """Return whether the cluster still has a node."""
         return any(known["NodeID"] == node.id and known["Alive"] for known in self.connection.call(self.ray.nodes))
 
 
@@ -301,7 +280,6 @@ class _Deputy:
     """Calls Ray for a notebook that is connected by Ray Client, which would have a new process do so each time."""
 
     def call(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a function of ``ray.util.placement_group``."""
         return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
 
 

@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
@@ -50,17 +50,7 @@ _LEAVE_PERIOD_S = 0.01
 
 
 class ClusterConnection:
-    """A connection to a cluster, watched until it ends.
-
-    Args:
-        ray: The library, connected.
-
-    Attributes:
-        ray: The library.
-        job_id: Ray's name for what belongs to this connection.
-        lock: Held by calls and by ``ray.shutdown()``.
-        is_driver: True if Ray is in this process: calls are its own, and what actors return is in its memory.
-    """
+    """A connection to a cluster through this Ray, watched until it ends. See ``_Link`` for its attributes."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
@@ -129,10 +119,7 @@ class ClusterConnection:
                 raise
 
     def ask(self, what: Callable[[], Any]) -> Answer:
-        """Call an actor, and return the answer to come.
-
-        Args:
-            what: Makes the call; returns Ray's reference to the answer.
+        """Call an actor, by what returns Ray's reference to the answer, and return the answer to come.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -148,12 +135,7 @@ class ClusterConnection:
     def answers(
         self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> list[Any]:
-        """Wait for actors' answers.
-
-        Args:
-            answers: The answers to come.
-            patience_s: Longest wait, in all.
-            is_wanted: Tells whether anybody still waits for them.
+        """Wait for actors' answers, as long as ``is_wanted`` says that somebody still waits for them.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -188,31 +170,42 @@ class ClusterConnection:
     def call(self, what: Callable[[], _T], patience_s: float = _CALL_PATIENCE_S) -> _T:
         """Ask Ray something for which it waits by itself, such as what the cluster has.
 
-        Args:
-            what: Asks it.
-            patience_s: Longest wait.
-
         Raises:
             SupervisorLostError: The connection has ended.
             LaunchError: The cluster has not answered in time.
         """
-        call = _Call(what)
         # Ray would ask for ever, even after a shutdown, and then end the process.
         while why_not_reached(self._link.head):
             self.check()
             self._has_ended.wait(_LOOK_PERIOD_S)
         self.check()
-        threading.Thread(target=call.make, args=(self,), name="notebook-accel-ray-call", daemon=True).start()
+        answers: list[_T] = []
+        raised: list[BaseException] = []
+        is_done = Latch()
+
+        def ask() -> None:
+            try:
+                with self.used(), self.held():
+                    answers.append(what())
+            except SystemExit:  # so Ray ends a thread that is inside it when it is shut down
+                raised.append(ConnectionError("Ray was shut down."))
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                raised.append(error)
+            is_done.set()
+
+        threading.Thread(target=ask, name="notebook-accel-ray-call", daemon=True).start()
         deadline_s = time.monotonic() + patience_s
-        while not call.is_done.wait(_LOOK_PERIOD_S):
+        while not is_done.wait(_LOOK_PERIOD_S):
             self.check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(
                     f"The cluster has not answered for {patience_s:g} s.", fix="ray status shows how it is"
                 )
-        if isinstance(call.raised, ConnectionError):
-            self.check()
-        return call.result()
+        for error in raised:
+            if isinstance(error, ConnectionError):
+                self.check()
+            raise error
+        return answers[0]
 
     def _judge(self, error: Exception) -> None:
         """Raise ``SupervisorLostError`` if an error of Ray's comes from the connection's end."""
@@ -251,33 +244,6 @@ class ClusterConnection:
                     "process whose cluster has no head for a minute, so this one was disconnected."
                 )
         self.leave()
-
-
-class _Call(Generic[_T]):
-    """A question to Ray, asked in a thread of its own."""
-
-    def __init__(self, what: Callable[[], _T]) -> None:
-        self._what = what
-        self._answers: list[_T] = []
-        self.raised: BaseException | None = None
-        self.is_done = Latch()
-
-    def make(self, connection: ClusterConnection) -> None:
-        """Ask. Runs in the thread."""
-        try:
-            with connection.used(), connection.held():
-                self._answers.append(self._what())
-        except SystemExit:  # so Ray ends a thread that is inside it when it is shut down
-            self.raised = ConnectionError("Ray was shut down.")
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-            self.raised = error
-        self.is_done.set()
-
-    def result(self) -> _T:
-        """Return the answer, or raise the error."""
-        if self.raised is not None:
-            raise self.raised
-        return self._answers[0]
 
 
 class _Link(Protocol):
@@ -344,10 +310,7 @@ _lock = threading.Lock()
 
 
 def connect(address: str) -> ClusterConnection:
-    """Return the notebook's connection, a new one if it has none.
-
-    Args:
-        address: The address, as ``RayOptions`` has it.
+    """Return the notebook's connection, a new one to this address if it has none. See ``RayOptions``.
 
     Raises:
         ConfigError: Ray isn't installed, or there is no such cluster, or it can't be used from here.

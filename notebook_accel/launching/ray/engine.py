@@ -30,7 +30,6 @@ class RayEngine:
         return Devices("GPU", gpus) if gpus else Devices("CPU", 1)
 
     def check(self, config: LaunchConfig) -> tuple[Finding, ...]:
-        """Return findings on what the ranks need and the cluster doesn't have."""
         world_size = config.num_processes or self.devices(config).available
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 

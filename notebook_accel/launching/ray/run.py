@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,16 +29,7 @@ _FAREWELL_S = 10.0
 
 
 class RayRun(RemoteRun):
-    """One run on a Ray cluster.
-
-    Args:
-        job: The run's job.
-        cluster: The cluster.
-        payload: The sealed payload's descriptor; the payload is put into the cluster's object store here.
-        result_files: The job's memory files, one a rank.
-        resources: Reservation for each rank.
-        variables: Environment variables that the launch itself sets for the ranks.
-    """
+    """One run on a Ray cluster. Its sealed payload is put into the cluster's object store at once."""
 
     def __init__(
         self,
@@ -83,13 +75,8 @@ class RayRun(RemoteRun):
         opened = []
         for number, (node, there) in enumerate(self._on_nodes):
             port = None if number else job.config.main_process_port or 0  # the first one has the ranks' store
-            opened.append(
-                self._connection.ask(
-                    functools.partial(
-                        there.actor.open.remote, attempt_id, job.name, job.config.log_dir, len(node.bundles), port
-                    )
-                )
-            )
+            count = len(node.bundles)
+            opened.append(self._ask(there, "open", attempt_id, job.name, job.config.log_dir, count, port))
         parts: list[NodePart] = []
         first = 0
         for node, (there, facts), answer in zip(self._placement.nodes, checked, opened, strict=True):
@@ -99,14 +86,14 @@ class RayRun(RemoteRun):
             first = ranks.stop
             parts.append(
                 NodePart(
-                    self,
-                    there.slot.agent(agent_pid, facts, make_stream),
-                    part_id=attempt_id,
+                    run=self,
+                    agent=there.slot.agent(agent_pid, facts, make_stream),
+                    id=attempt_id,
                     address=node.address,
                     ranks=ranks,
                     variables=self._gpu_variables(node),
                     store_port=store_port,
-                    log_folder=log_folder,
+                    log_folder=pathlib.Path(log_folder) if log_folder else None,
                 )
             )
         return parts
@@ -119,31 +106,22 @@ class RayRun(RemoteRun):
             SupervisorLostError: The node, or the cluster, has gone.
             NotWantedError: Nobody wants the run any more.
         """
-        there = self._cluster.host(node)
-        try:
-            facts = self._facts(there)
-        except self._cluster.ray.exceptions.RuntimeEnvSetupError as error:
-            self._cluster.drop(there.actor)
-            raise ProcessStartError(
-                f"The runtime environment could not be set up on the node {node.address}.",
-                why=str(error).strip(),
-                fix="another runtime_env in engine_options, or install what is missing on the nodes",
-            ) from None
-        except (self._cluster.ray.exceptions.RayError, TimeoutError):
-            self._cluster.drop(there.actor)
+        for is_last in (False, True):
             there = self._cluster.host(node)
             try:
                 facts = self._facts(there)
+                break
+            except self._cluster.ray.exceptions.RuntimeEnvSetupError as error:
+                self._cluster.drop(there.actor)
+                raise ProcessStartError(
+                    f"The runtime environment could not be set up on the node {node.address}.",
+                    why=str(error).strip(),
+                    fix="another runtime_env in engine_options, or install what is missing on the nodes",
+                ) from None
             except (self._cluster.ray.exceptions.RayError, TimeoutError) as error:
                 self._cluster.drop(there.actor)
-                if not self._cluster.is_alive(node):
-                    raise _host_lost_error(self._cluster, node, "what was to start ranks there", error) from None
-                raise ProcessStartError(
-                    f"What starts ranks on the node {node.address} could not be started there.",
-                    why=last_line(error),
-                    fix="install notebook-accel and torch on every node, "
-                    "or engine_options={'runtime_env': {'pip': [...]}}",
-                ) from None
+                if is_last:
+                    raise self._start_error(node, error) from None
         here = host.versions()
         for name, version in facts.versions.items():
             if version != here[name]:
@@ -154,10 +132,18 @@ class RayRun(RemoteRun):
                 )
         return there, facts
 
+    def _start_error(self, node: Node, error: Exception) -> NotebookAccelError:
+        if not self._cluster.is_alive(node):
+            return _host_lost_error(self._cluster, node, "what was to start ranks there", error)
+        return ProcessStartError(
+            f"What starts ranks on the node {node.address} could not be started there.",
+            why=last_line(error),
+            fix="install notebook-accel and torch on every node, or engine_options={'runtime_env': {'pip': [...]}}",
+        )
+
     def _facts(self, there: Host) -> host.NodeFacts:
-        asked = [self._connection.ask(there.actor.facts.remote)]
         patience_s = _INSTALL_DEADLINE_S if self._cluster.has_environment else _START_DEADLINE_S
-        [facts] = self._connection.answers(asked, patience_s, self._is_wanted)
+        [facts] = self._connection.answers([self._ask(there, "facts")], patience_s, self._is_wanted)
         return host.NodeFacts(*facts[: len(host.NodeFacts._fields)])
 
     def _gpu_variables(self, node: Node) -> dict[str, str]:
@@ -170,12 +156,15 @@ class RayRun(RemoteRun):
 
     def _launch(self, bodies: Sequence[bytes]) -> None:
         started = [
-            self._connection.ask(functools.partial(there.actor.launch.remote, self._attempt_id, body, self._payload))
+            self._ask(there, "launch", self._attempt_id, body, self._payload)
             for (_, there), body in zip(self._on_nodes, bodies, strict=True)
         ]
         for (node, _), answer in zip(self._on_nodes, started, strict=True):
             # Also when the run is not wanted any more: ranks that are there can be told, and end by themselves.
             self._answer(node, answer, _TRANSFER_DEADLINE_S, lambda: True)
+
+    def _ask(self, there: Host, method: str, *args: Any, **options: Any) -> Answer:
+        return self._connection.ask(functools.partial(getattr(there.actor, method).remote, *args, **options))
 
     def _answer(self, node: Node, answer: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
         """Return a host's answer to what starts the ranks."""
@@ -191,9 +180,9 @@ class RayRun(RemoteRun):
 
     def _results(self, part: NodePart) -> Sequence[Any]:
         node, there = self._on_nodes[self._parts.index(part)]
-        call = functools.partial(there.actor.results.remote, self._attempt_id, as_buffers=self._connection.is_driver)
         try:
-            [results] = self._connection.answers([self._connection.ask(call)], _TRANSFER_DEADLINE_S)
+            asked = self._ask(there, "results", self._attempt_id, as_buffers=self._connection.is_driver)
+            [results] = self._connection.answers([asked], _TRANSFER_DEADLINE_S)
         except self._cluster.ray.exceptions.RayError as error:
             self._cluster.drop(there.actor)
             raise _host_lost_error(self._cluster, node, part.ranks_in_words, error) from None
@@ -205,11 +194,9 @@ class RayRun(RemoteRun):
         if not self._connection.is_there:
             return
         kill = messages.encode(messages.End(job_id=self._attempt_id, how="kill"))
-        arguments = self._attempt_id, kill, self.job.config.idle_timeout_s
+        idle_timeout_s = self.job.config.idle_timeout_s
         with contextlib.suppress(Exception):  # some of it is gone already
-            closed = [
-                self._connection.ask(functools.partial(there.actor.close.remote, *arguments)) for _, there in on_nodes
-            ]
+            closed = [self._ask(there, "close", self._attempt_id, kill, idle_timeout_s) for _, there in on_nodes]
             self._connection.answers(closed, _FAREWELL_S)
         if placement is not None:
             self._cluster.release(placement.group)
@@ -272,7 +259,6 @@ class _ActorStream:
 
 
 def _host_lost_error(cluster: Cluster, node: Node, ranks: str, error: BaseException) -> SupervisorLostError:
-    """Return the error of a run whose host on a node doesn't answer."""
     lost = f"The node {node.address} has gone, and {ranks} with it."
     if cluster.is_alive(node):
         lost = f"What runs {ranks} on the node {node.address} was ended, or doesn't answer."

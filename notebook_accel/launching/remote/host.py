@@ -58,8 +58,7 @@ def versions() -> dict[str, str]:
 class NodeHost:
     """Runs the parts of runs that are on its node. The kernel calls its methods, several at a time.
 
-    Args:
-        address: The node's address, as other nodes reach it.
+    Other nodes reach its node at ``address``.
     """
 
     def __init__(self, address: str) -> None:
@@ -73,17 +72,12 @@ class NodeHost:
         """Return the fields of ``NodeFacts``, as plain values that another version of this package can unpickle too."""
         interface = environment.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
-        return (*NodeFacts(versions(), {**environment.sendable(), **of_interface}, environment.import_path()),)
+        return versions(), {**environment.sendable(), **of_interface}, environment.import_path()
 
     def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
         """Open the files of a part of a run, and start the agent unless it runs.
 
-        Args:
-            part_id: The part.
-            name: The run's name.
-            log_dir: The run's option of that name.
-            ranks: Number of ranks.
-            port: The port for the ranks' store, 0 for any; ``None`` if the store is on another node.
+        ``port`` is that of the ranks' store, 0 for any; ``None`` if the store is on another node.
 
         Returns:
             The agent's process, the folder of the logs, empty if there was no room for one, and the store's port.
@@ -111,13 +105,7 @@ class NodeHost:
         return self._agent.process.pid, "" if folder is None else str(folder), used_port
 
     def launch(self, part_id: str, body: bytes, payload: Any) -> None:
-        """Send the agent a part's Launch message, with the descriptors that belong to it.
-
-        Args:
-            part_id: The part.
-            body: The encoded message.
-            payload: The run's sealed payload, a buffer.
-        """
+        """Send the agent a part's Launch message, with the descriptors that belong to it. The payload is a buffer."""
         part = self._parts[part_id]
         copied = memory_files.memory_file("notebook-accel-payload")
         try:
@@ -147,7 +135,6 @@ class NodeHost:
         return time.monotonic(), data
 
     def last_words(self) -> str:
-        """Return what the agent and the templates wrote last."""
         return "" if self._agent is None else last_words(self._agent.log)
 
     def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
@@ -156,13 +143,7 @@ class NodeHost:
         return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
     def close(self, part_id: str, kill: bytes, idle_timeout_s: float) -> None:
-        """Forget a part, of which the kernel wants no more.
-
-        Args:
-            part_id: The part.
-            kill: The message that kills what still runs.
-            idle_timeout_s: Time after which an agent without a run ends.
-        """
+        """Forget a part, and ``kill``, by this message, what still runs. An agent without a run ends after a while."""
         with self._lock:
             part = self._parts.pop(part_id, None)
             if part is None:

@@ -13,7 +13,9 @@ failed or a node is lost, and starts all again as often as ``max_restarts`` allo
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
 import pathlib
 import queue
 import threading
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 import msgspec
 
 from notebook_accel import uninterruptible
+from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
@@ -76,16 +79,11 @@ class NodeClock:
         self._offset_s: float | None = None
 
     def update(self, asked_s: float, there_s: float, now_s: float) -> None:
-        """Learn from an answer.
+        """Learn from an answer: when it was asked, the node's time when it answered, and the time now.
 
         The answer was sent after it was asked for and before now, so each one bounds the offset on both sides. An
         offset within the bounds stays as it is: a late answer doesn't move the node's events. One that is outside them,
         because clocks drift or a machine was suspended, goes to the nearer bound.
-
-        Args:
-            asked_s: The time here when the node was asked.
-            there_s: The node's time when it answered.
-            now_s: The time here.
         """
         least_s, most_s = asked_s - there_s, now_s - there_s
         # The first one is most likely close to the latter: the node waits for news, and sends them at once.
@@ -99,12 +97,7 @@ class NodeClock:
 
 
 class RemoteAgent(AgentLink["NodePart"]):
-    """An agent on another machine.
-
-    Args:
-        stream: The way to it.
-        facts: The facts of its node.
-    """
+    """An agent on another machine, the stream that leads to it, and the facts of its node."""
 
     def __init__(self, stream: AgentStream, facts: NodeFacts) -> None:
         super().__init__()
@@ -196,14 +189,16 @@ class AgentSlot:
             return self._agent
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class NodePart:
     """The part of a run that is on one node: passes on what the node's agent says of it.
 
     Attributes:
+        run: The run.
         agent: The node's agent.
+        id: Its id, by which the agent knows it.
         address: The node's address, as other nodes reach it.
         ranks: The ranks that are there.
-        world_size: Number of ranks there.
         variables: Environment variables of these ranks alone.
         store_port: The port of the ranks' store, if this is the first part.
         log_folder: Folder of the logs on the node; ``None`` if there was no room for one.
@@ -211,54 +206,47 @@ class NodePart:
         has_ended: True if nothing more will come.
     """
 
+    run: RemoteRun
+    agent: RemoteAgent
+    id: str
+    address: str
+    ranks: range
+    variables: Mapping[str, str]
+    store_port: int
+    log_folder: pathlib.Path | None
+    dumps: list[RankDump] | None = None
+    has_ended: bool = False
     on_death: OnDeath = "stop"
 
-    def __init__(
-        self,
-        run: RemoteRun,
-        agent: RemoteAgent,
-        *,
-        part_id: str,
-        address: str,
-        ranks: range,
-        variables: Mapping[str, str],
-        store_port: int,
-        log_folder: str,
-    ) -> None:
-        self.id = part_id
-        self.config = run.job.config
-        self.agent = agent
-        self.address = address
-        self.ranks = ranks
-        self.world_size = len(ranks)
-        self.variables = variables
-        self.store_port = store_port
-        self.log_folder = pathlib.Path(log_folder) if log_folder else None
-        self.dumps: list[RankDump] | None = None
-        self.has_ended = False
-        self._run = run
+    @property
+    def config(self) -> LaunchConfig:
+        return self.run.job.config
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
 
     @property
     def ranks_in_words(self) -> str:
         """The ranks as an error names them, such as ``ranks 2 to 3 of 4``."""
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
-        return f"{ranks} of {self._run.job.world_size}"
+        return f"{ranks} of {self.run.job.world_size}"
 
     def deliver(self, rank: int, event: events.Event) -> None:
-        self._run.deliver(self, self.ranks[rank], self.agent.clock.event_by_our_clock(event))
+        self.run.deliver(self, self.ranks[rank], self.agent.clock.event_by_our_clock(event))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        self._run.take_dumps(self, [msgspec.structs.replace(dump, rank=self.ranks[dump.rank]) for dump in dumps])
+        self.run.take_dumps(self, [msgspec.structs.replace(dump, rank=self.ranks[dump.rank]) for dump in dumps])
 
     def start(self, starting: Starting) -> None:
         raise NotImplementedError(f"{starting}: only elastic processes say this, and no part has one")
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         assert elsewhere is None, "only elastic processes know of other nodes"
-        self._run.part_ended(self, reason, error)
+        self.run.part_ended(self, reason, error)
 
 
-class RemoteRun:
+class RemoteRun(abc.ABC):
     """One run over several agents; also its job's control. A base class for engines.
 
     Args:
@@ -286,41 +274,41 @@ class RemoteRun:
 
     # What an engine adds --------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _using_nodes(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager around everything that the run's thread does."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _open(self, attempt_id: str) -> Sequence[NodePart]:
         """Reserve nodes and open a part of the run with this id on each, in the order of the ranks.
 
         Raises:
             NotWantedError: Somebody has ended the run meanwhile.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _launch(self, bodies: Sequence[bytes]) -> None:
         """Bring the payload to every part's node, and send its agent the Launch message with this body."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _results(self, part: NodePart) -> Sequence[Any]:
         """Return each rank's result, as the buffer that it has written.
 
         Raises:
             NotebookAccelError: The node is lost.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _close(self) -> None:
         """Let go of the parts and of what is reserved, whatever was opened of them. Kill what still runs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _explain(self, error: BaseException) -> NotebookAccelError:
         """Return the error of a run that can't go on because of this one."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _can_restart(self) -> bool:
         """Return whether there are nodes on which the ranks could be started again."""
-        raise NotImplementedError
 
     # What a job asks for --------------------------------------------------------------------------------------------
 
@@ -364,7 +352,6 @@ class RemoteRun:
     # What the agents' threads say -----------------------------------------------------------------------------------
 
     def deliver(self, part: NodePart, rank: int, event: events.Event) -> None:
-        """Take an event of a rank."""
         if part not in self._parts:
             return  # of an attempt that is over
         self.job.deliver(rank, event)
@@ -386,7 +373,7 @@ class RemoteRun:
                 self.job.take_dumps([dump for other in there for dump in other.dumps or ()])
 
     def part_ended(self, part: NodePart, reason: Reason, error: NotebookAccelError | None) -> None:
-        """Note the end of a part. The first one that didn't end well ends the others."""
+        """Note the end of a part. The first one that didn't end well ends the others, unless all were told to end."""
         if part not in self._parts:
             return  # of an attempt that is over
         is_lost = isinstance(error, SupervisorLostError)
@@ -397,7 +384,7 @@ class RemoteRun:
                 self._error = error
             if is_first and (reason or error is not None):
                 self._reason = reason or "failed"
-        if is_lost or (is_first and self._reason):
+        if is_lost or (is_first and self._reason and self._wanted is None):
             self._end_parts("stop")
         self._ended_parts.put(part)
 
@@ -432,7 +419,6 @@ class RemoteRun:
         return has_failed and self._wanted is None and not was_refused and self._can_restart()
 
     def _attempt(self, restarts: int) -> None:
-        """Run the ranks once."""
         before, self._reason, self._error = self._error, "", None
         self._finished.clear()
         self.job.start(

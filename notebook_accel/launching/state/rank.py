@@ -23,6 +23,7 @@ from typing import Literal
 
 from notebook_accel.errors import signal_name
 from notebook_accel.formatting import clipped, plain_lines, plain_text
+from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import events
 
 StateWord = Literal["starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "lost"]
@@ -136,6 +137,7 @@ class RankState:
         has_result: Whether the user's code has returned and its result was sent.
         failed: The exception of the user's code.
         ended: The end of its process.
+        step_history: Where the time of its steps went.
     """
 
     rank: int
@@ -166,6 +168,7 @@ class RankState:
     failed: events.Failed | None = None
     ended: events.Ended | None = None
     last_steps: LastSteps = dataclasses.field(default_factory=LastSteps)
+    step_history: StepHistory = dataclasses.field(default_factory=StepHistory)
 
     @property
     def number(self) -> int:
@@ -240,7 +243,11 @@ class RankState:
     def copy(self) -> RankState:
         """Return a copy that later events don't change."""
         return dataclasses.replace(
-            self, metrics=dict(self.metrics), last_lines=self.last_lines.copy(), last_steps=self.last_steps.copy()
+            self,
+            metrics=dict(self.metrics),
+            last_lines=self.last_lines.copy(),
+            last_steps=self.last_steps.copy(),
+            step_history=self.step_history.copy(),
         )
 
     def since(self, before: RankState, began_s: float) -> RankState:
@@ -255,7 +262,13 @@ class RankState:
         # An earlier step may have been reported late.
         if self.steps is None or self.steps == before.steps or stepped_s is None or stepped_s <= began_s:
             return RankState(self.rank, self.first, metrics=metrics)
-        return dataclasses.replace(self, metrics=metrics, memory=None, last_steps=self.last_steps.since(began_s))
+        return dataclasses.replace(
+            self,
+            metrics=metrics,
+            memory=None,
+            last_steps=self.last_steps.since(began_s),
+            step_history=self.step_history.since(began_s),
+        )
 
     def apply(self, event: events.Event) -> None:
         """Take in one event of this rank."""
@@ -290,6 +303,8 @@ class RankState:
     def _take_report(self, event: events.Event) -> None:
         if isinstance(event, events.Progress):
             self._count(event)
+        elif isinstance(event, events.StepTimes):
+            self.step_history.add(event)
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
                 if name in self.metrics or len(self.metrics) < _MOST_METRICS:

@@ -94,12 +94,9 @@ def line_prefix(job: Job, ranks: Iterable[int]) -> str:
 class LinesView:
     """Prints the ranks' lines with a prefix, and from time to time each rank's progress. It needs no notebook.
 
-    Where the output is no terminal, no line is ever overwritten, and none has a control character.
-
-    Args:
-        job: The run.
-        out: The output. In a terminal, the ranks' progress is one line below the output.
-        period_s: Seconds between two lines of progress. Default: 5, and more in a run that takes hours.
+    In a terminal, the progress is one line below the output. Elsewhere no line is ever overwritten, and none has a
+    control character. Without ``period_s``, progress is printed every 5 seconds, and less often in a run that takes
+    hours.
     """
 
     def __init__(self, job: Job, out: TextIO, period_s: float | None = None) -> None:

@@ -6,6 +6,8 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from notebook_accel.payload.unpicklable import global_names
+
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
     """Return these names and, transitively, those that the functions and classes among their values use."""
@@ -29,7 +31,7 @@ def dependencies_of(value: Any, namespace: Mapping[str, Any]) -> list[str]:
 def _names_in(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
-            yield from _global_names(value.__code__)
+            yield from global_names(value.__code__)
         for cell in value.__closure__ or ():
             contents = _contents(cell)
             if isinstance(contents, types.FunctionType) and contents is not value:
@@ -57,10 +59,3 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _global_names(const)

@@ -49,7 +49,6 @@ class GroupRecovery:
                 )
 
     def leave(self, alive: Sequence[int]) -> None:
-        """Make these ranks leave their group."""
         # Twice: a rank that an interrupt leaves in the old group would wait there for ranks that are in another.
         _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
 

@@ -57,7 +57,6 @@ class Fingerprint:
         self._versions = _versions(value)
 
     def matches(self, value: Any) -> bool:
-        """Return whether the value is unchanged."""
         if self._refer() is not value or self._versions != _versions(value):
             return False
         return self._digest is None or self._digest == _digest(value)
@@ -280,7 +279,6 @@ def _shareable(value: Any) -> list[Any]:
 
 
 def _parameters(value: Any) -> list[Any]:
-    """Return the parameters of a model or optimizer."""
     torch = _torch()
     if torch is None:
         return []

@@ -49,7 +49,6 @@ class _Log:
         self.start()
 
     def start(self) -> None:
-        """Reset the limits for a new cell."""
         self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
@@ -81,7 +80,6 @@ class _Log:
             self._show([_shown(line) for line in shown])
 
     def rest(self) -> list[str]:
-        """Return the lines to show at the end of the cell."""
         return [*self._limit.note, *map(_shown, self._limit.kept)]
 
     def close(self) -> None:
@@ -172,7 +170,6 @@ class _CellProgress:
         self._due_s = self._began_s + _PERIOD_S
 
     def show(self) -> None:
-        """Show the progress, if it is due."""
         if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _PERIOD_S
             self._show(is_end=False)

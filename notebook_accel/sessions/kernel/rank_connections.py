@@ -64,7 +64,6 @@ class RankRequest:
         self._news.acquire(timeout=timeout_s)
 
     def notify(self) -> None:
-        """Wake whoever waits for news."""
         with contextlib.suppress(RuntimeError):  # the last news hasn't been taken yet
             self._news.release()
 
@@ -120,7 +119,6 @@ class RankConnections:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that are connected."""
         return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class RankPool:
 
     @property
     def alive(self) -> list[int]:
-        """The ranks that are alive."""
         return self._connections.ranks
 
     def ask(

@@ -77,7 +77,6 @@ class SessionJob(Handle):
         self.interrupt()
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
-        """Return the stack of every rank of the session."""
         return self._stacks(timeout_s)
 
     def __repr__(self) -> str:

@@ -94,7 +94,6 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 bound=bound,
                 unbound=unbound,
-                has_value=bool(descriptors),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,
@@ -201,9 +200,9 @@ class _SessionRank:
             self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
-        loops.loops().begin_cell()
         try:
-            yield
+            with loops.loops().count_cell():
+                yield
             displays.end()
         finally:
             displays.redirect(None)
@@ -280,7 +279,6 @@ class _TorchModes:
             self._nesting = self._autocast_nesting()
 
     def restore(self) -> None:
-        """Restore the modes."""
         if self._torch is None:
             return
         self._torch.set_grad_enabled(self._has_gradients)

@@ -128,5 +128,18 @@ class Backend(Protocol):
         local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
+    def mesh(self) -> Any:
+        """Return the ``DeviceMesh`` of one dimension over all ranks, for sharded models. All ranks call it.
+
+        Raises:
+            ConfigError: Models can't be sharded on this device.
+        """
+
+    def background_group(self) -> Any:
+        """Return a process group over which a thread can send objects meanwhile. All ranks call it.
+
+        ``None`` for one rank. It is the same group each time.
+        """
+
     def leave(self) -> None:
         """Leave the other ranks. Later calls fail."""

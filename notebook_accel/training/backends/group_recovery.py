@@ -50,7 +50,8 @@ def collective_counts() -> list[int] | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
-    return [int(torch_group.is_ours()), *(number for group in groups for number in _call_counts(group))]
+    compared = [group for group in groups if getattr(group, "group_desc", "") != torch_group.BACKGROUND]
+    return [int(torch_group.is_ours()), *(number for group in compared for number in _call_counts(group))]
 
 
 def _call_counts(group: Any) -> Iterator[int]:

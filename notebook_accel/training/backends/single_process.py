@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import TrainingError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
@@ -52,6 +52,12 @@ class SingleProcess(TorchDevice):
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model
 
+    def mesh(self) -> Any:
+        raise ConfigError("A model can't be sharded over one rank.", fix="num_processes=2 or more")
+
+    def background_group(self) -> Any:
+        return None
+
     def leave(self) -> None:
         self.has_left = True
 
@@ -80,7 +86,7 @@ class WorkerProcess(TorchDevice):
         )
 
     barrier = all_gather = all_reduce = broadcast = _refuse
-    all_gather_object = broadcast_object = scatter_object = data_parallel = _refuse
+    all_gather_object = broadcast_object = scatter_object = data_parallel = mesh = background_group = _refuse
 
     def leave(self) -> None:
         self.has_left = True

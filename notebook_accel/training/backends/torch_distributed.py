@@ -123,6 +123,12 @@ class TorchDistributed(TorchDevice):
         parallel.explain = self.explain
         _register_hook(parallel, options)
 
+    def mesh(self) -> Any:
+        return self._group.mesh(self.device)
+
+    def background_group(self) -> Any:
+        return self._group.for_background()
+
     def leave(self) -> None:
         self._has_left = True
         self._group.remove(self)

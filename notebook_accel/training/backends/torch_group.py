@@ -37,6 +37,8 @@ JOIN_DEADLINE_S = 600.0
 _CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # torch's errors when a store has ended
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}  # torch's defaults for gloo and NCCL
+_mesh_numbers = itertools.count()
+BACKGROUND = "notebook_accel: in the background"  # the description of a group whose calls come at any time
 _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 
 # A store can outlive a group and keep its keys, or those of an earlier start of these ranks. So each group has its own
@@ -80,6 +82,8 @@ class Group:
         self.process_group = dist.group.WORLD
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
+        self._background: dist.ProcessGroup | None = None
+        self._mesh: Any = None
         self._sockets = sockets
         self._deadline = deadline
         self._models = 0
@@ -155,6 +159,30 @@ class Group:
             assert isinstance(made, dist.ProcessGroup)
             self.gradient_groups.append(made)
         return self.gradient_groups[number]
+
+    def mesh(self, device: torch.device) -> Any:
+        """Return the ``DeviceMesh`` of all ranks, for sharded models. All ranks call it.
+
+        Its name differs from those of other groups' meshes. torch keeps operations' results by their mesh, and takes
+        meshes of the same ranks and names for one, even if the group of one of them has ended.
+        """
+        if self._mesh is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            group = self.for_gradients(device) or self.process_group
+            assert group is not None
+            name = f"all_ranks_{next(_mesh_numbers)}"
+            self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
+        return self._mesh
+
+    def for_background(self) -> dist.ProcessGroup:
+        """Return the group for objects that a thread of each rank sends meanwhile. All ranks call it."""
+        if self._background is None:
+            with self._sockets.opened_inside():
+                made = dist.new_group(timeout=self._deadline, backend="gloo", group_desc=BACKGROUND)
+            assert isinstance(made, dist.ProcessGroup)
+            self._background = made
+        return self._background
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a better error if ``error`` comes from waiting for other ranks.

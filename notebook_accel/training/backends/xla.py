@@ -227,6 +227,16 @@ class XlaDevice:
         self._compute()
         return xla_collectives.XlaDataParallel(model, self.place.world_size, self._collectives)
 
+    def mesh(self) -> Any:
+        raise ConfigError(
+            "A model can't be sharded on an XLA device.",
+            why="torch's fully_shard is for GPUs and CPUs.",
+            fix="leave out fsdp_plugin, and --fsdp of the launch",
+        )
+
+    def background_group(self) -> Any:
+        return self._host.background_group()
+
 
 class _XlaUploader:
     """An ``Uploader`` that uses torch_xla's parallel loader, which works in a thread of its own.

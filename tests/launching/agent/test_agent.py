@@ -30,7 +30,7 @@ launch = messages.Launch(
     job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
 )
 kernel, theirs = Connection.pair()
-made = agent.Agent(theirs, os.getpid())
+made = agent.Agent(agent.Kernel(theirs, os.getpid()))
 run = runs.Run(launch, [])
 rank, line, _ = runs.open_rank(launch, 0, lambda _: None)
 run.put(rank)
@@ -59,7 +59,7 @@ launch = messages.Launch(
 )
 kernel, theirs = Connection.pair()
 kernel.set_receive_deadline(5.0)
-made = agent.Agent(theirs, os.getpid())
+made = agent.Agent(agent.Kernel(theirs, os.getpid()))
 run = runs.Run(launch, [])
 made._runs["1"] = run
 run.ended = lambda: print([messages.decode_for_kernel(frame.body) for frame in kernel.receive()])

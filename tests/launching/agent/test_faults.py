@@ -24,7 +24,7 @@ from tests.launches import pids_of
 from tests.launching import functions
 
 # They are no run's: the kernel's line, without which there is nobody to run anything for, and this test's own signal.
-_OF_NO_RUN = {"Agent._read_kernel: recvmsg", "Agent._read_signals: read"}
+_OF_NO_RUN = {"Kernel._read: recvmsg", "Agent._read_signals: read"}
 
 
 class Faults:

@@ -94,14 +94,14 @@ class Run(RemoteRun):
         agent = node.slot.agent(pid, NodeFacts(*node.host.facts()), lambda: Stream(node, pid))
         ranks = range(number * size, (number + 1) * size)
         return NodePart(
-            self,
-            agent,
-            part_id=self._attempt_id,
+            run=self,
+            agent=agent,
+            id=self._attempt_id,
             address="127.0.0.1",
             ranks=ranks,
             variables={"NODE": str(number)},
             store_port=port,
-            log_folder=folder,
+            log_folder=pathlib.Path(folder) if folder else None,
         )
 
     def _launch(self, bodies: Sequence[bytes]) -> None:
@@ -187,6 +187,15 @@ def waits(folder: str) -> None:
     functions.wait_for(folder, "end")
 
 
+def tidies_up(folder: str) -> None:
+    functions.note(folder, "waits")
+    try:
+        functions.wait_for(folder, "never there")
+    finally:
+        if os.environ["NODE"] == "0":
+            functions.wait_for(folder, "go")
+
+
 def all_wait(folder: pathlib.Path) -> None:
     marks = [folder / f"{rank} waits" for rank in range(4)]
     processes.wait_until(lambda: all(mark.exists() for mark in marks), "all ranks wait", timeout_s=DEADLINE_S)
@@ -266,6 +275,21 @@ def test_ranks_elsewhere_can_save_when_an_agent_dies(running: Engine, tmp_path: 
     with pytest.raises(SupervisorLostError):
         job.results(DEADLINE_S)
     assert have("has saved", range(2))
+
+
+def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
+    job = running.start(tidies_up, str(tmp_path), grace_s=DEADLINE_S)
+    all_wait(tmp_path)
+    run = job._control
+    assert isinstance(run, Run)
+    second = run._parts[1]
+    job.interrupt()
+    processes.wait_until(lambda: second.has_ended, "the second node's ranks have ended", DEADLINE_S)
+    assert len(job.stacks(DEADLINE_S)) == 4  # the first node's agent has had all that it was told before
+    (tmp_path / "go").touch()
+    with pytest.raises(RunStoppedError, match="was interrupted"):
+        job.results(DEADLINE_S)
+    assert [info.failed and info.failed.kind for info in job.ranks] == ["KeyboardInterrupt"] * 4
 
 
 def test_bytes_are_waited_for_no_longer_than_asked() -> None:

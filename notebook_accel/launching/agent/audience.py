@@ -1,0 +1,308 @@
+"""Those whom an agent tells of its runs, and who tell it what to do: one kernel, or all attached to a detached run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from notebook_accel.formatting import clipped, plain_text
+from notebook_accel.launching.journal import Journal, numbered
+from notebook_accel.launching.processes import pidfd_open
+from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, take_frames
+
+_MOST_QUEUED_BYTES = 4 << 20
+"""Bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now."""
+
+_MOST_MISSED_BYTES = 16 << 20  # for an attached kernel, which reads them in the journal when it is there again
+_PATIENCE_S = 10.0  # with an attached kernel that takes nothing
+_LONGEST_ORDER_BYTES = 1 << 16
+_MOST_ATTACHMENTS = 64
+_LATEST_PERIOD_S = 1.0
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+
+Hear = Callable[[messages.ToAgent, Message], None]
+
+
+class Audience(Protocol):
+    """Those whom an agent tells of its runs."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that somebody hasn't read yet."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if so much is queued that output should wait."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if the agent should end once nothing is queued: its only run is over."""
+
+    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
+        """Call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Queue a message."""
+
+    def flush(self) -> None:
+        """Write as much of the queued messages as fits.
+
+        Raises:
+            ClosedError: The kernel has gone, with which the agent ends.
+        """
+
+
+class Kernel:
+    """The one kernel of a usual agent, which ends with it.
+
+    Args:
+        connection: The connection to the kernel.
+        pid: The kernel's process.
+    """
+
+    is_leaving = False
+
+    def __init__(self, connection: Connection, pid: int) -> None:
+        self._connection = connection
+        self._pid = pid
+
+    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
+        self._loop, self._hear = loop, hear
+        self._connection.set_blocking(False)
+        loop.watch(self._connection.fileno(), self._read)
+        # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
+        loop.watch(pidfd_open(self._pid), quit_now)
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._connection.queued_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        return self._connection.queued_bytes > _MOST_QUEUED_BYTES
+
+    def tell(self, message: msgspec.Struct) -> None:
+        self._connection.queue(messages.encode(message))
+
+    def flush(self) -> None:
+        try:
+            self._loop.watch_writing(self._connection.fileno(), not self._connection.flush())
+        except ClosedError:
+            raise
+        except OSError:  # the system has no memory for it just now: the rest goes with the next round
+            self._loop.watch_writing(self._connection.fileno(), False)
+
+    def _read(self) -> None:
+        for message in self._connection.receive():
+            self._hear(messages.decode_for_agent(message.body), message)
+
+
+class Attachments:
+    """All that are attached to a detached run. It goes on without them, and its journal is for those that come later.
+
+    The kernel that launches the run is the first. Only it may launch, and the agent ends if it goes before it has.
+
+    Args:
+        folder: The run's folder.
+        launcher: The connection to the launching kernel.
+        world_size: Number of ranks.
+    """
+
+    is_behind = False  # output goes to the journal, whoever reads it
+
+    def __init__(self, folder: RunFolder, launcher: Connection, world_size: int) -> None:
+        self._folder = folder
+        self._journal = Journal(folder.create_journal(), folder.id, world_size)
+        self._listening = folder.listen()
+        self._listening.setblocking(False)
+        self._attached: list[_Attachment] = [_Attachment(launcher, None)]
+        self._told = 0
+        self._ended_by = ""
+        self._latest_due_s = 0.0
+        self._has_news = False
+        self.is_launched = False
+        self.is_leaving = False
+
+    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
+        self._loop, self._hear, self._quit = loop, hear, quit_now
+        loop.watch(self._listening.fileno(), self._accept)
+        self._watch(self._attached[0])
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(attachment.connection.queued_bytes for attachment in self._attached)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        if isinstance(message, messages.RunEnded) and message.reason in ("stopped", "interrupted"):
+            message = msgspec.structs.replace(message, by=self._ended_by)
+        self._told += 1
+        body = numbered(self._told, messages.encode(message))
+        for attachment in self._attached:
+            if attachment.follows:
+                attachment.connection.queue(body)
+        if isinstance(message, messages.Inspected) or getattr(message, "job_id", "") != self._folder.id:
+            return  # news for those who are there
+        self._journal.add(self._told, message)
+        self._has_news = True
+        if isinstance(message, messages.RunEnded | messages.Broken):
+            self.is_leaving = True
+            self._latest_due_s = 0.0
+
+    def flush(self) -> None:
+        now_s = time.monotonic()
+        for attachment in list(self._attached):
+            try:
+                is_done = attachment.flush(now_s)
+            except (OSError, TimeoutError):
+                self._drop(attachment)
+                continue
+            self._loop.watch_writing(attachment.connection.fileno(), not is_done)
+        if self._has_news and now_s >= self._latest_due_s:
+            self._has_news, self._latest_due_s = False, now_s + _LATEST_PERIOD_S
+            with contextlib.suppress(OSError):  # the disk is full: the journal may have it, or a later call
+                self._folder.replace_latest(self._journal.latest())
+
+    def close(self) -> None:
+        """Let everybody go. The run is over."""
+        self._folder.close_socket()
+        self._listening.close()
+        for attachment in self._attached:
+            attachment.connection.close()
+        self._journal.close()
+        with contextlib.suppress(OSError):
+            self._folder.replace_latest(self._journal.latest())
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone again, or there are too many open files
+            accepted, _ = self._listening.accept()
+            credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _, user, _ = _CREDENTIALS.unpack(credentials)
+            if user != os.getuid() or len(self._attached) >= _MOST_ATTACHMENTS:
+                accepted.close()
+                return
+            attachment = _Attachment(Connection(accepted), accepted)
+            self._attached.append(attachment)
+            self._watch(attachment)
+
+    def _watch(self, attachment: _Attachment) -> None:
+        attachment.connection.set_blocking(False)
+        self._loop.watch(attachment.connection.fileno(), lambda: self._read(attachment))
+
+    def _read(self, attachment: _Attachment) -> None:
+        try:
+            for message in attachment.receive():
+                self._take(attachment, message)
+        except (OSError, msgspec.MsgspecError, ValueError):
+            self._drop(attachment)
+
+    def _take(self, attachment: _Attachment, message: Message) -> None:
+        if attachment.is_launcher and attachment.who:
+            told = messages.decode_for_agent(message.body)
+            if isinstance(told, messages.Launch):
+                self.is_launched = True
+                self._folder.publish()
+            self._obey(attachment, told, message)
+            return
+        order = messages.decode_order(message.body)
+        if isinstance(order, messages.Hello):
+            self._greet(attachment, order)
+        elif not attachment.who:
+            raise ValueError("nobody has said who it is")
+        elif order.job_id == self._folder.id:
+            self._obey(attachment, order, message)
+
+    def _obey(self, attachment: _Attachment, told: messages.ToAgent, message: Message) -> None:
+        if isinstance(told, messages.End | messages.Interrupt):
+            self._ended_by = self._ended_by or attachment.who
+        self._hear(told, message)
+
+    def _greet(self, attachment: _Attachment, hello: messages.Hello) -> None:
+        attachment.who = clipped(plain_text(hello.who)) or "somebody"
+        attached = messages.encode(messages.Attached(size_bytes=self._journal.size_bytes))
+        attachment.connection.send(attached, [self._journal.descriptor] if hello.follows else [])
+        if not hello.follows or attachment.follows:
+            return
+        attachment.follows = True
+        for number, body in self._journal.waiting():
+            attachment.connection.queue(numbered(number, body))
+
+    def _drop(self, attachment: _Attachment) -> None:
+        if attachment in self._attached:
+            self._attached.remove(attachment)
+            self._loop.unwatch(attachment.connection.fileno())
+            attachment.connection.close()
+            if attachment.is_launcher and not self.is_launched:
+                self._quit()
+
+
+class _Attachment:
+    """One that is attached, or has connected to say something.
+
+    Args:
+        connection: The connection to it.
+        sock: Its socket; ``None`` for the launching kernel.
+
+    Attributes:
+        who: The other end in words, once it has said who it is.
+        follows: True if it hears of the run.
+    """
+
+    def __init__(self, connection: Connection, sock: socket.socket | None) -> None:
+        self.connection = connection
+        self.who = ""
+        self.follows = False
+        self._socket = sock
+        self._received = bytearray()
+        self._queued_bytes = 0
+        self._moved_s = time.monotonic()
+
+    @property
+    def is_launcher(self) -> bool:
+        """True for the kernel that launches the run."""
+        return self._socket is None
+
+    def receive(self) -> list[Message]:
+        """Return the complete messages that have come.
+
+        Raises:
+            OSError: The other end has gone.
+            ValueError: It sends something else.
+        """
+        if self._socket is None:
+            return self.connection.receive()
+        try:
+            data = self._socket.recv(_LONGEST_ORDER_BYTES)  # not ``recvmsg``: descriptors that came with it are closed
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ClosedError("the other end has gone")
+        self._received += data
+        found = [Message(body, []) for body, _ in take_frames(self._received)]
+        if len(self._received) > _LONGEST_ORDER_BYTES:
+            raise ValueError("this is no order")
+        return found
+
+    def flush(self, now_s: float) -> bool:
+        """Write what fits, and return whether nothing is left.
+
+        Raises:
+            OSError: The other end has gone.
+            TimeoutError: It takes nothing, or is too far behind.
+        """
+        is_done = self.connection.flush()
+        left = self.connection.queued_bytes
+        if is_done or left < self._queued_bytes:
+            self._moved_s = now_s
+        self._queued_bytes = left
+        if left > _MOST_MISSED_BYTES or (left and now_s - self._moved_s > _PATIENCE_S):
+            raise TimeoutError
+        return is_done

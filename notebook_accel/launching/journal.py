@@ -1,0 +1,271 @@
+"""The journal of a detached run: all that its agent tells the kernels, on disk, for those that attach later.
+
+A journal is a sequence of frames: a header (length, checksum, number) and the encoded message. Numbers count what the
+agent has told, so that a kernel that attaches again leaves out what it knows. A reader stops at the first frame that
+isn't whole, such as the last one of a machine that has lost its power.
+
+The journal is bounded, however long the run is. Samples are written less and less often, as a curve in the panel has
+only so many points: in a run of a week, some thousand of each kind. Output and displays have an allowance, after which
+only their latest is kept. What isn't written is kept in memory, the latest of each kind, until it may be written.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
+
+_HEADER = struct.Struct("!IIQ")
+_NUMBER = struct.Struct("!Q")
+_READ_BYTES = 1 << 20
+_PERIOD_SHARE = 1 / 500  # of the time that the run has taken, between two samples of one kind of a rank
+_OUTPUT_BYTES = 32 << 20  # of all ranks together
+_LAST_OUTPUT_BYTES = 1 << 16  # of a rank that has used up its share
+_DISPLAY_BYTES = 64 << 20
+_KEPT_KINDS = (events.Started, *events.SAMPLES, events.Failed, events.Finished, events.Ended)
+_NO_MORE_DISPLAYS = (
+    "[figures and other displays of this run have reached {limit} MiB: later ones are shown where somebody is "
+    "attached, and not kept]"
+)
+_LOST = "[the disk was full: {count:,} messages of this run are missing here]"
+
+_Key = tuple[int, object]  # a rank and the kind of its event
+
+
+def frame(number: int, body: bytes) -> bytes:
+    """Return a message as the journal has it."""
+    return _HEADER.pack(len(body), _checksum(number, body), number) + body
+
+
+def numbered(number: int, body: bytes) -> bytes:
+    """Return a message as attached kernels get it, after the number that it has in the journal."""
+    return _NUMBER.pack(number) + body
+
+
+def split_number(data: bytes) -> tuple[int, bytes]:
+    """Return the number and the message from the bytes of ``numbered``."""
+    return _NUMBER.unpack_from(data)[0], data[_NUMBER.size :]
+
+
+def _checksum(number: int, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(_NUMBER.pack(number)))
+
+
+def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield each frame's number and message, up to the first that isn't whole.
+
+    Args:
+        descriptor: The journal.
+        size: The position at which to stop; ``None`` for the end.
+    """
+    position, data, start = 0, b"", 0
+    while True:
+        wanted = _READ_BYTES if size is None else min(_READ_BYTES, size - position)
+        more = os.pread(descriptor, wanted, position) if wanted > 0 else b""
+        data, position, start = data[start:] + more, position + len(more), 0
+        while len(data) - start >= _HEADER.size:
+            length, checksum, number = _HEADER.unpack_from(data, start)
+            end = start + _HEADER.size + length
+            if end > len(data):
+                break
+            body = data[start + _HEADER.size : end]
+            if checksum != _checksum(number, body):
+                return
+            yield number, body
+            start = end
+        if not more:
+            return
+
+
+class Journal:
+    """Writes a run's messages, within bounds.
+
+    Args:
+        descriptor: The file, which this owns.
+        job_id: The run's id in messages.
+        world_size: Number of ranks.
+        clock: The present in seconds.
+
+    Attributes:
+        size_bytes: Length of the whole frames.
+    """
+
+    def __init__(
+        self, descriptor: int, job_id: str, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._descriptor = descriptor
+        self._job_id = job_id
+        self._clock = clock
+        self._began_s = clock()
+        self._output_left = [max(_OUTPUT_BYTES // world_size, _LAST_OUTPUT_BYTES)] * world_size
+        self._display_left = _DISPLAY_BYTES
+        self._written_s: dict[_Key, float] = {}
+        self._waiting: dict[_Key, tuple[int, messages.Said]] = {}  # the latest of what may not be written yet
+        self._latest: dict[_Key, tuple[int, bytes]] = {}
+        self._refused: list[bytes] = []  # frames that must be in the journal, and that the disk had no room for
+        self._lost = 0
+        self.size_bytes = 0
+
+    @property
+    def descriptor(self) -> int:
+        """The file's descriptor."""
+        return self._descriptor
+
+    def add(self, number: int, message: msgspec.Struct) -> None:
+        """Take a message that the agent has told."""
+        if not isinstance(message, messages.Said):
+            self._write_waiting()
+            self._keep_latest((-1, type(message)), number, message)
+            self._write(number, message)
+            return
+        event = events.decode(bytes(message.event))
+        self._note(number, message, event)
+        if isinstance(event, events.SAMPLES):
+            self._add_sample(number, message, event)
+        elif isinstance(event, events.Output):
+            self._add_output(number, message, event)
+        elif isinstance(event, events.Display):
+            self._add_display(number, message, event)
+        else:
+            self._write_waiting(message.rank)
+            self._write(number, message)
+
+    def waiting(self) -> list[tuple[int, bytes]]:
+        """Return the number and the message of what isn't written yet, for a kernel that has read the journal."""
+        return [(number, messages.encode(message)) for number, message in self._waiting.values()]
+
+    def latest(self) -> bytes:
+        """Return frames with the latest message of each kind, which tell the run's state but not its history."""
+        return b"".join(frame(number, body) for number, body in self._latest.values())
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._write_waiting()
+        os.close(self._descriptor)
+
+    # The state -------------------------------------------------------------------------------------------------------
+
+    def _note(self, number: int, message: messages.Said, event: events.Event) -> None:
+        if isinstance(event, events.Started):
+            for kind in (events.Failed, events.Finished, events.Ended):
+                self._latest.pop((message.rank, kind), None)
+        if isinstance(event, events.Metrics):
+            known = self._latest.get((message.rank, events.Metrics))
+            if known is not None:
+                message = _merged(_said(known[1]), message)
+        if isinstance(event, _KEPT_KINDS):
+            self._keep_latest((message.rank, type(event)), number, message)
+
+    def _keep_latest(self, key: _Key, number: int, message: msgspec.Struct) -> None:
+        self._latest.pop(key, None)  # so that the order is that of the messages
+        self._latest[key] = (number, messages.encode(message))
+
+    # The bounds ------------------------------------------------------------------------------------------------------
+
+    def _add_sample(self, number: int, message: messages.Said, event: events.Event) -> None:
+        key = message.rank, type(event)
+        if isinstance(event, events.Metrics) and key in self._waiting:
+            message = _merged(self._waiting[key][1], message)
+        self._waiting[key] = number, message
+        self._write_if_due(key)
+
+    def _write_if_due(self, key: _Key) -> None:
+        now_s = self._clock()
+        period_s = (now_s - self._began_s) * _PERIOD_SHARE
+        if now_s - self._written_s.get(key, float("-inf")) >= period_s:
+            self._written_s[key] = now_s
+            self._write(*self._waiting.pop(key), is_needed=False)
+
+    def _add_output(self, number: int, message: messages.Said, event: events.Output) -> None:
+        key, size = (message.rank, events.Output), len(message.event)
+        if key not in self._waiting and self._output_left[message.rank] >= size:
+            self._output_left[message.rank] -= size
+            self._write(number, message, is_needed=False)
+            return
+        self._output_left[message.rank] = 0
+        lines, left_out = event.text.split("\n"), event.left_out
+        if key in self._waiting:
+            before = events.decode(bytes(self._waiting[key][1].event))
+            assert isinstance(before, events.Output)
+            lines, left_out = [*before.text.split("\n"), *lines], before.left_out + left_out
+        kept = "\n".join(lines)[-_LAST_OUTPUT_BYTES:].split("\n")
+        event = msgspec.structs.replace(event, text="\n".join(kept), left_out=left_out + len(lines) - len(kept))
+        self._waiting[key] = number, _with_event(message, event)
+
+    def _add_display(self, number: int, message: messages.Said, event: events.Display) -> None:
+        size = len(message.event)
+        if event.display_id and event.is_update:
+            key = message.rank, event.display_id
+            self._waiting[key] = number, message
+            if self._display_left >= size:
+                self._display_left -= size
+                self._write_if_due(key)
+        elif self._display_left >= size:
+            self._display_left -= size
+            self._write(number, message, is_needed=False)
+        elif self._display_left >= 0:
+            self._display_left = -1
+            text = _NO_MORE_DISPLAYS.format(limit=_DISPLAY_BYTES >> 20)
+            self._write(number, _with_event(message, events.Output(text=text)), is_needed=False)
+
+    # The file --------------------------------------------------------------------------------------------------------
+
+    def _write_waiting(self, rank: int | None = None) -> None:
+        for key in [key for key in self._waiting if rank in (None, key[0])]:
+            self._write(*self._waiting.pop(key), is_needed=False)
+
+    def _write(self, number: int, message: msgspec.Struct, *, is_needed: bool = True) -> None:
+        data = frame(number, messages.encode(message))
+        while self._refused and self._append(self._refused[0]):
+            self._refused.pop(0)
+        if not self._refused and self._lost:
+            notice = events.Output(text=_LOST.format(count=self._lost))
+            of_rank = message.rank if isinstance(message, messages.Said) else 0
+            said = messages.Said(job_id=self._job_id, rank=of_rank, event=msgspec.Raw(events.encode(notice)))
+            if self._append(frame(number, messages.encode(said))):
+                self._lost = 0
+        if not self._refused and self._append(data):
+            return
+        if is_needed:
+            self._refused.append(data)
+        else:
+            self._lost += 1
+
+    def _append(self, data: bytes) -> bool:
+        """Append a frame, and return whether there was room. A part of a frame is taken back."""
+        rest, position = memoryview(data), self.size_bytes
+        try:
+            while rest:
+                written = os.pwrite(self._descriptor, rest, position)
+                rest, position = rest[written:], position + written
+        except OSError:
+            if position > self.size_bytes:
+                os.ftruncate(self._descriptor, self.size_bytes)
+            return False
+        self.size_bytes = position
+        return True
+
+
+def _said(body: bytes) -> messages.Said:
+    message = messages.decode_for_kernel(body)
+    assert isinstance(message, messages.Said)
+    return message
+
+
+def _merged(before: messages.Said, now: messages.Said) -> messages.Said:
+    """Return the later of two messages with metrics, with the values of the earlier one that it doesn't have."""
+    earlier, later = events.decode(bytes(before.event)), events.decode(bytes(now.event))
+    assert isinstance(earlier, events.Metrics)
+    assert isinstance(later, events.Metrics)
+    return _with_event(now, msgspec.structs.replace(later, values={**earlier.values, **later.values}))
+
+
+def _with_event(message: messages.Said, event: events.Event) -> messages.Said:
+    return msgspec.structs.replace(message, event=msgspec.Raw(events.encode(event)))

@@ -1,0 +1,157 @@
+"""The job of a detached run: one that was launched here, or one that is made from the run's folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from notebook_accel import VERSION
+from notebook_accel import config as configuration
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import NotebookAccelError, RunError
+from notebook_accel.launching.kernel.engine import LaunchRequest
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.worker import Target
+from notebook_accel.launching.results import ResultFile
+from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFolder
+from notebook_accel.launching.spec import JobSpec
+from notebook_accel.payload import memory_files, serialization
+
+
+class DetachedJob(Job):
+    """The handle of a detached run. Several kernels may have one for the same run.
+
+    Attributes:
+        folder: The run's folder.
+        is_live: True while messages come as they are told; false while the journal is read.
+    """
+
+    def __init__(self, request: LaunchRequest, *, folder: RunFolder, **arguments: Any) -> None:
+        super().__init__(request, **arguments)
+        self.id = folder.id
+        self.folder = folder
+        self.is_live = True
+        self._by_value: Sequence[Any] = arguments.get("by_value", ())
+        self._pull = request.spec.pull
+
+    def pull(self, *names: str) -> Any:
+        """Wait for the run's end, and return the values that variables had in rank 0 then.
+
+        Args:
+            names: Names that ``--pull`` named at the launch.
+
+        Returns:
+            The value; a tuple of the values for several names.
+
+        Raises:
+            NotebookAccelError: A name was not named at the launch, or has no value that can be read here.
+        """
+        unknown = [name for name in names if name not in self._pull]
+        if unknown or not names:
+            raise NotebookAccelError(
+                f"The run {self.name!r} keeps no variable {' or '.join(unknown)}.".replace(" variable .", " variable."),
+                why=f"It was launched with --pull {','.join(self._pull)}." if self._pull else "It has no --pull.",
+                fix="name the variables with --pull when you launch",
+            )
+        self.wait()
+        descriptor = self.folder.open_result(0)
+        try:
+            file = ResultFile(descriptor, 0)
+            file.unpickle(self._by_value)
+        finally:
+            os.close(descriptor)
+        for name in names:
+            if name in file.problems:
+                raise file.problems[name]
+            if name not in file.values:
+                raise RunError(f"The run {self.name!r} has left no value of {name!r}.", why=str(self.error or ""))
+        values = tuple(file.values[name] for name in names)
+        return values[0] if len(values) == 1 else values
+
+    def _now_s(self) -> float:
+        if self.is_live:
+            return super()._now_s()
+        return max((rank.last_event_s or self.started_s for rank in self.state.ranks), default=self.started_s)
+
+
+def open_job(
+    folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None, *, has_results: bool = True
+) -> DetachedJob:
+    """Return the job of a run that has heard nothing yet.
+
+    Args:
+        folder: The run's folder.
+        set_variables: Takes the pulled variables when the results are read.
+        has_results: Whether the results will be read.
+
+    Raises:
+        NotebookAccelError: The folder can't be read, or has the format of another version.
+    """
+    request, facts = request_of(folder, set_variables), folder.facts
+    job = DetachedJob(
+        request,
+        folder=folder,
+        by_value=Definitions(folder),
+        result_files=[folder.open_result(rank) for rank in range(facts.world_size)] if has_results else [],
+        log_folder=pathlib.Path(facts.log_folder) if facts.log_folder else None,
+    )
+    job.started_s = facts.began_s
+    return job
+
+
+def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None) -> LaunchRequest:
+    """Return the launch of a run, without the target, which is in its payload.
+
+    Raises:
+        NotebookAccelError: The folder can't be read, or has the format of another version.
+    """
+    facts = folder.facts
+    if facts.journal_version != JOURNAL_VERSION:
+        raise NotebookAccelError(
+            f"The run {facts.name!r} can't be read by notebook-accel {VERSION}.",
+            why=f"notebook-accel {facts.version} has launched it, and writes its folder in another format "
+            f"({facts.journal_version} instead of {JOURNAL_VERSION}).",
+            fix=f"attach with notebook-accel {facts.version}; notebook-accel stop {facts.name} works with any",
+        )
+    payload = folder.open_payload()
+    try:
+        spec = JobSpec.decode(memory_files.read_head(payload))
+    finally:
+        os.close(payload)
+    known = {option.name for option in configuration.fields()}
+    config = LaunchConfig().replace(**{name: value for name, value in facts.config.items() if name in known})
+    return LaunchRequest(
+        Target(names={}), {}, spec, config, devices=facts.devices, set_variables=set_variables, detach=True
+    )
+
+
+class Definitions(Sequence[Any]):
+    """The functions and classes that a run's payload has by value. The payload is opened when one is asked for."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @functools.cached_property
+    def _loaded(self) -> list[Any]:
+        namespace: dict[str, Any] = {}
+        descriptor = self._folder.open_payload()
+        try:
+            opened = serialization.load(descriptor, namespace=namespace)
+        finally:
+            os.close(descriptor)
+        namespace.update({name: obj for name, obj in opened.by_value if name is not None})
+        namespace.update(opened.value.names)
+        return [obj for _, obj in opened.by_value]
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._loaded[index]
+
+    def __len__(self) -> int:
+        return len(self._loaded)

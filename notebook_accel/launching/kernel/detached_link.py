@@ -1,0 +1,370 @@
+"""The connection to the agent of a detached run: starting the agent, following the run, and giving orders."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from notebook_accel import environment, uninterruptible
+from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
+from notebook_accel.launching import journal, processes, run_folders
+from notebook_accel.launching.kernel.agent_process import AgentLink
+from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.launching.kernel.run_payload import PreparedRun
+from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection, Message
+
+_DEADLINE_S = 10.0
+_START_DEADLINE_S = 60.0  # a busy machine takes its time for a new interpreter
+_LOOK_PERIOD_S = 0.5
+_PAUSE_S = 0.1
+_SHORT_PAUSE_S = 0.005
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+
+
+class Link(AgentLink[DetachedJob]):
+    """Follows one detached run, and sends its agent what the job asks for.
+
+    Args:
+        job: The run's job.
+    """
+
+    def __init__(self, job: DetachedJob) -> None:
+        super().__init__()
+        self._job = job
+        self._folder = job.folder
+        self._connection: Connection | None = None
+        self._seen = 0  # the highest number of the messages heard so far
+        self._known = 0  # what it was when the present connection began
+        self.expect(job)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._job.id not in self._jobs
+
+    def launch(self, prepared: PreparedRun, lock: int, release: Callable[[], None]) -> None:
+        """Start the agent and the run, and follow it from now on.
+
+        Args:
+            prepared: The run.
+            lock: Descriptor that holds the folder's lock.
+            release: Closes it here, once the agent has it.
+
+        Raises:
+            ProcessStartError: The agent can't be started, or has gone again.
+        """
+        connection, theirs = Connection.pair()
+        try:
+            with contextlib.closing(theirs):
+                start_agent(self._folder, theirs, lock)
+            release()
+            self._follow(connection)
+            self.prepare(prepared.job.config)
+            self._send(self._launch_message(self._job), [prepared.payload, *prepared.result_files])
+            self._wait_until_published()
+        except (OSError, subprocess.SubprocessError) as error:
+            connection.close()
+            raise self._start_error(error) from error
+        except BaseException:
+            connection.close()
+            raise
+        self._job.attach(_Control(self, self._job.id))
+        self._start_thread()
+
+    def _wait_until_published(self) -> None:
+        deadline_s = time.monotonic() + _START_DEADLINE_S
+        while not self._folder.is_published:
+            if not self._folder.is_held or time.monotonic() > deadline_s:
+                raise TimeoutError("it has not taken over the launch")
+            time.sleep(_SHORT_PAUSE_S)
+
+    def attach(self) -> None:
+        """Read the journal, and follow the run from now on if it goes on.
+
+        Raises:
+            RunError: The agent lives and doesn't answer.
+        """
+        self._job.attach(_Control(self, self._job.id))
+        if not self._reconnect():
+            self._end_lost()
+        if self._is_over:
+            self._close()
+        else:
+            self._start_thread()
+
+    def hear(self, descriptor: int) -> None:
+        """Hear the messages in a file only, and close it."""
+        self._replay(descriptor)
+
+    def end_if_lost(self) -> None:
+        """End the job of a run whose agent has gone, if the run's end was not among the messages."""
+        if not self._is_over:
+            self._end_lost()
+
+    def tell(self, message: messages.Order) -> None:
+        """Send an order on a connection of its own, which works whatever the state of the one that is followed is."""
+        uninterruptible.call(lambda: send_order(self._folder, message))
+
+    # What differs with where the agent is ---------------------------------------------------------------------------
+
+    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
+        return True, environment.sendable(), environment.import_path()
+
+    def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
+        assert self._connection is not None
+        self._connection.send(messages.encode(message), descriptors)
+
+    def _receive(self) -> Sequence[bytes]:
+        assert self._connection is not None
+        return self._unknown(journal.split_number(frame.body) for frame in self._connection.receive())
+
+    def _unknown(self, numbered: Iterable[tuple[int, bytes]]) -> list[bytes]:
+        """Return the messages that were not heard before this connection began."""
+        unknown = [(number, body) for number, body in numbered if number > self._known]
+        self._seen = max([self._seen, *(number for number, _ in unknown)])
+        return [body for _, body in unknown]
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            text = (self._folder.path / "agent.log").read_text(errors="replace")[-4000:].strip()
+            return f"It last wrote:\n{text}" if text else ""
+        return ""
+
+    def _heard(self, said: messages.ToKernel) -> bool:
+        if isinstance(said, messages.RunEnded):
+            self._job.ended_by = said.by
+        with contextlib.suppress(msgspec.DecodeError):  # an event that only a newer version knows
+            return super()._heard(said)
+        return False
+
+    # Following -------------------------------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._run, name=f"notebook-accel-attached-{self._job.id}", daemon=True).start()
+
+    def _run(self) -> None:
+        """Follow the run to its end. Runs in the thread."""
+        try:
+            while not self._is_over:
+                self._read_while_connected()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
+            if not self._is_over:
+                text = f"The run {self._job.name!r} can't be followed any more; it may go on."
+                self._end(
+                    RunError(text, why=f"{type(error).__name__}: {error}", fix=f"%distributed attach {self._folder.id}")
+                )
+        finally:
+            self._close()
+
+    def _read_while_connected(self) -> None:
+        """Read until the run's end or the connection's. An agent may drop a kernel that has taken nothing for long."""
+        with contextlib.suppress(ClosedError, OSError):
+            while not self._is_over:
+                self._read()
+            return
+        if not self._reconnect():
+            self._end_lost()
+
+    def _reconnect(self) -> bool:
+        """Connect to the agent and hear what isn't known yet; if it has gone, hear the rest of the journal.
+
+        Returns:
+            False if the agent has gone without a word about the run's end.
+
+        Raises:
+            RunError: The agent lives and doesn't answer.
+        """
+        self._close()
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while self._folder.is_held:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # it may be about to end, or to begin
+                self._follow(*_connect(self._folder))
+                return True
+            self._close()
+            if time.monotonic() > deadline_s:
+                raise _no_answer(self._folder)
+            time.sleep(_PAUSE_S)
+        self._known = self._seen
+        self._replay(self._folder.open_journal())
+        return self._is_over
+
+    def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
+        """Say who this is, and hear what is in the journal. What comes after it comes by the connection.
+
+        Args:
+            connection: The connection to the agent.
+            agent_pid: The agent's process, which is continued if somebody has stopped it.
+        """
+        self._connection = connection
+        frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
+        self._known = self._seen
+        [descriptor] = frames[0].descriptors
+        self._replay(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self._job.is_live = True
+        for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
+            self._heard(messages.decode_for_kernel(body))
+
+    def _replay(self, descriptor: int, size_bytes: int | None = None) -> None:
+        """Hear what is in a journal and isn't known yet, and close it."""
+        self._job.is_live = False
+        try:
+            for body in self._unknown(journal.read(descriptor, size_bytes)):
+                self._heard(messages.decode_for_kernel(body))
+        finally:
+            os.close(descriptor)
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _end_lost(self) -> None:
+        facts = self._folder.facts
+        self._job.is_live = False
+        steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
+        last = f" Its last known step is {steps:,}." if steps else ""
+        fix = f"%distributed again {self._job.name}: it continues from the checkpoint that it loads, if it loads one"
+        if facts.boot_id != run_folders.boot_id():
+            what = f"The run {self._job.name!r} was lost with the machine, which was started again.{last}"
+            error = SupervisorLostError(what, fix=fix)
+        else:
+            what = f"The agent process of the run {self._job.name!r} has gone, and the ranks with it.{last}"
+            error = SupervisorLostError(what, why=self._last_words(), fix=fix)
+        self._end(error)
+
+    def _end(self, error: NotebookAccelError) -> None:
+        self.forget(self._job)
+        self._job.end("", error)
+
+    def _start_error(self, error: Exception) -> ProcessStartError:
+        why = "\n".join(filter(None, [f"{type(error).__name__}: {error}", self._last_words()]))
+        return ProcessStartError("The agent process of the detached run could not be started.", why=why)
+
+
+class _Control:
+    def __init__(self, link: Link, job_id: str) -> None:
+        self._link = link
+        self._job_id = job_id
+
+    def interrupt(self, *, escalate: bool) -> None:
+        if escalate:
+            self._link.tell(messages.End(job_id=self._job_id, how="interrupt"))
+        else:
+            self._link.tell(messages.Interrupt(job_id=self._job_id))
+
+    def stop(self) -> None:
+        self._link.tell(messages.End(job_id=self._job_id, how="stop"))
+
+    def kill(self) -> None:
+        self._link.tell(messages.End(job_id=self._job_id, how="kill"))
+
+    def respawn(self, rank: int) -> None:
+        raise LaunchError(f"Rank {rank} of a detached run can't be started again by itself.")
+
+    def inspect(self) -> None:
+        self._link.tell(messages.Inspect(job_id=self._job_id))
+
+
+def send_order(folder: RunFolder, message: messages.Order) -> None:
+    """Send the agent of a run a message, if it lives. A message to an agent that has gone, or is going, is lost.
+
+    Raises:
+        RunError: The agent lives and doesn't answer.
+    """
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while folder.is_held:
+        with contextlib.suppress(OSError):
+            connection, agent_pid = _connect(folder)
+            with contextlib.closing(connection):
+                _introduce(connection, agent_pid, _DEADLINE_S, follows=False)
+                connection.send(messages.encode(message))
+                return
+        if time.monotonic() > deadline_s:
+            raise _no_answer(folder)
+        time.sleep(_PAUSE_S)
+
+
+def _no_answer(folder: RunFolder) -> RunError:
+    return RunError(
+        f"The agent of the run {folder.facts.name!r} doesn't answer.",
+        why="The agent, the process that supervises the ranks, lives. It may be stopped or very busy.",
+        fix="try again",
+    )
+
+
+def _connect(folder: RunFolder) -> tuple[Connection, int]:
+    """Connect to the agent of a run. Return the connection and the agent's process.
+
+    Raises:
+        OSError: Nobody listens, or another user does.
+    """
+    connected = folder.connect()
+    pid, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        connected.close()
+        raise PermissionError(errno.EPERM, "another user listens there", str(folder.path))
+    return Connection(connected), pid
+
+
+def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, follows: bool) -> list[Message]:
+    """Say who this is, and return the agent's answer with what it says after it.
+
+    Raises:
+        OSError: The agent has gone, refuses, or doesn't answer.
+    """
+    connection.set_send_deadline(_DEADLINE_S)
+    connection.set_receive_deadline(_LOOK_PERIOD_S)
+    connection.send(messages.encode(messages.Hello(who=_who_this_is(), follows=follows)))
+    deadline_s = time.monotonic() + patience_s
+    while not (frames := connection.receive()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the agent doesn't answer")
+        processes.resume_if_stopped(agent_pid)
+    return frames
+
+
+def _who_this_is() -> str:
+    return f"process {os.getpid()} ({pathlib.Path(sys.argv[0] or sys.executable).name})"
+
+
+def start_agent(folder: RunFolder, theirs: Connection, lock: int) -> None:
+    """Start the agent of a run. It is nobody's child, since the process that starts it ends at once.
+
+    Raises:
+        OSError: It can't be started.
+        SubprocessError: It has failed before that.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    log = os.open(folder.path / "agent.log", flags, 0o600)
+    arguments = [str(theirs.fileno()), str(folder.path), str(lock)]
+    try:
+        process = subprocess.Popen(
+            processes.bootstrap("notebook_accel.launching.agent.detached", *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs.fileno(), lock],
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    try:
+        status = process.wait(_START_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, "the agent")

@@ -1,0 +1,150 @@
+"""The detached runs of this user: a line about each, and what people should know of those that go on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import pathlib
+import subprocess
+
+from notebook_accel.errors import Finding, NotebookAccelError, SupervisorLostError
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel.detached_job import DetachedJob, open_job
+from notebook_accel.launching.kernel.detached_link import Link
+from notebook_accel.launching.run_folders import RunFolder
+
+_LINGERING = pathlib.Path("/var/lib/systemd/linger")
+_OWN_GROUP = pathlib.Path("/proc/self/cgroup")
+_ASK_LOGIND = (
+    *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
+    *("org.freedesktop.login1.Manager", "KillUserProcesses"),
+)
+_ANSWER_DEADLINE_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """A detached run in a line.
+
+    Attributes:
+        id: Its id.
+        name: Its name.
+        status: A job's status in a word; ``lost`` if its agent has gone with the machine or was killed; ``unreadable``.
+        why: The reason of its end in a line; empty if there is none.
+        began: Time of its launch in seconds since the epoch.
+        changed: Time of its last sign of life.
+        devices: The ranks' devices in words.
+        step: Steps of the rank that has done most, ``None`` if none counts any.
+        metrics: The latest metrics of the first rank that has some.
+        folder: Its folder, with results and logs.
+        log_folder: The folder of the logs; empty if there is none.
+    """
+
+    id: str
+    name: str
+    status: str
+    why: str
+    began: float
+    changed: float
+    devices: str
+    step: int | None
+    metrics: dict[str, float]
+    folder: str
+    log_folder: str
+
+    @property
+    def is_going(self) -> bool:
+        """True while the run goes on."""
+        return self.status in ("starting", "running")
+
+
+def summaries() -> list[RunSummary]:
+    """Return this user's detached runs on this machine, the oldest first."""
+    return [summary(folder) for folder in run_folders.every()]
+
+
+def summary(folder: RunFolder) -> RunSummary:
+    """Return a run in a line."""
+    facts = folder.facts
+    step, metrics, status, why = None, {}, "unreadable", ""
+    try:
+        job = _job_of_latest(folder)
+    except (NotebookAccelError, OSError) as error:
+        why = error.what if isinstance(error, NotebookAccelError) else str(error)
+    else:
+        status = "lost" if isinstance(job.error, SupervisorLostError) else job.status
+        why = job.ending.why
+        step = max((rank.steps for rank in job.ranks if rank.steps is not None), default=None)
+        metrics = next((dict(rank.metrics) for rank in job.ranks if rank.metrics), {})
+    return RunSummary(
+        id=folder.id,
+        name=facts.name,
+        status=status,
+        why=why,
+        began=facts.began,
+        changed=folder.changed,
+        devices=facts.devices,
+        step=step,
+        metrics=metrics,
+        folder=str(folder.path),
+        log_folder=facts.log_folder,
+    )
+
+
+def _job_of_latest(folder: RunFolder) -> DetachedJob:
+    """Return the job of a run with its present state and without its history."""
+    job = open_job(folder, has_results=False)
+    was_held = folder.is_held  # read before the messages, the last of which is written before the agent ends
+    with contextlib.suppress(FileNotFoundError):
+        Link(job).hear(folder.open_latest())
+    if not job.done and not was_held:  # the disk may have been full
+        job = open_job(folder, has_results=False)
+        link = Link(job)
+        link.hear(folder.open_journal())
+        link.end_if_lost()
+    return job
+
+
+def going_in_words() -> str:
+    """Return a line that names this user's detached runs that go on; empty if there are none."""
+    going = [folder.facts for folder in run_folders.every() if folder.is_held]
+    if not going:
+        return ""
+    named = ", ".join(f"{facts.name} (on {facts.devices})" for facts in going)
+    return (
+        f"{'A detached run' if len(going) == 1 else f'{len(going)} detached runs'} of yours "
+        f"{'goes' if len(going) == 1 else 'go'} on: {named}. %distributed runs, or notebook-accel runs, tells more."
+    )
+
+
+def logout_findings() -> tuple[Finding, ...]:
+    """Return a warning if systemd ends what this process starts when its user logs out."""
+    with contextlib.suppress(OSError, KeyError):
+        # Not imported at the top: Windows, where this module can be imported, lacks it.
+        user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
+        group = _OWN_GROUP.read_text()
+        if "/user.slice/" not in group or (_LINGERING / user).exists():
+            return ()
+        # What a session has started ends with it only if that is set. What the user's manager has started, as some
+        # hubs have it start kernels, always ends with the user's last session.
+        if "/session-" in group and not _kills_user_processes():
+            return ()
+        return (
+            Finding(
+                "systemd ends a detached run when you log out of this machine.",
+                "This process belongs to your login there, and so does all that it starts.",
+                f"loginctl enable-linger {user}, once, before you launch",
+                refuses=False,
+            ),
+        )
+    return ()
+
+
+def _kills_user_processes() -> bool:
+    """Return systemd's setting of that name."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(_ASK_LOGIND, capture_output=True, text=True, timeout=_ANSWER_DEADLINE_S, check=False)
+        return asked.stdout.split() == ["b", "true"]
+    return False

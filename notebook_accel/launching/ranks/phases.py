@@ -1,0 +1,377 @@
+"""Measures where the time of a rank's steps goes, by phases that add up to the wall time.
+
+The hooks of ``torch_hooks`` tell the clock when a phase begins, in the main thread. On CUDA the clock also marks some
+steps with events of the device, which it reads after the device has passed them, so nothing ever waits for the device.
+The reporter's thread looks at the main thread's Python frames twenty times a second, and so learns which of the user's
+lines the time belongs to.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import linecache
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from notebook_accel import code_places, host_memory, reporting
+from notebook_accel.protocol import events
+
+_SEND_PERIOD_S = 1.0
+# Very fast steps are measured for one tick of the reporter in four, so that measuring costs them less than a hundredth.
+_FAST_PER_S = 100
+_TICKS_OF_CYCLE = 4
+_MOST_LINES = 12
+_MOST_NESTED = 4
+_MOST_TEXT = 120
+_COPIES = (".to(", ".cuda(")
+# Parts of the paths of library code, and what a thread does there.
+_ACTIVITIES = (
+    ("/torch/_dynamo/", "compiling"),
+    ("/torch/_inductor/", "compiling"),
+    ("/torch/serialization.py", "saving"),
+    ("/torch/distributed/checkpoint/", "saving"),
+    ("/safetensors/", "saving"),
+    ("/notebook_accel/training/checkpoint", "saving"),
+    ("/torch/distributed/", "communication"),
+)
+_AROUND = "/torch/distributed/c10d_logger.py"
+
+
+class StepClock:
+    """The phases of this rank's steps.
+
+    The main thread calls ``enter`` and ``begin_step``; the reporter's thread calls ``look``.
+
+    Attributes:
+        phase: The phase that runs; empty while no loop does.
+        is_on: True while phases are measured. Of very fast steps only some are.
+        is_marking: True while a step is marked on the device.
+    """
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.is_on = True
+        self.is_marking = False
+        self._ticks = 0
+        self._is_rest_due = False  # the main thread is to stop measuring for a while
+        self._resting_since_s = 0.0
+        self._times = dict.fromkeys(events.PHASES, 0.0)
+        self._since_s = time.perf_counter()
+        self._main = threading.main_thread().ident
+        self._counts = _Counts()
+        self._device = _DeviceClock()
+        self._sent_s = self._since_s
+        self._times_sent: Mapping[str, float] = {}
+        self._sending = threading.Lock()
+        self._is_asked = True  # the main thread is to look at what only it can see
+        self._backward_s = 0.0  # the last backward pass
+        self._models: list[Any] = []  # DistributedDataParallel
+        self._seen_comm: Any = None
+        self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        self._collecting_since_s = 0.0
+
+    def start(self) -> None:
+        """Begin to measure, in the process of a rank."""
+        reporter = reporting.reporter()
+        reporter.at_tick(self.look)
+        reporter.at_close(self.stop)
+        gc.callbacks.append(self._collect)
+
+    # In the main thread -----------------------------------------------------------------------------------------------
+
+    def enter(self, phase: str) -> float:
+        """End the running phase, begin another, and return the time."""
+        now_s = time.perf_counter()
+        if self.phase:
+            self._times[self.phase] += now_s - self._since_s
+        self._since_s, self.phase = now_s, phase
+        if self.is_marking:
+            self._device.mark(phase)
+        return now_s
+
+    def begin_step(self, batch: Any, workers: int | None) -> None:
+        """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are looked at closely."""
+        self._counts.steps += 1
+        if self._is_asked or self.is_marking:
+            self._look_closely(batch, workers)
+
+    def _look_closely(self, batch: Any, workers: int | None) -> None:
+        counts, torch = self._counts, sys.modules["torch"]
+        if self._is_rest_due and not self.is_marking:
+            self._resting_since_s = self.enter("")
+            self._is_rest_due = self.is_on = False
+            return
+        if self._is_asked:
+            self._is_asked = False
+            counts.workers = workers
+            counts.threads = torch.get_num_threads()
+            counts.add_batch(batch)
+        self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
+
+    def stop(self) -> None:
+        """Send the times, and stop the clock until the next phase begins. The running phase belongs to no step."""
+        self.phase = ""
+        self._wake()
+        self.send()
+        self._lines.clear()
+
+    def begin_evaluation(self) -> None:
+        """Count an evaluation that begins."""
+        self._counts.evaluations += 1
+
+    def add_model(self, model: Any) -> None:
+        """Take a model of ``DistributedDataParallel``, whose own measurements tell communication from computing."""
+        self._models.append(model)
+        if model.device_type == "cpu":  # elsewhere a measurement can wait for the device
+            model._set_ddp_runtime_logging_sample_rate(1)
+
+    def end_backward(self, took_s: float) -> None:
+        """Take the duration of a backward pass, and now and then what was communication in the one before."""
+        before_s, self._backward_s = self._backward_s, took_s
+        if self._counts.is_due and self._models and before_s:
+            self._counts.is_due = False
+            self._read_communication(before_s)
+
+    def _read_communication(self, backward_s: float) -> None:
+        data = self._models[-1].logger._get_ddp_logging_data()
+        numbers: Mapping[str, int] = data.ints_map
+        self._counts.gradient_bytes = numbers.get("total_parameter_size_bytes", 0)
+        ended = numbers.get("backward_comm_time_end")
+        if ended is None or ended == self._seen_comm:
+            return
+        self._seen_comm = ended
+        exposed_ns = numbers.get("backward_comm_time", 0) - numbers.get("backward_compute_comm_overlap_time", 0)
+        self._counts.exposed_s += min(max(exposed_ns, 0) / 1e9, backward_s)
+        self._counts.exposed_of_s += backward_s
+
+    def _collect(self, phase: str, _: dict[str, int]) -> None:
+        """Measure a garbage collection."""
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._collecting_since_s = now_s
+        else:
+            self._counts.collecting_s += now_s - self._collecting_since_s
+
+    # In the reporter's thread -----------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Note the line that the main thread runs, and send the times about once a second."""
+        self._is_asked = self._counts.is_due = True
+        self._ticks += 1
+        if self._ticks % _TICKS_OF_CYCLE == 0:
+            self._wake()
+        elif self.is_on and self._ticks % _TICKS_OF_CYCLE == 1:
+            self._is_rest_due = self._counts.steps > _FAST_PER_S * (time.perf_counter() - self._sent_s)
+        phase = self.phase
+        if phase:
+            frame = sys._current_frames().get(self._main or 0)
+            if frame is not None:
+                activity, place, text = _place(frame)
+                del frame  # it keeps its variables alive, and who drops it last ends them, in this thread
+                self._lines[phase, activity, place, text] += 1
+        if time.perf_counter() - self._sent_s >= _SEND_PERIOD_S:
+            self.send()
+
+    def _wake(self) -> None:
+        """Measure again after a rest. The main thread tells no phases until then."""
+        self._is_rest_due = False
+        if not self.is_on:
+            self._counts.rested_s += time.perf_counter() - self._resting_since_s
+            self.is_on = True
+
+    def send(self) -> None:
+        """Send the times since the last call, if a step was done in them."""
+        with self._sending:
+            self._send()
+
+    def _send(self) -> None:
+        counts = self._counts
+        if not counts.steps:
+            return
+        self._counts = _Counts(counts)
+        times = dict(self._times)
+        now_s = time.perf_counter()
+        if self.phase:  # the running phase goes on; what is sent of it now isn't sent again
+            times[self.phase] += now_s - self._since_s
+        lines, self._lines = self._lines, collections.Counter()
+        seconds = {name: max(0.0, times[name] - self._times_sent.get(name, 0.0)) for name in times}
+        self._times_sent, self._sent_s = times, now_s
+        seconds = self._device.divided(seconds)
+        counts.split_backward(seconds)
+        _split_by_samples(seconds, lines)
+        counts.add_rest(seconds)
+        reporting.reporter().post(counts.event(seconds, lines, is_on_device=self._device.has_measured))
+
+
+class _Counts:
+    """What is counted between two sends.
+
+    Attributes:
+        is_due: True if the main thread is to read what was communication.
+    """
+
+    def __init__(self, before: _Counts | None = None) -> None:
+        self.is_due = True
+        self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
+        self.smallest = sys.maxsize
+        self.collecting_s = self.rested_s = 0.0
+        # These stay from one send to the next.
+        self.workers: int | None = None if before is None else before.workers
+        self.threads: int = 0 if before is None else before.threads
+        self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
+        self.exposed_s = self.exposed_of_s = 0.0
+        self.graphs_before = _compiled_graphs()
+
+    def add_batch(self, batch: Any) -> None:
+        """Take the number of rows and the size of a batch, by its first tensor."""
+        for _ in range(_MOST_NESTED):
+            shape = getattr(batch, "shape", None)
+            if shape is not None:
+                size = 1
+                for length in shape:
+                    size *= length
+                if shape and size:
+                    self.batches += 1
+                    self.rows += shape[0]
+                    self.smallest, self.largest = min(self.smallest, size), max(self.largest, size)
+                return
+            if isinstance(batch, (list, tuple)):
+                batch = batch[0] if batch else None
+            elif isinstance(batch, Mapping):
+                batch = next(iter(batch.values()), None)
+            else:
+                return
+
+    def split_backward(self, seconds: dict[str, float]) -> None:
+        """Take communication out of the backward pass."""
+        if self.exposed_of_s:
+            exposed_s = seconds["backward"] * self.exposed_s / self.exposed_of_s
+            seconds["backward"] -= exposed_s
+            seconds["communication"] += exposed_s
+
+    def add_rest(self, seconds: dict[str, float]) -> None:
+        """Add the steps that weren't measured, which were like the others."""
+        measured_s = sum(seconds.values())
+        if self.rested_s and measured_s:
+            factor = 1 + self.rested_s / measured_s
+            self.steps = round(self.steps * factor)
+            for phase in seconds:
+                seconds[phase] *= factor
+
+    def event(
+        self, seconds: dict[str, float], lines: collections.Counter[tuple[str, str, str, str]], *, is_on_device: bool
+    ) -> events.StepTimes:
+        """Return the event that carries all this."""
+        return events.StepTimes(
+            steps=self.steps,
+            seconds=seconds,
+            evaluations=self.evaluations,
+            collecting_s=self.collecting_s,
+            compilations=max(0, _compiled_graphs() - self.graphs_before),
+            rows=self.rows / self.batches if self.batches else 0.0,
+            smallest_batch=self.smallest if self.batches else 0,
+            largest_batch=self.largest,
+            workers=self.workers,
+            threads=self.threads,
+            cores=host_memory.cores(),
+            gradient_bytes=self.gradient_bytes,
+            is_on_device=is_on_device,
+            samples=sum(lines.values()),
+            lines=[events.SampledLine(*line, samples=count) for line, count in lines.most_common(_MOST_LINES)],
+        )
+
+
+class _DeviceClock:
+    """The phases of steps on CUDA, from events that the device passes. One step is marked at a time."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, Any]] = []
+        self._passing: list[tuple[str, Any]] = []  # marks of a whole step
+        self._times = dict.fromkeys(events.PHASES, 0.0)
+
+    @property
+    def has_measured(self) -> bool:
+        """True once the device has passed a marked step."""
+        return any(self._times.values())
+
+    def mark(self, phase: str) -> None:
+        """Mark where a phase begins."""
+        event = sys.modules["torch"].cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+    def begin_step(self, phase: str) -> bool:
+        """End the marks of a step, or else read the last ones if the device has passed them and begin new ones.
+
+        Returns:
+            True if the step that begins is marked.
+        """
+        if sys.modules["torch"].cuda.is_current_stream_capturing():  # which an event's query would break
+            self._marks = []
+            return False
+        if self._marks:
+            self.mark(phase)
+            self._passing, self._marks = self._marks, []
+            return False
+        if self._passing and not self._passing[-1][1].query():
+            return False
+        for (name, begin), (_, end) in zip(self._passing, self._passing[1:], strict=False):
+            if name:
+                self._times[name] += begin.elapsed_time(end) / 1000
+        self._passing = []
+        self.mark(phase)
+        return True
+
+    def divided(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Return the seconds of the host as the device has divided its steps; unchanged where nothing was marked."""
+        measured_s = sum(self._times.values())
+        if not measured_s:
+            return seconds
+        wall_s = sum(seconds.values())
+        return {name: wall_s * self._times[name] / measured_s for name in seconds}
+
+
+def _split_by_samples(seconds: dict[str, float], lines: Mapping[tuple[str, str, str, str], int]) -> None:
+    """Take collectives and copies to the device out of the phases in which they happen, by their share of samples."""
+    of_phase: collections.Counter[str] = collections.Counter()
+    parts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for (phase, activity, _, _), count in lines.items():
+        of_phase[phase] += count
+        if activity in ("communication", "copy") and phase not in ("backward", "evaluation"):
+            parts[phase, activity] += count
+    for (phase, activity), count in parts.items():
+        part_s = seconds[phase] * count / of_phase[phase]
+        seconds[activity] += part_s
+    for phase, count in of_phase.items():
+        taken = sum(part for (name, _), part in parts.items() if name == phase)
+        seconds[phase] *= 1 - taken / count
+
+
+def _place(frame: types.FrameType) -> tuple[str, str, str]:
+    """Return a thread's activity in libraries, the user's innermost line such as ``In[7], line 12``, and its text."""
+    activity = ""
+    current: types.FrameType | None = frame
+    while current is not None and not code_places.is_the_users(current.f_code.co_filename):
+        activity = activity or _activity(current.f_code.co_filename)
+        current = current.f_back
+    if current is None:
+        return activity, "", ""
+    filename, line = current.f_code.co_filename, current.f_lineno or 0
+    text = linecache.getline(filename, line).strip()[:_MOST_TEXT]
+    if not activity and any(part in text for part in _COPIES):
+        activity = "copy"
+    return activity, f"{code_places.label(filename)}, line {line}", text
+
+
+def _activity(filename: str) -> str:
+    return next((activity for part, activity in _ACTIVITIES if part in filename), "") if _AROUND not in filename else ""
+
+
+def _compiled_graphs() -> int:
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

@@ -1,0 +1,184 @@
+"""Hooks in torch that count the steps of any loop in a rank, measure their phases and report the loss.
+
+The loss is the number whose gradients the program computes. A metric named ``loss`` that the program reports itself
+takes its place.
+
+This module never imports torch. The hooks are placed when torch is imported, which the template has done before a rank
+starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import types
+from typing import Any
+
+from notebook_accel import environment, reporting
+from notebook_accel.launching.ranks import loops
+from notebook_accel.launching.ranks.import_hooks import when_imported
+from notebook_accel.launching.ranks.phases import StepClock
+
+_LOSS_ATTRIBUTE = "_notebook_accel_loss"  # of a loss that a scaler has made: the loss before
+_main = threading.main_thread().ident
+_loops = loops.loops()
+
+
+def install() -> None:
+    """Count from now on, whether torch has been imported or not, and measure phases unless the launch has it off."""
+    reporting.reporter().before_sample(_loops.refresh)
+    clock = None
+    if os.environ.get(environment.PROFILE) != "off":
+        clock = _loops.clock = StepClock()
+        clock.start()
+    when_imported("torch.utils.data.dataloader", lambda module: _patch_loaders(module, clock))
+    when_imported("torch.autograd", lambda module: _patch_backward(module, clock))
+    when_imported("torch.optim.optimizer", lambda module: _hook_optimizers(module, clock))
+    when_imported("torch.amp.grad_scaler", _patch_scaler)
+    when_imported("accelerate.accelerator", _patch_accelerator)
+    when_imported("notebook_accel.training.accelerator", _patch_accelerator)
+    if clock is not None:
+        when_imported("torch.nn.parallel.distributed", lambda module: _patch_models(module, clock))
+
+
+def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
+    loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
+    original_iter, original_next = loader_class.__iter__, iterator_class.__next__
+    original_init = iterator_class.__init__
+    are_gradients_enabled = sys.modules["torch"].is_grad_enabled
+
+    @functools.wraps(original_iter)
+    def __iter__(self: Any) -> Any:  # noqa: N807 - the name that stacks show
+        iterator = original_iter(self)
+        if isinstance(iterator, iterator_class):
+            _loops.begin(self, iterator)
+        return iterator
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original_init(self, loader, *args, **kwargs)
+        if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
+            _loops.begin(getattr(loader, "d", loader), self)
+
+    @functools.wraps(original_next)
+    def __next__(self: Any) -> Any:  # noqa: N807
+        loop: loops.LoopCounter | None = getattr(self, loops.ATTRIBUTE, None)
+        if loop is None:
+            return original_next(self)
+        is_evaluation = loop.is_evaluation or not are_gradients_enabled()
+        measures = clock is not None and clock.is_on and threading.get_ident() == _main
+        if measures:
+            clock.enter("evaluation" if is_evaluation else "data")  # type: ignore[union-attr]
+        try:
+            batch = original_next(self)
+        except BaseException as raised:
+            loop.has_ended = loop.has_ended or isinstance(raised, StopIteration)
+            if measures:
+                clock.enter("other")  # type: ignore[union-attr]
+            raise
+        if loop is not _loops.current:
+            _loops.turn_to(loop, are_gradients_enabled())
+        loop.step += 1
+        if measures:
+            _begin_step(clock, loop, batch, self._num_workers, is_evaluation)  # type: ignore[arg-type]
+        return batch
+
+    loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = __iter__, __next__, __init__
+
+
+def _begin_step(clock: StepClock, loop: loops.LoopCounter, batch: Any, workers: int, is_evaluation: bool) -> None:
+    """Tell the clock what a batch is for."""
+    if not is_evaluation:
+        clock.enter("forward")
+        if loop is _loops.current:
+            clock.begin_step(batch, workers)
+    elif loop.step == 1:
+        clock.begin_evaluation()
+
+
+def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
+    original: Any = module.backward
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        _loops.trained += 1
+        _report_loss(args[0] if args else kwargs.get("tensors"))
+        if clock is None or not clock.is_on or threading.get_ident() != _main:
+            return original(*args, **kwargs)
+        before = clock.phase
+        began_s = clock.enter("backward")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            # Within an optimizer's closure the optimizer goes on.
+            ended_s = clock.enter(before if before in ("optimizer", "backward") else "other")
+            clock.end_backward(ended_s - began_s)
+
+    module.backward = backward  # type: ignore[attr-defined]
+
+
+def _report_loss(differentiated: Any) -> None:
+    loss = _loops.loss if _loops.loss is not None else differentiated
+    loss = getattr(loss, _LOSS_ATTRIBUTE, loss)
+    is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
+    # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
+    if is_dense and loss.numel() == 1 and not hasattr(loss, "__tensor_flatten__"):
+        reporting.reporter().report_loss(loss.detach())
+
+
+def _patch_scaler(module: types.ModuleType) -> None:
+    original = module.GradScaler.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if scaled is not outputs and hasattr(outputs, "detach"):
+            setattr(scaled, _LOSS_ATTRIBUTE, outputs.detach())
+        return scaled
+
+    module.GradScaler.scale = scale
+
+
+def _patch_accelerator(module: types.ModuleType) -> None:
+    """Report the loss before it is divided, in Accelerate's ``Accelerator`` and in ours."""
+    original = module.Accelerator.backward
+
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
+        _loops.loss = loss
+        try:
+            return original(self, loss, **kwargs)
+        finally:
+            _loops.loss = None
+
+    module.Accelerator.backward = backward
+
+
+def _hook_optimizers(module: types.ModuleType, clock: StepClock | None) -> None:
+    def begin(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if clock is not None and clock.is_on and threading.get_ident() == _main:
+            clock.enter("optimizer")
+
+    def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        is_step = _loops.step_optimizer(optimizer)
+        if clock is not None and clock.is_on and threading.get_ident() == _main:
+            clock.enter("forward" if _loops.is_alone else "other")
+            if is_step:
+                clock.begin_step(None, None)
+
+    module.register_optimizer_step_pre_hook(begin)
+    module.register_optimizer_step_post_hook(end)
+
+
+def _patch_models(module: types.ModuleType, clock: StepClock) -> None:
+    model_class = module.DistributedDataParallel
+    original = model_class.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        clock.add_model(self)
+
+    model_class.__init__ = __init__

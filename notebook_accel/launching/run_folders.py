@@ -1,0 +1,409 @@
+"""The folders of detached runs: one for each run, from its launch until some days after its end.
+
+A folder has the launch's facts, the payload, the ranks' results and logs, the journal, and the socket of the run's
+agent. Only its owner can open it. The agent holds a lock on a file in it for as long as it lives, so that a lock that
+is free means that the agent is gone, however it ended. The lock goes with the machine too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib
+import operator
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from notebook_accel.errors import LaunchError, NotebookAccelError
+
+JOURNAL_VERSION = 1
+"""Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
+
+_YOUNG_S = 5.0  # a folder of a launch that nobody holds and that is older belongs to a launch that was killed
+_DAY_S = 86_400.0
+_FACTS, _DRAFT, _LOCK, _PAYLOAD, _JOURNAL, _LATEST, _SOCKET = (
+    "run.json",
+    "launch.json",
+    "lock",
+    "payload",
+    "journal",
+    "latest",
+    "socket",
+)
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a launch, which don't change while the run goes on.
+
+    Attributes:
+        name: The run's name.
+        world_size: Number of ranks.
+        devices: The ranks' devices in words.
+        config: The options that have not their default value, by name.
+        log_folder: Folder of the ranks' logs; empty if there is none.
+        began: Time of the launch, in seconds since the epoch.
+        began_s: The same in seconds of ``time.monotonic()``, whose zero is the start of the machine.
+        keep_days: Days that the folder stays after the run's end.
+        version: Version of this package.
+        journal_version: ``JOURNAL_VERSION`` of that version.
+        host: Name of the machine.
+        boot_id: The machine's id for the time since it was started.
+    """
+
+    name: str
+    world_size: int
+    devices: str
+    config: dict[str, Any]
+    log_folder: str
+    began: float
+    began_s: float
+    keep_days: float
+    version: str
+    journal_version: int
+    host: str
+    boot_id: str
+
+
+class RunFolder:
+    """One run's folder.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    @property
+    def id(self) -> str:
+        """The run's id: the folder's name."""
+        return self.path.name
+
+    @property
+    def log_folder(self) -> pathlib.Path:
+        """The folder for logs where the user has named none."""
+        return self.path / "logs"
+
+    @functools.cached_property
+    def facts(self) -> RunFacts:
+        """The facts of the launch.
+
+        Raises:
+            NotebookAccelError: They can't be read.
+        """
+        try:
+            path = self.path / (_FACTS if self.is_published else _DRAFT)
+            return msgspec.json.decode(path.read_bytes(), type=RunFacts)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise NotebookAccelError(f"The detached run in {self.path} can't be read: {error}.") from None
+
+    def write_facts(self, facts: RunFacts) -> None:
+        """Write the facts of a launch."""
+        self.replace(_DRAFT, msgspec.json.encode(facts))
+
+    def publish(self) -> None:
+        """Let the run be found. Its agent has taken over the launch, which goes on without the kernel."""
+        os.replace(self.path / _DRAFT, self.path / _FACTS)
+
+    @property
+    def is_published(self) -> bool:
+        """True if the run can be found."""
+        return (self.path / _FACTS).exists()
+
+    def check(self) -> None:
+        """Raise unless the folder is the user's and nobody else can open it.
+
+        Raises:
+            NotebookAccelError: It isn't so.
+        """
+        _check_rights(self.path)
+
+    def hold(self) -> int:
+        """Take the lock, and return the descriptor that has it. A process that inherits the descriptor has it too."""
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _flock(descriptor, "LOCK_EX")
+        return descriptor
+
+    @property
+    def is_held(self) -> bool:
+        """True as long as the run's agent lives, or the launch that is about to start it."""
+        return _is_held(self.path / _LOCK)
+
+    def create_payload(self) -> int:
+        """Return the descriptor of a new file for the payload."""
+        return self._create(_PAYLOAD)
+
+    def take_payload_of(self, other: RunFolder) -> int:
+        """Give this run the payload of another one, without a copy, and return its descriptor."""
+        os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
+        return self.open_payload()
+
+    def create_result(self, rank: int) -> int:
+        """Return the descriptor of a new file for a rank's result."""
+        return self._create(f"result_{rank}")
+
+    def create_journal(self) -> int:
+        """Return the descriptor of the new journal."""
+        return self._create(_JOURNAL)
+
+    def open_payload(self) -> int:
+        """Return a descriptor for reading the payload."""
+        return self._open(_PAYLOAD)
+
+    def open_result(self, rank: int) -> int:
+        """Return a descriptor for reading a rank's result."""
+        return self._open(f"result_{rank}")
+
+    def open_journal(self) -> int:
+        """Return a descriptor for reading the journal."""
+        return self._open(_JOURNAL)
+
+    def open_latest(self) -> int:
+        """Return a descriptor for reading the latest message of each kind."""
+        return self._open(_LATEST)
+
+    def replace_latest(self, data: bytes) -> None:
+        """Write the latest message of each kind."""
+        self.replace(_LATEST, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file under another name, and rename it when it is whole."""
+        unfinished = self.path / f".{name}"
+        try:
+            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+            os.replace(unfinished, self.path / name)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def listen(self) -> socket.socket:
+        """Return the listening socket of the run's agent."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with self._short_path(_SOCKET) as address:
+                listening.bind(address)
+            listening.listen(128)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the run's agent.
+
+        Raises:
+            OSError: Nobody listens.
+        """
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with self._short_path(_SOCKET) as address:
+                connected.connect(address)
+        except OSError:
+            connected.close()
+            raise
+        return connected
+
+    def close_socket(self) -> None:
+        """Remove the socket of an agent that ends."""
+        (self.path / _SOCKET).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _short_path(self, name: str) -> Iterator[str]:
+        """Give a file a path that fits into a socket's address, which has 107 bytes, however long the folder's is."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{folder}/{name}"
+        finally:
+            os.close(folder)
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def changed(self) -> float:
+        """Time of the run's last sign of life, in seconds since the epoch."""
+        names = (_LATEST, _JOURNAL, _FACTS)
+        times = [path.stat().st_mtime for name in names if (path := self.path / name).exists()]
+        return max(times, default=self.path.stat().st_mtime)
+
+    def _create(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def _open(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+    """Return the folder of this user's detached runs, which may not exist yet.
+
+    Raises:
+        LaunchError: This user has no home.
+    """
+    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
+    if not os.path.isabs(state):
+        raise LaunchError(
+            f"There is no place for detached runs: {state} is no absolute path.",
+            fix="set XDG_STATE_HOME to a folder of yours on a local disk",
+        )
+    return pathlib.Path(state, "notebook_accel", "runs")
+
+
+def make(name: str, *, is_unique: bool = False) -> tuple[RunFolder, int]:
+    """Make the folder of a new run, and return it with the descriptor that holds its lock.
+
+    Args:
+        name: The run's name.
+        is_unique: Whether to refuse the name of a run that goes on.
+
+    Raises:
+        LaunchError: It can't be made, or a run of that name goes on.
+    """
+    going = [folder for folder in every() if folder.facts.name == name and folder.is_held]
+    if going and is_unique:
+        raise LaunchError(
+            f"A detached run of yours with the name {name!r} goes on already.",
+            fix=f"--name with another name; or %distributed attach {name}, or notebook-accel stop {name}",
+        )
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
+    path = root() / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_rights(path.parent)
+        path.mkdir(mode=0o700)
+        folder = RunFolder(path)
+        return folder, folder.hold()
+    except OSError as error:
+        raise LaunchError(
+            f"The folder {path} for the detached run can't be made: {error.strerror}.",
+            fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
+        ) from None
+
+
+def every() -> list[RunFolder]:
+    """Return the folders of this user's detached runs that can be read, the oldest first.
+
+    Folders that another user owns or can open are left out.
+    """
+    found = []
+    with contextlib.suppress(NotebookAccelError, OSError):
+        _check_rights(root())
+        for path in root().iterdir():
+            with contextlib.suppress(NotebookAccelError):
+                folder = RunFolder(path)
+                folder.check()
+                if folder.is_published:
+                    found.append((folder.facts.began, folder.id, folder))
+    return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
+
+
+def find(which: str = "") -> RunFolder:
+    """Return a run by its name or id: one that goes on, else the latest. Without a name, the only one, or the latest.
+
+    Raises:
+        NotebookAccelError: There is none, or the folder's rights are wrong.
+    """
+    _check_rights(root())
+    known = every()
+    named = [folder for folder in known if not which or which in (folder.facts.name, folder.id)]
+    going = [folder for folder in named if folder.is_held]
+    if named and (which or len(going) <= 1):
+        return (going or named)[-1]
+    if which in {path.name for path in root().iterdir()}:
+        RunFolder(root() / which).check()  # which says why it was left out
+    listed = ", ".join(dict.fromkeys(folder.facts.name for folder in known))
+    what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
+    raise NotebookAccelError(
+        f"{what or 'There is no detached run'} of yours on this machine.",
+        fix=f"name one of: {listed}" if listed else "start one, with %%distributed --detach --name NAME",
+    )
+
+
+def remove_old(*, all_ended: bool = False) -> list[str]:
+    """Remove the folders of runs that ended longer ago than they are kept, and what killed launches have left.
+
+    Args:
+        all_ended: Whether to remove every run that has ended.
+
+    Returns:
+        The ids of the removed runs.
+    """
+    removed = []
+    with contextlib.suppress(NotebookAccelError, OSError):
+        _check_rights(root())
+        for path in list(root().iterdir()):
+            with contextlib.suppress(NotebookAccelError, OSError):
+                folder = RunFolder(path)
+                folder.check()
+                # The launch may be under way; another machine's lock may not be seen here.
+                may_be_young = not folder.is_published or folder.facts.host != socket.gethostname()
+                if not folder.is_held and (_is_old(folder) or (all_ended and not may_be_young)):
+                    folder.remove()
+                    removed.append(folder.id)
+    return removed
+
+
+def _is_old(folder: RunFolder) -> bool:
+    if not folder.is_published:
+        return time.time() - folder.path.stat().st_mtime > _YOUNG_S
+    return time.time() - folder.changed > folder.facts.keep_days * _DAY_S
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return the id that this machine has since it was started; empty if it has none."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _check_rights(folder: pathlib.Path) -> None:
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise NotebookAccelError(
+                "There is no detached run of yours on this machine.",
+                why=f"There is no folder {folder}.",
+                fix="start one, with %%distributed --detach --name NAME",
+            ) from None
+        raise NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NotebookAccelError(
+            f"The folder {folder} of detached runs isn't used, since others than you can open it.",
+            why="A run's folder has variables, results and the socket by which it is stopped.",
+            fix=f"chmod 700 {folder}, if it is yours and you trust what is in it",
+        )
+
+
+def _is_held(lock: pathlib.Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        _flock(descriptor, "LOCK_SH")
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _flock(descriptor: int, how: str) -> None:
+    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
+    fcntl.flock(descriptor, getattr(fcntl, how) | fcntl.LOCK_NB)

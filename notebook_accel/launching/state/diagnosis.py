@@ -1,0 +1,434 @@
+"""The reason why a run's steps are slow: a sentence with its figures and what to do, read off the run's state.
+
+Nothing is said of what takes less than a tenth of the steps. The state has the times of the last steps of each rank; a
+rank that waits for another one in a collective is told from one that communicates by comparing the ranks: the last one
+to arrive waits least.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from notebook_accel.formatting import format_duration, format_size
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import StepTimes
+from notebook_accel.protocol import events
+
+WAITING = "waiting"
+PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
+"""The phases of a step in the view of a whole run, in their order. They add up to the step."""
+
+_WORTH = 0.1  # share of the step
+_FEWEST_STEPS = 10
+_SHORTEST_S = 2.0
+_LONGEST_LEAD_S = 8.0
+_FEWEST_SAMPLES = 20
+_COMPUTING = ("forward", "backward", "optimizer")
+_STEPS_PER_EVALUATION = 10
+_LARGE_BYTES = 1 << 20
+_SLOW_S = 0.05  # for less than the bytes above
+_TINY_ROWS = 4
+_TINY_STEP_S = 0.005
+_UNEVEN = 2.0
+_MOST_WORKERS = 4
+_MOST_TEXT = 60
+# Calls that wait for the device.
+_WAITS_FOR_DEVICE = (".item()", ".cpu()", ".tolist()", ".numpy()", "print(", "empty_cache()", "synchronize()")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A reason why steps are slow.
+
+    Attributes:
+        cause: The cause in one word, such as ``data`` or ``straggler``.
+        share: Its share of the step, from 0 to 1.
+        what: The reason in a sentence, with its figures.
+        fix: What to do.
+        ranks: The ranks that cause it, by their number among all.
+        place: The user's line, such as ``In[7], line 12``; empty if none stands out.
+    """
+
+    cause: str
+    share: float
+    what: str
+    fix: str
+    ranks: tuple[int, ...] = ()
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.fix}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Where the time of a run's steps goes, and why they are slow.
+
+    Attributes:
+        verdicts: The reasons, the costliest first; empty if nothing stands out.
+        steps: The mean seconds of a step on each rank, by the rank's number and the phase.
+        wasted_s: Time of the whole run that went into the first reason.
+        run_s: Time of all steps of the run.
+    """
+
+    verdicts: tuple[Verdict, ...] = ()
+    steps: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    wasted_s: float = 0.0
+    run_s: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The first reason and what to do; empty if nothing stands out."""
+        return str(self.verdicts[0]) if self.verdicts else ""
+
+    @property
+    def cost(self) -> str:
+        """The cost of the first reason over the whole run; empty if nothing stands out."""
+        if not self.verdicts or self.wasted_s < 1:
+            return ""
+        return f"Cost so far: {format_duration(self.wasted_s)} of {format_duration(self.run_s)}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as plain data, as JSON can hold it."""
+        return {
+            "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts],
+            "steps": {str(rank): dict(phases) for rank, phases in self.steps.items()},
+            "wasted_s": self.wasted_s,
+            "run_s": self.run_s,
+        }
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "Too few steps have been measured yet."
+        lines = [str(verdict) for verdict in self.verdicts] or ["Nothing stands out: no cause takes a tenth of a step."]
+        if self.cost:
+            lines.append(self.cost)
+        for rank, phases in self.steps.items():
+            parts = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in phases.items() if seconds >= 5e-5)
+            lines.append(f"rank {rank}: {_ms(sum(phases.values()))} a step: {parts}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def diagnose(state: RunState) -> Diagnosis:
+    """Return where the time of the last steps went, and the reasons why they are slow."""
+    stepping = [_Rank(rank, rank.step_history.recent) for rank in state.ranks if rank.steps is not None]
+    measured = [rank for rank in stepping if rank.times.steps >= _FEWEST_STEPS and rank.times.wall_s >= _SHORTEST_S]
+    longest_s = max((rank.times.wall_s for rank in measured), default=0.0)
+    if len(measured) < len(stepping) and longest_s < _LONGEST_LEAD_S:  # the others will follow in a moment
+        return Diagnosis()
+    if not measured:
+        return Diagnosis()
+    run = _Run(measured)
+    found = _verdicts(run, _MEASURED) or _verdicts(run, _LIKELY)
+    found.sort(key=lambda verdict: -verdict.share)
+    run_s = max(rank.state.step_history.total.wall_s for rank in measured)
+    wasted_s = found[0].share * run_s if found else 0.0
+    return Diagnosis(tuple(found), {rank.number: run.phases(rank) for rank in measured}, wasted_s, run_s)
+
+
+def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
+    return [verdict for find in finders if (verdict := find(run)) is not None and verdict.share >= _WORTH]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """A rank with the times of its last steps."""
+
+    state: RankState
+    times: StepTimes
+
+    @property
+    def number(self) -> int:
+        return self.state.number
+
+    @property
+    def last(self) -> events.StepTimes:
+        assert self.times.last is not None, "a rank that was measured has an event"
+        return self.times.last
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which the rank only communicates, or waits for another one to do so."""
+        return self.times.per_step_s("communication")
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a step that the rank doesn't spend with the others."""
+        return self.times.step_s - self.exposed_s
+
+    def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
+        """Return place and text of the line that was seen most in these phases; empty if none was."""
+        for (phase, did, place, text), _ in self.times.lines.most_common():
+            if place and (not phases or phase in phases) and activity in (None, did):
+                return place, text
+        return "", ""
+
+
+class _Run:
+    """The ranks of a run side by side."""
+
+    def __init__(self, ranks: Sequence[_Rank]) -> None:
+        self.ranks = ranks
+        self.communication_s = min(rank.exposed_s for rank in ranks) if len(ranks) > 1 else ranks[0].exposed_s
+        self.step_s = statistics.fmean(rank.times.step_s for rank in ranks)
+        self.is_on_device = ranks[0].last.is_on_device
+
+    def waiting_s(self, rank: _Rank) -> float:
+        """Return the seconds of a step in which a rank waits for another one."""
+        return rank.exposed_s - self.communication_s
+
+    def phases(self, rank: _Rank) -> dict[str, float]:
+        """Return a rank's seconds of a step by phase."""
+        own = {name: rank.times.per_step_s(name) for name in PHASES}
+        return {**own, "communication": self.communication_s, WAITING: self.waiting_s(rank)}
+
+    def share(self, phase: str) -> float:
+        """Return a phase's mean share of the step."""
+        return statistics.fmean(rank.times.share(phase) for rank in self.ranks)
+
+    def sampled_share(self, is_meant: Callable[[str, str, str], bool]) -> tuple[float, _Rank]:
+        """Return the largest share of a rank's samples whose phase, activity and text are meant, and that rank."""
+        shares = []
+        for rank in self.ranks:
+            seen = sum(count for (phase, did, _, text), count in rank.times.lines.items() if is_meant(phase, did, text))
+            are_enough = rank.times.samples >= _FEWEST_SAMPLES
+            shares.append(seen / rank.times.samples if are_enough else 0.0)
+        share = max(shares)
+        return share, self.ranks[shares.index(share)]
+
+    @property
+    def everyone(self) -> str:
+        return "Every rank" if len(self.ranks) > 1 else "The rank"
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(rank.number for rank in self.ranks)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def _at(place: str, text: str = "") -> str:
+    if not place:
+        return ""
+    text = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
+    return f" at {place}" + (f": `{text}`" if text else "")
+
+
+def _straggler(run: _Run) -> Verdict | None:
+    """Find a rank for which the others wait."""
+    if len(run.ranks) < 2:
+        return None
+    slow = min(run.ranks, key=lambda rank: rank.exposed_s)
+    others = [rank for rank in run.ranks if rank is not slow]
+    share = statistics.fmean(run.waiting_s(rank) / rank.times.step_s for rank in others)
+    own_s = statistics.median(rank.own_s for rank in others)
+    excess = {
+        phase: slow.times.per_step_s(phase) - statistics.median(rank.times.per_step_s(phase) for rank in others)
+        for phase in events.PHASES
+        if phase != "communication"
+    }
+    phase = max(excess, key=lambda name: excess[name])
+    if share < _WORTH or slow.own_s <= own_s or excess[phase] <= 0:
+        return None
+    place, text = slow.line(phase)
+    work = {"data": "waits for data", "evaluation": "evaluates"}.get(phase, "computes")
+    clock = f" Its device is busy {slow.state.utilisation:.0f} % of the time." if slow.state.utilisation else ""
+    return Verdict(
+        cause="straggler",
+        share=share,
+        what=f"Rank {slow.number} {work} {slow.own_s / own_s:.1f} times as long as the others, most of it in {phase}"
+        f"{_at(place, text)}; the others wait for it {_percent(share)} of each step.{clock}",
+        fix="Give this rank less work, or look for what else runs on its device or core.",
+        ranks=(slow.number,),
+        place=place,
+    )
+
+
+def _data(run: _Run) -> Verdict | None:
+    """Find ranks that all wait for their loader."""
+    shares = [rank.times.share("data") for rank in run.ranks]
+    share = statistics.fmean(shares)
+    if min(shares) < share / 2:  # a straggler
+        return None
+    slow = max(run.ranks, key=lambda rank: rank.times.share("data"))
+    place, _ = slow.line("data")
+    workers = slow.last.workers or 0
+    more = max(1, min(_MOST_WORKERS, slow.last.cores // len(run.ranks)))
+    fix = (
+        f"Try `num_workers={max(2 * workers, more)}`, or prepare the data once and store it."
+        if workers
+        else f"Try `num_workers={more}, persistent_workers=True`."
+    )
+    what = f"{run.everyone} waits {_percent(share)} of each step for data: `num_workers={workers}`{_at(place)}."
+    return Verdict("data", share, what, fix, run.numbers, place)
+
+
+def _evaluation(run: _Run) -> Verdict | None:
+    """Find evaluations after few steps each."""
+    rank = max(run.ranks, key=lambda rank: rank.times.share("evaluation"))
+    times = rank.times
+    if not times.evaluations or times.steps / times.evaluations > _STEPS_PER_EVALUATION:
+        return None
+    steps = max(1, round(times.steps / times.evaluations))
+    place, text = rank.line("evaluation")
+    often = "each step" if steps == 1 else f"every {steps} steps"
+    share = times.share("evaluation")
+    what = f"An evaluation {often} takes {_percent(share)} of the time{_at(place, text)}."
+    return Verdict("evaluation", share, what, "Evaluate less often, or on fewer batches.", run.numbers, place)
+
+
+def _saving(run: _Run) -> Verdict | None:
+    """Find checkpoints that take long."""
+    share, rank = run.sampled_share(lambda _phase, activity, _text: activity == "saving")
+    place, text = rank.line(activity="saving")
+    what = f"Checkpoints take {_percent(share)} of the time{_at(place, text)}."
+    return Verdict("checkpoint", share, what, "Save less often.", (rank.number,), place)
+
+
+def _compilation(run: _Run) -> Verdict | None:
+    """Find compilations that go on after the first steps."""
+    share, rank = run.sampled_share(lambda _phase, activity, _text: activity == "compiling")
+    if not rank.times.compilations:
+        return None
+    place, text = rank.line(activity="compiling")
+    what = (
+        f"torch.compile has compiled {rank.times.compilations} more graphs in the last {rank.times.steps} steps, which "
+        f"took {_percent(share)} of the time{_at(place, text)}."
+    )
+    fix = "Give batches one shape (pad them, drop_last=True), or torch.compile(..., dynamic=True)."
+    return Verdict("compilation", share, what, fix, run.numbers, place)
+
+
+def _device_waits(run: _Run) -> Verdict | None:
+    """Find lines that wait for the device in each step."""
+    if not run.is_on_device:
+        return None
+
+    def is_wait(phase: str, activity: str, text: str) -> bool:
+        return phase != "evaluation" and not activity and any(call in text for call in _WAITS_FOR_DEVICE)
+
+    share, rank = run.sampled_share(is_wait)
+    lines: collections.Counter[tuple[str, str]] = collections.Counter()
+    for (phase, activity, place, text), count in rank.times.lines.items():
+        if is_wait(phase, activity, text):
+            lines[place, text] += count
+    if not lines:
+        return None
+    [((place, text), _)] = lines.most_common(1)
+    what = f"`{text[:_MOST_TEXT]}` at {place} waits for the GPU ({_percent(share)} of each step)."
+    fix = "Do it every 50 steps, or keep tensors on the device: notebook_accel.report(loss=loss) doesn't wait."
+    return Verdict("device wait", share, what, fix, run.numbers, place)
+
+
+def _communication(run: _Run) -> Verdict | None:
+    """Find communication that takes long although no rank is late; or ranks that are late in turns."""
+    share = run.communication_s / run.step_s
+    if len(run.ranks) < 2:
+        return None
+    first = run.ranks[0]
+    smallest = min(rank.times.smallest_batch for rank in run.ranks)
+    largest = max(rank.times.largest_batch for rank in run.ranks)
+    if smallest and largest >= _UNEVEN * smallest:
+        what = (
+            f"The ranks wait for each other {_percent(share)} of each step: their batches have between {smallest:,} "
+            f"and {largest:,} elements, and each step takes as long as its largest."
+        )
+        fix = "Sort samples by length, so that batches of one step are about as long."
+        return Verdict("uneven batches", share, what, fix, run.numbers)
+    size = first.last.gradient_bytes
+    if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
+        return None  # latency, which a longer step hides
+    computing_s = statistics.fmean(sum(rank.times.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
+    if size:
+        what = (
+            f"Gradients take {_percent(share)} of each step: {format_size(size)} for {_ms(computing_s)} of computing."
+        )
+        fix = "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch."
+        if size < _LARGE_BYTES:
+            fix = "For so little the connection is slow, or other programs use the cores: look at them first."
+        return Verdict("communication", share, what, fix, run.numbers)
+    place, text = first.line(activity="communication")
+    what = f"Collectives take {_percent(share)} of each step{_at(place, text)}."
+    return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
+
+
+def _threads(run: _Run) -> Verdict | None:
+    """Find more threads than cores, or one thread where there are many cores."""
+    last = run.ranks[0].last
+    share = sum(run.share(name) for name in _COMPUTING)
+    threads = sum(rank.last.threads for rank in run.ranks if rank.state.node == run.ranks[0].state.node)
+    ranks = sum(rank.state.node == run.ranks[0].state.node for rank in run.ranks)
+    if run.is_on_device or not last.threads or not last.cores or share < 0.5:
+        return None
+    each = max(1, last.cores // ranks)
+    fix = f"Leave OMP_NUM_THREADS unset, or torch.set_num_threads({each})."
+    if threads >= 2 * max(last.cores, ranks):
+        what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of each step."
+        return Verdict("too many threads", share, what, fix, run.numbers)
+    if last.threads == 1 and each >= 4:
+        what = f"Each rank computes with one thread, {_percent(share)} of each step, and could have {each}."
+        return Verdict("one thread", share, what, fix, run.numbers)
+    return None
+
+
+def _garbage(run: _Run) -> Verdict | None:
+    """Find long garbage collections."""
+    rank = max(run.ranks, key=lambda rank: rank.times.collecting_s / rank.times.wall_s)
+    share = rank.times.collecting_s / rank.times.wall_s
+    what = f"Python's garbage collection takes {_percent(share)} of the time on rank {rank.number}."
+    fix = "gc.freeze() after the setup, or gc.disable() and gc.collect() every thousand steps."
+    return Verdict("garbage collection", share, what, fix, (rank.number,))
+
+
+def _tiny_batch(run: _Run) -> Verdict | None:
+    """Find batches that are too small for a step's fixed costs."""
+    rows = statistics.fmean(rank.last.rows for rank in run.ranks)
+    share = sum(run.share(name) for name in _COMPUTING)
+    if not 0 < rows <= _TINY_ROWS or run.step_s > _TINY_STEP_S or share < 0.5:
+        return None
+    what = (
+        f"A step has {rows:.0f} row{'s' if rows > 1 else ''} a rank and takes {_ms(run.step_s)}, most of it overhead."
+    )
+    return Verdict("tiny batch", share, what, "Try a batch of 32 or more.", run.numbers)
+
+
+def _other(run: _Run) -> Verdict | None:
+    """Find a line between the steps that takes long."""
+    shares = [rank.times.share("other") for rank in run.ranks]
+    share = statistics.fmean(shares)
+    if min(shares) < share / 2:  # a straggler
+        return None
+    rank = max(run.ranks, key=lambda rank: rank.times.share("other"))
+    place, text = rank.line("other", activity="")
+    if not place or run.sampled_share(lambda phase, did, _: phase == "other" and did == "saving")[0] >= _WORTH / 2:
+        return None
+    what = f"{_percent(share)} of each step goes into code around the training{_at(place, text)}."
+    return Verdict("other code", share, what, "Do it less often.", run.numbers, place)
+
+
+_MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
+    _straggler,
+    _data,
+    _evaluation,
+    _saving,
+    _compilation,
+    _device_waits,
+    _communication,
+    _garbage,
+    _other,
+)
+# Their share is that of all computing, and how much of it they waste isn't known.
+_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _tiny_batch)

@@ -1,0 +1,123 @@
+"""The commands for detached runs: ``notebook-accel runs | attach | logs | stop``; notebooks show the same list."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from notebook_accel.errors import NotebookAccelError
+from notebook_accel.formatting import aligned, clipped, format_count, plain_lines
+from notebook_accel.launching import logs, run_folders
+from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel.detached_runs import RunSummary
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.views.view import LinesView
+
+_REFRESH_PERIOD_S = 0.2
+_SHOWN_METRICS = 3
+_NAME = "The run's name or id."
+
+
+def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands' parsers.
+
+    Args:
+        add: Adds one, as ``add_parser`` does.
+    """
+    runs = add("runs", help="list your detached runs on this machine")
+    runs.add_argument("--json", action="store_true", help="for programs: a list of objects")
+    runs.add_argument("--clean", action="store_true", help="remove the runs that have ended, with results and logs")
+    runs.set_defaults(run=_runs, parser=runs)
+    attach = add("attach", help="show a detached run until it ends; Ctrl-C leaves it, and it goes on")
+    attach.set_defaults(run=_attach, parser=attach)
+    shown = add("logs", help="print what a detached run has printed")
+    shown.add_argument("--rank", type=int, help="Default: all.")
+    shown.add_argument("--tail", type=int, metavar="LINES", help="Only so many last lines of each rank.")
+    shown.set_defaults(run=_logs, parser=shown)
+    stop = add("stop", help="stop a detached run, as the panel's Stop does")
+    stop.set_defaults(run=_stop, parser=stop)
+    for parser in (attach, shown):
+        parser.add_argument(
+            "name", nargs="?", default="", help=f"{_NAME} Default: the one that goes on, or the latest."
+        )
+    stop.add_argument("name", help=_NAME)
+
+
+def table(*, clean: bool = False) -> list[str]:
+    """Return the lines that list this user's detached runs on this machine.
+
+    Args:
+        clean: Whether to remove the runs that have ended first.
+    """
+    removed = run_folders.remove_old(all_ended=clean)
+    found = detached_runs.summaries()
+    lines = [f"Removed: {', '.join(removed)}"] if clean and removed else []
+    if not found:
+        return [*lines, "You have no detached run on this machine."]
+    rows = [("name", "state", "since", "step", "metrics", "folder"), *map(_row, found)]
+    return [*lines, *aligned(rows), *(f"{summary.name}: {summary.why}" for summary in found if summary.why)]
+
+
+def _row(summary: RunSummary) -> tuple[str, ...]:
+    since = summary.began if summary.is_going else summary.changed
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in list(summary.metrics.items())[:_SHOWN_METRICS])
+    step = "" if summary.step is None else f"{summary.step:,}"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
+    return clipped(summary.name), summary.status, when, step, metrics, summary.folder
+
+
+def _runs(parsed: argparse.Namespace) -> int:
+    if parsed.json:
+        run_folders.remove_old(all_ended=parsed.clean)
+        print(json.dumps([dataclasses.asdict(summary) for summary in detached_runs.summaries()], indent=2))
+    else:
+        print("\n".join(table(clean=parsed.clean)))
+    return 0
+
+
+def _attach(parsed: argparse.Namespace) -> int:
+    """Show a run until it ends. Return 1 if it hasn't ended well."""
+    job = detached.attach_and_show(parsed.name, show=lambda _: None)
+    try:
+        _draw(job)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nLeft: {job.name!r} goes on. notebook-accel stop {job.name} stops it.\n")
+        return 128 + signal.SIGINT
+    return 0 if job.status == "succeeded" else 1
+
+
+def _draw(job: Job) -> None:
+    view = LinesView(job, sys.stdout)
+    while not job.wait(_REFRESH_PERIOD_S):
+        view.refresh()
+    view.close()
+
+
+def _logs(parsed: argparse.Namespace) -> int:
+    facts = run_folders.find(parsed.name).facts
+    if not facts.log_folder:
+        raise NotebookAccelError(f"The run {facts.name!r} has no logs.")
+    if parsed.rank is not None and not 0 <= parsed.rank < facts.world_size:
+        raise NotebookAccelError(
+            f"The run {facts.name!r} has no rank {parsed.rank}: it has {format_count(facts.world_size, 'rank')}."
+        )
+    for rank in range(facts.world_size) if parsed.rank is None else [parsed.rank]:
+        path = logs.log_file(facts.log_folder, rank)
+        print(f"rank {rank}: {path}")
+        if path.exists():  # a rank that is starting has none yet
+            print("\n".join(plain_lines(logs.read(path, parsed.tail).rstrip("\n"))))
+    return 0
+
+
+def _stop(parsed: argparse.Namespace) -> int:
+    folder = run_folders.find(parsed.name)
+    was_held = folder.is_held
+    detached.stop(folder)
+    how = "is stopped" if was_held else "had ended already"
+    print(f"The run {folder.facts.name!r} {how}. Its results and logs are in {folder.path}.")
+    return 0

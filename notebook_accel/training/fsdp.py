@@ -1,0 +1,467 @@
+"""Models whose parameters, gradients and optimizer state are sharded over the ranks, by torch's ``fully_shard``.
+
+A sharded model has new parameters, of torch's ``DTensor``. So an optimizer that was made before gets them in place of
+those that it knows, whether it is prepared together with the model, before it or after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training import collectives
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.trees import map_leaves
+
+# Sharded models that were prepared, each with pairs of an earlier parameter and the one in its place.
+_replaced: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Return whether a value is a ``DTensor``. As long as nobody has imported that class, nothing is."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def is_sharded(model: object) -> bool:
+    """Return whether a model is sharded by ``fully_shard``, and was prepared."""
+    return isinstance(model, torch.nn.Module) and plain(model) in _replaced
+
+
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that was passed to ``torch.compile`` to make this one, or the model itself."""
+    while "_orig_mod" in model._modules:
+        model = cast(torch.nn.Module, model._modules["_orig_mod"])
+    return model
+
+
+def was_fully_sharded(model: torch.nn.Module) -> bool:
+    """Return whether ``fully_shard`` was applied to a model or a part of it, by anybody."""
+    return any(True for _ in _units(model))
+
+
+def _units(model: torch.nn.Module) -> Iterator[Any]:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return iter(()) if kind is None else (module for module in model.modules() if isinstance(module, kind))
+
+
+def data_parallel_size(model: torch.nn.Module) -> int | None:
+    """Return the number of ranks over which ``fully_shard`` shards a model; ``None`` if nothing of it learns there."""
+    for unit in _units(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # 2.13 has several
+        for group in groups:
+            if group is not None:
+                return int(group.mesh_info.mesh.size())
+    return None
+
+
+def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
+    """Register a sharded model. ``before_forward`` is called before each pass, in which ranks wait for each other."""
+    _replaced.setdefault(model, [])
+    model.register_forward_pre_hook(lambda *_: before_forward(), prepend=True)  # before the parameters are gathered
+
+
+def shard(
+    model: torch.nn.Module,
+    backend: Backend,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    before_forward: Callable[[], None],
+) -> list[torch.Tensor]:
+    """Shard a model in place over all ranks, with rank 0's weights, and return the parameters that stay whole.
+
+    Args:
+        model: The model, on any device, or on the meta device on ranks above 0.
+        backend: The backend of this rank.
+        plugin: The settings.
+        dtype: The type that the forward pass computes in, ``None`` for that of the parameters.
+        before_forward: Called before each forward pass, which waits for the other ranks.
+
+    Raises:
+        CollectiveError: The ranks prepare different models.
+        ConfigError: A setting doesn't fit this model or this device.
+    """
+    collectives.verify_model(backend, model)
+    mesh = backend.mesh()
+    named = list(model.named_parameters(remove_duplicate=False))
+    ignored = _ignored(model, plugin)
+    units = _chosen_units(model, plugin)
+    full = _share_weights(model, backend, sync=bool(plugin.sync_module_states))
+    if plugin.activation_checkpointing:
+        _recompute(units, model)
+    kept = _named(model, ignored)
+    _fully_shard(model, units, kept, mesh=mesh, plugin=plugin, dtype=dtype, device=backend.device)
+    if full is not None:
+        _scatter(model, full, backend)
+        kept = _named(model, ignored)
+    for tensor in kept:
+        tensor.data = tensor.data.to(backend.device)
+    take(model, before_forward)
+    new = dict(model.named_parameters(remove_duplicate=False))
+    _replaced[model] = [(old, new[name]) for name, old in named if new[name] is not old]
+    for old, _ in _replaced[model]:
+        old.data = old.new_empty(0)  # an optimizer may still hold it
+    return kept
+
+
+def _named(model: torch.nn.Module, names: set[str]) -> list[torch.Tensor]:
+    return [parameter for name, parameter in model.named_parameters() if name in names]
+
+
+def _fully_shard(
+    model: torch.nn.Module,
+    units: Sequence[torch.nn.Module],
+    ignored: Sequence[torch.Tensor],
+    *,
+    mesh: Any,
+    plugin: FullyShardedDataParallelPlugin,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, OffloadPolicy) else None
+    if plugin.cpu_offload and device.type == "cpu":
+        raise ConfigError("cpu_offload needs a GPU, and this rank computes on CPU.", fix="leave cpu_offload out")
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "ignored_params": set(ignored),
+        "offload_policy": offload or (CPUOffloadPolicy() if plugin.cpu_offload else OffloadPolicy()),
+    }
+    policy = plugin.precision_policy(dtype)
+    inner = dataclasses.replace(policy, output_dtype=None)  # blocks hand on what they compute
+    if policy.param_dtype is not None:
+        # Batch norms keep sums in float32, and take inputs of another type only with weights in float32.
+        norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm))
+        for norm in norms:
+            if norm.affine:
+                exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+                fully_shard(norm, mp_policy=exact, reshard_after_forward=False, **options)
+    for unit in units:
+        fully_shard(unit, mp_policy=inner, reshard_after_forward=bool(plugin.reshard_after_forward), **options)
+    whole = policy if policy.output_dtype or dtype is None else dataclasses.replace(policy, output_dtype=torch.float32)
+    fully_shard(
+        model, mp_policy=whole, reshard_after_forward=None if plugin.reshard_after_forward else False, **options
+    )
+
+
+def _ignored(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[str]:
+    """Return the names of the parameters that stay whole on every rank."""
+    asked: Any = plugin.ignored_modules
+    if isinstance(asked, str):
+        pattern = re.compile(asked)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not modules:
+            raise ConfigError(
+                f"ignored_modules is {asked!r}, and no module of {type(model).__name__} has such a name.",
+                fix="a regular expression that matches whole names, such as those of model.named_modules()",
+            )
+    else:
+        own = set(model.modules())
+        modules = [module for module in asked or () if module in own]  # the plugin may be for other models too
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in inside}
+
+
+# The parts that are gathered one at a time
+
+
+def _chosen_units(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[torch.nn.Module]:
+    """Return the parts of a model that are gathered one at a time, inner ones before those that contain them.
+
+    A part with a parameter that another part uses too is left to the whole model: it would be gathered twice.
+    """
+    policy = plugin.auto_wrap_policy
+    if policy == "TRANSFORMER_BASED_WRAP":
+        chosen = _blocks(model, list(plugin.transformer_cls_names_to_wrap or ()))
+    elif policy == "SIZE_BASED_WRAP":
+        chosen = _large_parts(model, plugin.min_num_params or 0)
+    elif policy == "NO_WRAP":
+        chosen = set()
+    elif hasattr(policy, "_run_policy"):
+        chosen = set(cast(Any, policy)._run_policy(model, set(), {}))
+    else:
+        assert callable(policy)
+        sized = ((module, sum(p.numel() for p in module.parameters())) for module in model.modules())
+        chosen = {part for part, size in sized if policy(module=part, recurse=False, nonwrapped_numel=size)}
+    owners: dict[torch.Tensor, set[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(module)
+    shared = {parameter: of_one for parameter, of_one in owners.items() if len(of_one) > 1}
+
+    def is_apart(unit: torch.nn.Module) -> bool:
+        inside = set(unit.modules())
+        return all(of_one <= inside for of_one in shared.values() if of_one & inside)
+
+    ordered = [module for module in reversed(list(model.modules())) if module in chosen and module is not model]
+    return [unit for unit in ordered if next(unit.parameters(), None) is not None and is_apart(unit)]
+
+
+def _blocks(model: torch.nn.Module, names: list[str]) -> set[torch.nn.Module]:
+    """Return the modules whose class has one of the names; without names, the model's repeated blocks."""
+    names = names or [*(getattr(model, "_no_split_modules", None) or ())]
+    if not names:
+        return _repeated_blocks(model)
+    found = {module for module in model.modules() if type(module).__name__ in names}
+    missing = set(names) - {type(module).__name__ for module in found}
+    if missing:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"{type(model).__name__} has no module of the class {', '.join(sorted(missing))}, which "
+            "transformer_cls_names_to_wrap names.",
+            fix=f"some of {', '.join(known)}; or leave it out for the model's repeated blocks",
+        )
+    return found
+
+
+def _repeated_blocks(module: torch.nn.Module) -> set[torch.nn.Module]:
+    found: set[torch.nn.Module] = set()
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            found.update(part for part in child if not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)))
+        else:
+            found |= _repeated_blocks(child)
+    return found
+
+
+def _large_parts(model: torch.nn.Module, smallest: int) -> set[torch.nn.Module]:
+    """Return the smallest parts that have at least so many parameters besides those of chosen parts in them."""
+    chosen: set[torch.nn.Module] = set()
+    taken: set[torch.Tensor] = set()
+    for module in reversed(list(model.modules())):  # what is inside comes first
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        is_container = type(module).forward is torch.nn.Module.forward
+        if own and not is_container and sum(parameter.numel() for parameter in own) >= smallest:
+            chosen.add(module)
+            taken.update(own)
+    return chosen
+
+
+def _recompute(units: Sequence[torch.nn.Module], model: torch.nn.Module) -> None:
+    """Have blocks compute their activations again in the backward pass instead of keeping them."""
+    if not units:
+        raise ConfigError(
+            f"activation_checkpointing finds no blocks in {type(model).__name__}.",
+            fix='auto_wrap_policy="transformer_based_wrap" with transformer_cls_names_to_wrap=[...], or without it',
+        )
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+# The ranks' first weights
+
+
+def _share_weights(model: torch.nn.Module, backend: Backend, *, sync: bool) -> dict[str, torch.Tensor] | None:
+    """Give all ranks rank 0's weights.
+
+    Returns:
+        None, or if a rank has a model without weights: the model's state on rank 0, an empty one on the others. The
+        model has no weights then, and its shards come from that state.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    is_empty = any(tensor.is_meta for tensor in tensors)
+    if any(collectives.gather_object(backend, [is_empty])):
+        return _emptied(model, backend)
+    for tensor in tensors if sync else ():
+        on_device = tensor.data.to(backend.device).contiguous()
+        backend.broadcast(on_device, 0)
+        tensor.data.copy_(on_device)
+    return None
+
+
+def _emptied(model: torch.nn.Module, backend: Backend) -> dict[str, torch.Tensor]:
+    is_main = backend.place.rank == 0
+    empty = [name for name, tensor in _named_tensors(model) if tensor.is_meta] if is_main else []
+    if collectives.gather_object(backend, empty):
+        raise TrainingError(
+            f"{type(model).__name__} has no weights on rank 0: it is on the meta device.",
+            fix="load the weights on rank 0, and with cpu_ram_efficient_loading=True on no other rank",
+        )
+    state = dict(_named_tensors(model)) if is_main else {}
+    emptied: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                module._parameters[name] = emptied.setdefault(parameter, new)
+    return state
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _scatter(model: torch.nn.Module, full: dict[str, torch.Tensor], backend: Backend) -> None:
+    """Give a sharded model without weights those of rank 0's ``full`` state."""
+    made: dict[torch.Tensor, Any] = {}
+    for name, tensor in _named_tensors(model):
+        whole = full[name].data if backend.place.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
+        on_device = whole.to(backend.device).contiguous()
+        if is_sharded_tensor(tensor):
+            made[tensor] = torch.nn.Parameter(_distributed(on_device, tensor, source=0), tensor.requires_grad)
+            continue
+        backend.broadcast(on_device, 0)
+        made[tensor] = torch.nn.Parameter(on_device, tensor.requires_grad) if name in _parameters(model) else on_device
+    for module in model.modules():
+        slots: dict[str, Any]
+        for slots in (module._parameters, module._buffers):
+            slots.update({name: made[tensor] for name, tensor in slots.items() if tensor is not None})
+
+
+def _parameters(model: torch.nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _distributed(whole: torch.Tensor, like: Any, *, source: int | None = None) -> Any:
+    """Return a whole tensor sharded as another one; ``source`` is the rank that has it, ``None`` for every rank."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
+
+
+def sharded_like(value: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a tensor that is whole on every rank as it belongs to a parameter, which may be sharded."""
+    if not is_sharded_tensor(parameter) or is_sharded_tensor(value) or value.shape != parameter.shape:
+        return value
+    sharded: torch.Tensor = _distributed(value.to(parameter.device), parameter)
+    return sharded
+
+
+def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor as it belongs to a parameter that may be sharded; whole on the CPU for any other."""
+    if not is_sharded_tensor(own):
+        return torch.empty(size, dtype=dtype)
+    from torch.distributed.tensor import Replicate, empty
+
+    placements = own.placements if own.shape == size else [Replicate()] * own.device_mesh.ndim
+    made: torch.Tensor = empty(size, dtype=dtype, device_mesh=own.device_mesh, placements=placements)
+    return made
+
+
+# What a rank does with a sharded model
+
+
+def remap(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that was made before its model was sharded the new parameters, and its state their shares."""
+    new = {id(old): parameter for pairs in _replaced.values() for old, parameter in pairs}
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+    for old in [parameter for parameter in optimizer.state if id(parameter) in new]:
+        parameter = new[id(old)]
+        optimizer.state[parameter] = {
+            name: sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
+            for name, value in optimizer.state.pop(old).items()
+        }
+
+
+@contextlib.contextmanager
+def no_sync(model: torch.nn.Module) -> Iterator[None]:
+    """Leave a sharded model's gradients local, and whole, in the body's backward passes."""
+    for unit in _units(model):
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in _units(model):
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def refuse(models: Iterable[Any], what: str, fix: str) -> None:
+    """Raise ``TrainingError`` if one of the models is sharded."""
+    for model in models:
+        if is_sharded(model):
+            raise TrainingError(
+                f"{what} can't be used with {type(model).__name__}, which is sharded.",
+                why="Each rank has a share of every parameter, so all ranks compute together.",
+                fix=fix,
+            )
+
+
+def clip_grad_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip gradients, some of which may be sharded, to a total norm, and return the norm that they had."""
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+    for group in _by_mesh(parameters):
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients together, whole and sharded ones."""
+    norms = [_whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in _by_mesh(gradients)]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
+
+
+def _whole(value: Any) -> torch.Tensor:
+    whole: torch.Tensor = value.full_tensor() if is_sharded_tensor(value) else value
+    return whole
+
+
+def whole_state(state: dict[str, Any], backend: Backend) -> dict[str, Any]:
+    """Return a state with whole tensors on the CPU on rank 0, and an empty one on the others. All ranks call it.
+
+    Tensors are gathered one after the other. One that has several names stays one.
+
+    Args:
+        state: The state, in which a tensor with several names is one object.
+        backend: The backend of this rank.
+    """
+    gathered: dict[str, Any] = {}
+    first: dict[int, str] = {}
+    for name, value in state.items():
+        again = first.setdefault(id(value), name)
+        if again == name:
+            # A shard that is kept on the host travels through the device.
+            whole = _whole(value.detach().to(backend.device)) if is_sharded_tensor(value) else value
+        if backend.place.rank == 0:
+            gathered[name] = gathered[again] if again != name else on_host(whole)
+    return gathered
+
+
+def whole_tree(tree: Any, backend: Backend) -> Any:
+    """Return nested tensors whole on the CPU on rank 0, and without values on the others. All ranks call it."""
+
+    def gathered(leaf: Any) -> Any:
+        whole = _whole(leaf.detach().to(backend.device)) if is_sharded_tensor(leaf) else leaf
+        return on_host(whole) if backend.place.rank == 0 else None
+
+    return map_leaves(gathered, tree)
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of a tensor on the CPU, and any other value as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a model's state dict, in which a tensor with several names is one object."""
+    once: dict[int, Any] = {}
+    state: dict[str, Any] = plain(model).state_dict(keep_vars=True)
+    return {
+        name: once.setdefault(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,183 @@
+"""Files of a checkpoint that every rank writes a part of, by ``torch.distributed.checkpoint``.
+
+They have the sharded tensors of models, optimizers and registered objects, each under a key. The other files of the
+checkpoint have a reference in their place. Any number of ranks reads them, each what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from notebook_accel.errors import CheckpointError
+from notebook_accel.training import fsdp
+
+FOLDER = "sharded"
+_REFERENCE = "sharded tensor"  # the only key of a dictionary in the place of a tensor
+# Classes in the index that torch writes, which is pickled. Reading others could run code.
+_INDEX_CLASSES = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}  # fmt: skip
+
+_Path = tuple[Any, ...]
+
+
+def _map_paths(function: Callable[[Any, _Path], Any], tree: Any, path: _Path = ()) -> Any:
+    """Return a tree with ``function(node, path)`` in place of each node for which that isn't ``None``.
+
+    What contains no such node stays as it is.
+    """
+    found = function(tree, path)
+    if found is not None:
+        return found
+    if isinstance(tree, Mapping):
+        mapped = {key: _map_paths(function, value, (*path, key)) for key, value in tree.items()}
+        return tree if all(mapped[key] is value for key, value in tree.items()) else mapped
+    if type(tree) in (list, tuple):
+        items = [_map_paths(function, value, (*path, number)) for number, value in enumerate(tree)]
+        return tree if all(new is old for new, old in zip(items, tree, strict=True)) else type(tree)(items)
+    return tree
+
+
+@dataclasses.dataclass
+class Shares:
+    """The sharded tensors that go into a checkpoint, by key."""
+
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def copied(self) -> Shares:
+        """Return the shares in new memory of the host."""
+        if not self.tensors:
+            return self
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        # Without threads and shared memory of its own: the caller's thread writes what it returns.
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        return Shares(dict(cast(Any, DefaultStager(options).stage(dict(self.tensors)))))
+
+    def taken_out_of(self, tree: Any, name: str) -> Any:
+        """Return a tree with a reference in place of each sharded tensor. A tensor with several names is taken once."""
+        keys: dict[int, str] = {}
+
+        def taken(node: Any, path: _Path) -> Any:
+            if not fsdp.is_sharded_tensor(node):
+                return None
+            key = keys.setdefault(id(node), ".".join(map(str, (name, *path))))
+            self.tensors[key] = node
+            return {_REFERENCE: key}
+
+        return _map_paths(taken, tree)
+
+
+def write(shares: Shares, draft: pathlib.Path, group: Any = None) -> None:
+    """Write each rank's shares below a checkpoint's draft. All ranks of ``group``, by default torch's, call it at once.
+
+    Raises:
+        CheckpointError: A rank couldn't write its part.
+    """
+    if not shares.tensors:
+        return
+    from torch.distributed.checkpoint import api, filesystem, state_dict_saver  # takes a while
+
+    writer = filesystem.FileSystemWriter(draft / FOLDER)
+    try:
+        state_dict_saver.save(dict(shares.tensors), storage_writer=writer, process_group=group)
+    except (Exception, api.CheckpointException) as error:  # the second isn't an Exception
+        raise _failure(error) from error
+
+
+def _failure(error: BaseException) -> CheckpointError:
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    by_rank = "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in sorted(failures.items()))
+    return CheckpointError(f"The sharded part of a checkpoint failed: {by_rank or error}")
+
+
+class ShardedFiles:
+    """The sharded tensors of a checkpoint, for reading; there may be none.
+
+    Raises:
+        CheckpointError: The index can't be read.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder / FOLDER
+        self._index: Mapping[str, Any] = {}
+        if self._folder.is_dir():
+            try:
+                self._index = self._metadata().state_dict_metadata
+            except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+                raise CheckpointError(f"{self._folder} can't be read: {error}", fix="use another one") from error
+
+    def fitted(
+        self, tree: Any, like: Callable[[_Path], Any], to_read: dict[str, torch.Tensor], *, in_place: bool = False
+    ) -> Any:
+        """Return a tree of this checkpoint with tensors in place of references, sharded as those that they replace.
+
+        Args:
+            tree: The tree.
+            like: A function of the keys that lead to a tensor, which returns the tensor that is sharded in this run as
+                the saved one will be; ``None`` or a whole tensor for one that will be whole.
+            to_read: Gets the tensors that are still to be read, by key.
+            in_place: Use the tensors of ``like`` themselves if they are sharded and have the saved shape.
+        """
+
+        def fit(node: Any, path: _Path) -> Any:
+            if isinstance(node, torch.Tensor):
+                return fsdp.sharded_like(node, like(path))
+            if not (type(node) is dict and node.keys() == {_REFERENCE}):
+                return None
+            key = node[_REFERENCE]
+            saved, own = self._index[key], like(path)
+            if key not in to_read:
+                is_own = in_place and fsdp.is_sharded_tensor(own) and own.shape == saved.size
+                to_read[key] = own if is_own else fsdp.empty_like(own, saved.size, saved.properties.dtype)
+            return to_read[key]
+
+        return _map_paths(fit, tree)
+
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors, whole or sharded over any ranks, with those that were saved. Ranks don't wait for each other.
+
+        Raises:
+            CheckpointError: A file can't be read.
+        """
+        if not tensors:
+            return
+        from torch.distributed.checkpoint import api, filesystem, state_dict_loader  # takes a while
+
+        reader: Any = filesystem.FileSystemReader(self._folder)
+        reader.read_metadata = self._metadata  # torch's own could run code
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that ranks don't work together
+                state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=True)
+        except (Exception, api.CheckpointException) as error:  # the second isn't an Exception
+            raise _failure(error) from error
+
+    def _metadata(self, *_: Any, **__: Any) -> Any:
+        with open(self._folder / ".metadata", "rb") as file:
+            return _IndexUnpickler(file).load()
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, and reading that could run code")

@@ -1,0 +1,94 @@
+"""Programs with a planted cause of slowness: the verdict names the cause, the rank and the user's line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.state.diagnosis import Verdict
+from notebook_accel.protocol import events
+from tests import processes
+from tests.behaviour import slow_programs
+
+_VERDICT_S = 100.0
+_PREPARED = [pytest.param(False, id="plain"), pytest.param(True, id="prepared")]
+
+
+@pytest.fixture
+def verdict(launch: Callable[..., Job]) -> Callable[..., Verdict]:
+    """Runs a program until the run's first verdict names this cause, and returns it."""
+
+    def found(cause: str, program: Callable[[bool], None], is_prepared: bool = False) -> Verdict:
+        job = launch(program, is_prepared)
+
+        def first() -> Verdict | None:
+            assert not job.done, job.error
+            named = job.diagnosis().verdicts[:1]
+            return named[0] if named and named[0].cause == cause else None
+
+        try:
+            return processes.wait_until(first, f"the verdict {cause}", _VERDICT_S, poll_s=0.2)
+        finally:
+            print(job.diagnosis())
+            job.kill()
+
+    return found
+
+
+@pytest.mark.parametrize("is_prepared", _PREPARED)
+def test_slow_loader(verdict: Callable[..., Verdict], is_prepared: bool) -> None:
+    said = verdict("data", slow_programs.slow_loader, is_prepared)
+    assert said.ranks == (0, 1)
+    assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of('data')}"
+    assert "`num_workers=0`" in said.what
+    assert "persistent_workers=True" in said.fix
+
+
+@pytest.mark.parametrize("is_prepared", _PREPARED)
+@pytest.mark.parametrize(
+    ("program", "mark"),
+    [(slow_programs.slow_samples_on_one_rank, "data"), (slow_programs.slow_forward_on_one_rank, "forward")],
+    ids=["samples", "forward"],
+)
+def test_rank_that_the_others_wait_for(
+    verdict: Callable[..., Verdict], program: Callable[[bool], None], mark: str, is_prepared: bool
+) -> None:
+    said = verdict("straggler", program, is_prepared)
+    assert said.ranks == (1,)
+    assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
+
+
+@pytest.mark.parametrize(
+    ("cause", "program", "mark"),
+    [
+        ("evaluation", slow_programs.evaluates_each_step, ""),
+        ("checkpoint", slow_programs.saves_each_step, "saving"),
+        ("other code", slow_programs.slow_line_between_the_steps, "other"),
+        ("communication", slow_programs.large_gradients, ""),
+        ("uneven batches", slow_programs.uneven_batches, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_planted_cause(verdict: Callable[..., Verdict], cause: str, program: Callable[[bool], None], mark: str) -> None:
+    said = verdict(cause, program)
+    if mark:
+        assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
+
+
+def test_phases_of_a_step_are_those_that_were_planted(launch: Callable[..., Job]) -> None:
+    job = launch(slow_programs.slow_forward_on_one_rank, False)
+    processes.wait_until(lambda: job.diagnosis().steps, "the phases", _VERDICT_S, poll_s=0.2)
+    steps = job.diagnosis().steps
+    job.kill()
+    assert max(steps[0], key=lambda phase: steps[0][phase]) == "waiting"
+    assert max(steps[1], key=lambda phase: steps[1][phase]) == "forward"
+
+
+def test_nothing_is_measured_where_that_is_off(launch: Callable[..., Job]) -> None:
+    job = launch(slow_programs.slow_line_between_the_steps, False, profile="off")
+    processes.wait_until(lambda: all((rank.steps or 0) > 60 for rank in job.ranks), "3 s of steps", _VERDICT_S)
+    job.kill()
+    assert not [event for _, event in job.events() if isinstance(event, events.StepTimes)]
+    assert str(job.diagnosis()) == "Too few steps have been measured yet."

@@ -1,0 +1,111 @@
+"""Detached runs in notebooks: a kernel that is killed, and another one that finds the run again."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached_runs
+from tests import kernels, processes
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+_LONG_S = 100.0
+_CELL = """
+%%distributed -n 2 --detach --name night --pull model,steps --view none
+class Model:
+    def __init__(self, size):
+        self.size = size
+    def double(self):
+        return Model(factor * self.size)
+model, steps = Model(21).double(), 0
+while not pathlib.Path(mark).exists():
+    report(loss=1 / (steps + 1))
+    print("step", steps)
+    steps += 1
+    time.sleep(0.02)
+model
+"""
+
+
+def new_kernel(folder: pathlib.Path) -> kernels.Kernel:
+    folder.mkdir()
+    kernel = kernels.Kernel(folder)
+    loaded = kernel.run("%load_ext notebook_accel\nfrom notebook_accel import report\nimport pathlib, time", _LONG_S)
+    assert loaded.status == "ok", loaded.traceback
+    return kernel
+
+
+def row_with_loss(kernel: kernels.Kernel) -> str:
+    [row] = kernel.run("%distributed runs").stdout.splitlines()[1:]
+    return row if "loss" in row else ""
+
+
+def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "mark"
+    first = new_kernel(tmp_path / "first")
+    try:
+        first.run(f"mark, factor = {str(mark)!r}, 2")
+        launched = first.run(_CELL.strip(), _LONG_S)
+        assert re.fullmatch(r"<Job 'night': (starting|running), 2 ranks on 2 CPUs>", launched.result), (
+            launched.traceback
+        )
+        first.run("while not all(rank.metrics for rank in _.ranks): time.sleep(0.01)", _LONG_S)
+        first.kill()
+    finally:
+        first.close()
+    second = new_kernel(tmp_path / "second")
+    try:
+        # The list is that of the last second.
+        listed = processes.wait_until(lambda: row_with_loss(second), "the run is listed with its metrics", _LONG_S)
+        assert re.match(r"night +running +\d{4}-\d\d-\d\d \d\d:\d\d +loss ", listed), listed
+        attached = second.run("job = %distributed attach night\njob.status")
+        assert attached.result == "'running'", attached.traceback
+        assert second.run("%distributed status").stdout.startswith("1 (night): running, on 2 CPUs; ")
+        assert "rank 0 (pid " in second.run("%distributed stacks 0").stdout
+        mark.touch()
+        ended = second.run("results = job.results()\n[type(model).__name__, model.size, steps > 0]", _LONG_S)
+        assert ended.result == "['Model', 42, True]", ended.traceback
+        assert second.value("results[1].double().size, job.pull('steps') == steps") == "(84, True)"
+        assert second.value("len(job.state.history['loss'].mean.points) > 1") == "True"
+        lines = second.value("[job.logs(0).splitlines() == [f'step {n}' for n in range(steps)]]")
+        assert lines == "[True]"
+        assert "keeps no variable loss" in second.run("job.pull('loss')").traceback
+        [folder] = run_folders.every()
+        processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
+        cleaned = second.run("%distributed runs --clean").stdout
+        assert re.fullmatch(r"Removed: \S+-night-\S+\nYou have no detached run on this machine\.\n", cleaned)
+    finally:
+        second.close()
+    assert list(run_folders.root().iterdir()) == []
+
+
+def test_wrong_words_are_answered(tmp_path: pathlib.Path) -> None:
+    kernel = new_kernel(tmp_path / "kernel")
+    try:
+        assert "no detached run of yours" in kernel.run("%distributed attach").traceback
+        assert "unexpected argument '--cleen'" in kernel.run("%distributed runs --cleen").error_value
+        assert "unexpected argument 'day'" in kernel.run("%distributed attach night day").error_value
+        assert kernel.run("%distributed start -n 1", _LONG_S).status == "ok"
+        assert "--detach goes with --fresh here" in kernel.run("%%distributed --detach\n1").stderr
+    finally:
+        kernel.close()
+
+
+def test_kernel_that_ends_in_order_leaves_the_run_alone(tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "mark"
+    kernel = new_kernel(tmp_path / "kernel")
+    try:
+        kernel.run(f"mark, factor = {str(mark)!r}, 2")
+        assert kernel.run(_CELL.strip(), _LONG_S).status == "ok"
+        assert kernel.run("%unload_ext notebook_accel").status == "ok"
+    finally:
+        kernel.close()
+    [folder] = run_folders.every()
+    assert folder.is_held
+    mark.touch()
+    processes.wait_until(lambda: not folder.is_held, "the run ends by itself", _LONG_S)
+    assert detached_runs.summary(folder).status == "succeeded"

@@ -1,0 +1,202 @@
+"""Those who are attached to a detached run: what strangers can do to its agent, and what slow readers do."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pathlib
+import random
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached_link
+from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.channel import ClosedError, Connection
+from tests import processes
+from tests.launching import functions
+from tests.launching.kernel.test_detached import agent_of, launch, wait_for_its_end, wait_for_steps
+from tests.launching.test_run_folders import as_nobody, facts
+
+pytestmark = pytest.mark.usefixtures("state_home")
+_HEADER = struct.Struct("!IH")
+_LONG_S = 60.0
+
+
+@pytest.fixture
+def job(tmp_path: pathlib.Path) -> Iterator[DetachedJob]:
+    """A run that goes on until the test is over, and then well."""
+    mark = tmp_path / "mark"
+    made = launch(functions.reports_until, str(mark))
+    wait_for_steps(made)
+    yield made
+    mark.touch()
+    assert len(made.results(_LONG_S)) == 2
+    wait_for_its_end(made)
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Whether the agent closes the connection, after no more than an answer to a greeting."""
+    stranger.settimeout(_LONG_S)
+    answer = b""
+    try:
+        while data := stranger.recv(4096):
+            answer += data
+        return len(answer) < 100
+    except ConnectionResetError:
+        return True
+
+
+def sockets_of(agent: processes.Process) -> int:
+    """How many sockets the agent has open. Files come and go."""
+    found = 0
+    for number in os.listdir(f"/proc/{agent.pid}/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/{agent.pid}/fd/{number}").startswith("socket:")
+    return found
+
+
+def frame(body: bytes) -> bytes:
+    return _HEADER.pack(len(body), 0) + body
+
+
+def test_garbage_changes_nothing(job: DetachedJob) -> None:
+    rng = random.Random(7)
+    stop = messages.encode(messages.End(job_id=job.folder.id, how="kill"))
+    hello = messages.encode(messages.Hello(who="x", follows=False))
+    wrong = [
+        frame(rng.randbytes(100)),
+        frame(b""),
+        frame(stop),  # without a word about who it is
+        frame(hello) + frame(messages.encode(messages.Quit())),
+        frame(hello) + frame(messages.encode(messages.Release(job_id=job.folder.id))),
+        _HEADER.pack(0xFFFFFFFF, 0) + rng.randbytes(1 << 17),  # says that four gigabytes follow
+        *(rng.randbytes(1 << 17) for _ in range(10)),
+    ]
+    for data in wrong:
+        with job.folder.connect() as stranger:
+            try:
+                stranger.sendall(data)
+            except (BrokenPipeError, ConnectionResetError):
+                continue  # it was closed while this wrote
+            if len(data) < 1 << 17 or data[0] == 0xFF:
+                assert is_closed(stranger), data[:50]
+    with job.folder.connect() as other:  # an order for another run
+        other.sendall(frame(hello) + frame(messages.encode(messages.End(job_id="another", how="kill"))))
+    assert len(job.stacks(_LONG_S)) == 2  # the agent answers
+
+
+def test_descriptors_that_strangers_send_are_not_kept(job: DetachedJob) -> None:
+    agent = agent_of(job)
+    held = len(os.listdir(f"/proc/{agent.pid}/fd"))
+    with job.folder.connect() as stranger:
+        stranger.sendall(_HEADER.pack(50_000, 0))
+        for _ in range(20):
+            sent = array.array("i", [0, 1, 2])
+            stranger.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
+        assert job.stacks(_LONG_S)  # it has read what came before
+        # A file and a connection may be open for a moment; sixty descriptors were sent.
+        processes.wait_until(lambda: len(os.listdir(f"/proc/{agent.pid}/fd")) <= held + 2, "none is kept", _LONG_S)
+
+
+def test_too_many_are_refused_and_the_run_goes_on(job: DetachedJob) -> None:
+    many = [job.folder.connect() for _ in range(80)]
+    try:
+        processes.wait_until(lambda: is_closed(many[-1]), "the last one is refused", _LONG_S)
+    finally:
+        for stranger in many:
+            stranger.close()
+    assert len(job.stacks(_LONG_S)) == 2  # there is room again
+
+
+def test_who_comes_and_goes_leaves_nothing_in_the_agent(job: DetachedJob) -> None:
+    agent = agent_of(job)
+
+    def come_and_go() -> None:
+        connection = Connection(job.folder.connect())
+        connection.set_receive_deadline(_LONG_S)
+        connection.send(messages.encode(messages.Hello(who="x", follows=True)))
+        [first, *_] = connection.receive()
+        os.close(first.descriptors[0])
+        connection.close()
+
+    for _ in range(20):
+        come_and_go()
+    held, memory = sockets_of(agent), processes.memory_bytes([agent])
+    for _ in range(100):
+        come_and_go()
+    processes.wait_until(lambda: sockets_of(agent) <= held, "no connection is kept", _LONG_S)
+    assert processes.memory_bytes([agent]) < memory + (4 << 20)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can become another user")
+def test_another_user_who_reaches_the_socket_is_shut_out(job: DetachedJob) -> None:
+    hello = messages.encode(messages.Hello(who="x", follows=True))
+    stop = messages.encode(messages.End(job_id=job.folder.id, how="kill"))
+
+    def tries() -> int:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect("socket")
+            try:
+                stranger.sendall(frame(hello) + frame(stop))
+            except (BrokenPipeError, ConnectionResetError):
+                return 0
+            return 0 if is_closed(stranger) else 1
+
+    before = os.getcwd()
+    os.chdir(job.folder.path)
+    try:
+        job.folder.path.chmod(0o711)
+        pathlib.Path("socket").chmod(0o777)
+        assert as_nobody(tries) == 0
+    finally:
+        job.folder.path.chmod(0o700)
+        os.chdir(before)
+    assert len(job.stacks(_LONG_S)) == 2  # the agent answers
+
+
+def test_agent_that_no_launch_reaches_goes_and_its_folder_too() -> None:
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    ours, theirs = Connection.pair()
+    detached_link.start_agent(folder, theirs, lock)
+    theirs.close()
+    os.close(lock)
+    ours.set_receive_deadline(_LONG_S)
+    ours.send(messages.encode(messages.Hello(who="x", follows=True)))
+    [attached] = ours.receive()
+    os.close(attached.descriptors[0])
+    assert folder.is_held
+    ours.close()
+    processes.wait_until(lambda: not folder.path.exists(), "the folder is removed", _LONG_S)
+
+
+def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "mark"
+    job = launch(
+        functions.reports_until, str(mark), None, 0.0001
+    )  # it prints so much that the reader's line is soon full
+    wait_for_steps(job)
+    stranger = job.folder.connect()
+    with contextlib.closing(Connection(stranger)) as reader:
+        reader.set_receive_deadline(_LONG_S)
+        reader.send(messages.encode(messages.Hello(who="x", follows=True)))
+        [attached, *_] = reader.receive()
+        os.close(attached.descriptors[0])
+        before = job.ranks[0].metrics["loss"]
+        dropped = select.poll()
+        dropped.register(stranger.fileno(), 0)  # tells of the other end's close only, whatever is left to read
+        processes.wait_until(lambda: dropped.poll(0), "it is dropped", 100.0)
+        assert job.ranks[0].metrics["loss"] < before  # meanwhile the run has gone on, and others have heard of it
+        with pytest.raises(ClosedError):
+            while True:
+                reader.receive()
+    mark.touch()
+    assert len(job.results(_LONG_S)) == 2
+    wait_for_its_end(job)

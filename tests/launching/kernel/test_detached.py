@@ -1,0 +1,356 @@
+"""Detached runs: launched here, and attached once more as another kernel would."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pwd
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from notebook_accel import attach, notebook_launcher
+from notebook_accel.errors import (
+    ConfigError,
+    LaunchError,
+    NotebookAccelError,
+    RankFailedError,
+    RunStoppedError,
+    SupervisorLostError,
+)
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.protocol import events
+from tests import processes
+from tests.launching import functions
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+_LONG_S = 60.0
+
+
+@pytest.fixture
+def mark(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A file that doesn't exist. Ranks go on until it does."""
+    return tmp_path / "mark"
+
+
+def launch(function: Callable[..., object], *args: object, ranks: int = 2, **options: object) -> DetachedJob:
+    given = {"name": "night", "use_cpu": True, "view": "none", "detach": True} | options
+    job = notebook_launcher(function, args, ranks, **given)  # type: ignore[arg-type]
+    assert isinstance(job, DetachedJob)
+    return job
+
+
+def wait_for_steps(job: DetachedJob) -> None:
+    processes.wait_until(
+        lambda: all(rank.metrics and rank.last_line for rank in job.ranks), "all ranks have reported", _LONG_S
+    )
+
+
+def agent_of(job: DetachedJob) -> processes.Process:
+    """The agent of the run, an orphan, which the tests have adopted."""
+    [found] = [
+        process
+        for process in processes.descendants(os.getpid())
+        if "notebook_accel.launching.agent.detached" in process.command and job.folder.id in process.command
+    ]
+    return found
+
+
+def wait_for_its_end(job: DetachedJob) -> None:
+    processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
+
+
+def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) -> None:
+    first = launch(functions.reports_until, str(mark))
+    wait_for_steps(first)
+    second = attach("night", view="none")
+    assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
+    assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
+    assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
+    titles = [pathlib.Path("/proc", str(rank.pid), "cmdline").read_bytes().rstrip(b"\0") for rank in second.ranks]
+    assert titles == [b"notebook-accel rank 0 of night", b"notebook-accel rank 1 of night"]
+    assert "step 0\n" in second.logs(1)
+    [found] = detached_runs.summaries()
+    assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
+    mark.touch()
+    results = [job.results(_LONG_S) for job in (first, second)]
+    assert results[0] == results[1]
+    assert [result[0] for result in results[0]] == [0, 1]
+    for job in (first, second):
+        for rank, (_, steps, _) in enumerate(results[0]):
+            assert job.logs(rank).splitlines() == [f"step {number}" for number in range(steps)]
+    # The curve of who came later begins where the other's does, and ends where it does.
+    curves = [job.state.history["loss"].ranks[0].points for job in (first, second)]
+    assert curves[0][-1][1] == curves[1][-1][1]
+    wait_for_its_end(first)
+
+
+def test_run_that_has_ended_is_attached_with_its_output_and_its_results(mark: pathlib.Path) -> None:
+    mark.touch()
+    first = launch(functions.reports_until, str(mark), {"answer": 42})
+    assert first.results(_LONG_S) == [(rank, 0, {"answer": 42}) for rank in range(2)]
+    wait_for_its_end(first)
+    later = attach(view="none")
+    assert (later.done, later.status) == (True, "succeeded")
+    assert later.results() == first.results()
+    assert later.ended_s is not None
+    assert first.ended_s is not None
+    assert later.ended_s - later.started_s <= first.ended_s - first.started_s
+    assert [summary.status for summary in detached_runs.summaries()] == ["succeeded"]
+
+
+def test_failure_is_the_same_for_who_comes_later() -> None:
+    first = launch(functions.raises, ranks=1)
+    with pytest.raises(RankFailedError) as here:
+        first.results(_LONG_S)
+    wait_for_its_end(first)
+    with pytest.raises(RankFailedError) as there:
+        attach("night", view="none").results()
+    assert str(there.value) == str(here.value)
+    assert type(there.value.__cause__) is type(here.value.__cause__)
+    [summary] = detached_runs.summaries()
+    assert (summary.status, summary.why) == ("failed", first.ending.why)
+
+
+def test_each_may_stop_it_and_all_are_told_by_whom(mark: pathlib.Path) -> None:
+    first = launch(functions.reports_until, str(mark))
+    wait_for_steps(first)
+    second = attach("night", view="none")
+    second.stop()
+    for job in (first, second):
+        with pytest.raises(RunStoppedError, match=rf"was stopped\.\nBy process {os.getpid()} \("):
+            job.results(_LONG_S)
+    wait_for_its_end(first)
+    with pytest.raises(RunStoppedError, match=rf"By process {os.getpid()} \("):
+        attach("night", view="none").results()
+
+
+def test_hangup_and_interrupt_of_the_agent_end_nothing_and_sigterm_ends_the_run(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark))
+    wait_for_steps(job)
+    agent = agent_of(job)
+    assert agent.session == agent.pid
+    processes.kill(agent, signal.SIGHUP)
+    processes.kill(agent, signal.SIGINT)
+    assert len(job.stacks(_LONG_S)) == 2  # the agent has gone on
+    processes.kill(agent, signal.SIGTERM)
+    with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
+        job.results(_LONG_S)
+    wait_for_its_end(job)
+
+
+def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark))
+    wait_for_steps(job)
+    processes.kill(agent_of(job))
+    with pytest.raises(SupervisorLostError, match="'night' has gone, and the ranks with it"):
+        job.results(_LONG_S)
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost"]
+    facts = json.loads((job.folder.path / "run.json").read_text())
+    (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
+    with pytest.raises(SupervisorLostError, match="was lost with the machine, which was started again"):
+        attach("night", view="none").results()
+    # It is launched again, with what was sent to it.
+    mark.touch()
+    repeated = detached.again("night", show=lambda _: None)
+    assert repeated.folder.id != job.folder.id
+    assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
+    wait_for_its_end(repeated)
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    with pytest.raises(LaunchError, match=r"'night' goes on\.\nFix: %distributed attach night"):
+        detached.again("night")
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+
+
+def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark))
+    wait_for_steps(job)
+    agent = agent_of(job)
+    processes.kill(agent, signal.SIGSTOP)
+    assert attach("night", view="none").status == "running"
+    mark.touch()
+    assert len(job.results(_LONG_S)) == 2
+    wait_for_its_end(job)
+
+
+def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: pathlib.Path) -> None:
+    first = launch(functions.reports_until, str(mark))
+    wait_for_steps(first)
+    job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
+    link = job._control._link  # type: ignore[union-attr]
+    for _ in range(3):
+        heard = link._seen
+        connection = link._connection
+        connection.shutdown()
+        processes.wait_until(
+            lambda before=connection, known=heard: link._connection not in (None, before) and link._seen > known,
+            "it is attached again",
+            _LONG_S,
+        )
+    mark.touch()
+    results = job.results(_LONG_S)
+    lines: dict[int, list[str]] = {0: [], 1: []}
+    for rank, event in job.events():
+        if isinstance(event, events.Output):
+            lines[rank] += event.text.split("\n")
+    assert lines == {rank: [f"step {number}" for number in range(steps)] for rank, steps, _ in results}
+    wait_for_its_end(job)
+
+
+def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
+    mark.touch()
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    with pytest.raises(NotebookAccelError, match="keeps no variable model"):
+        job.pull("model")
+    assert job.results(_LONG_S) == [(0, 0, None)]
+    wait_for_its_end(job)
+
+
+def test_name_of_a_run_that_goes_on_is_refused_and_free_again_after_it(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    with pytest.raises(LaunchError, match=r"'night' goes on already\.\nFix: --name"):
+        launch(functions.reports_until, str(mark), ranks=1)
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    again = launch(functions.reports_until, str(mark), ranks=1)
+    again.results(_LONG_S)
+    wait_for_its_end(again)
+    assert attach("night", view="none").folder.id == again.folder.id
+    assert attach(job.folder.id, view="none").folder.id == job.folder.id
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"start_method": "inline"}, "forks of it"),
+        ({"start_method": "fork"}, "forks of it"),
+        ({"num_nodes": 2}, "several nodes"),
+    ],
+)
+def test_what_cannot_go_on_without_the_kernel_is_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"can't be detached\.\n.*{why}"):
+        launch(functions.rank, ranks=1, **options)
+    assert not run_folders.every()
+
+
+def test_launch_that_fails_leaves_no_folder() -> None:
+    with pytest.raises(NotebookAccelError):
+        launch(functions.rank, ranks=1, log_dir="/proc/none")
+    assert list(run_folders.root().iterdir()) == []
+
+
+def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "raises_at_import.py").write_text("raise OSError('no such device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = launch(functions.rank, ranks=1, preload=["raises_at_import"])
+    with pytest.raises(LaunchError, match="no such device"):
+        job.results(_LONG_S)
+    wait_for_its_end(job)
+    with pytest.raises(LaunchError, match="no such device"):
+        attach("night", view="none").results()
+
+
+def test_another_versions_run_says_which_version_it_takes(mark: pathlib.Path) -> None:
+    mark.touch()
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    facts = json.loads((job.folder.path / "run.json").read_text())
+    later = {**facts, "journal_version": 99, "version": "9.9", "a_field_of_later": 1}
+    (job.folder.path / "run.json").write_text(json.dumps(later))
+    with pytest.raises(NotebookAccelError, match=r"notebook-accel 9\.9 has launched it.*\(99 instead of 1\)"):
+        attach("night", view="none")
+    assert [summary.status for summary in detached_runs.summaries()] == ["unreadable"]
+    # What a newer version of the same format adds is no obstacle.
+    (job.folder.path / "run.json").write_text(json.dumps({**facts, "config": {**facts["config"], "later": 1}}))
+    assert attach("night", view="none").results() == [(0, 0, None)]
+
+
+def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
+    assert detached_runs.going_in_words() == ""
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    said = "A detached run of yours goes on: night (on 1 CPU). %distributed runs, or notebook-accel runs, tells more."
+    assert detached_runs.going_in_words() == said
+    code = (
+        "from IPython.core.interactiveshell import InteractiveShell as Shell\nShell().run_line_magic('load_ext', '{}')"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code.format("notebook_accel")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert loaded.stdout == f"notebook_accel: {said}\n", loaded.stderr
+    assert f"note: {said} It takes a part of the devices and of the memory." in command("doctor", "--use_cpu").stdout
+    mark.touch()
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    assert detached_runs.going_in_words() == ""
+
+
+@pytest.mark.parametrize(
+    ("group", "lingers", "is_warned"),
+    [
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, True),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, False),
+        ("0::/system.slice/jupyter.service\n", False, False),
+        ("0::/\n", False, False),
+    ],
+)
+def test_logout_that_would_end_it_is_warned_of(
+    group: str, lingers: bool, is_warned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    (tmp_path / "cgroup").write_text(group)
+    if lingers:
+        (tmp_path / user).touch()
+    monkeypatch.setattr(detached_runs, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(detached_runs, "_LINGERING", tmp_path)
+    assert [finding.fix for finding in detached_runs.logout_findings()] == (
+        [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
+    )
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path) -> None:
+    assert command("runs").stdout == "You have no detached run on this machine.\n"
+    assert command("attach").returncode == 1
+    job = launch(functions.reports_until, str(mark))
+    wait_for_steps(job)
+    [listed] = json.loads(command("runs", "--json").stdout)
+    assert (listed["name"], listed["status"], listed["folder"]) == ("night", "running", str(job.folder.path))
+    shown = command("runs").stdout.splitlines()
+    assert re.match(r"name +state +since +step +metrics +folder$", shown[0])
+    assert re.match(r"night +running +\d{4}-\d\d-\d\d \d\d:\d\d ", shown[1])
+    logs = command("logs", "night", "--rank", "1", "--tail", "1").stdout
+    assert re.fullmatch(r"rank 1: /.*/rank_1\.log\nstep \d+\n", logs)
+    stopped = command("stop", "night")
+    assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
+    with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
+        job.results(_LONG_S)
+    attached = command("attach", "night")
+    assert attached.returncode == 1
+    assert "0-1 │ step 0\n" in attached.stdout
+    assert "The run 'night' was stopped.\nBy process " in attached.stdout
+    cleaned = command("runs", "--clean").stdout
+    assert cleaned == f"Removed: {job.folder.id}\nYou have no detached run on this machine.\n"
+    assert not job.folder.path.exists()

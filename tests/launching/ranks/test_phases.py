@@ -1,0 +1,121 @@
+"""The clock of a rank's phases."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from notebook_accel import reporting
+from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks.phases import StepClock
+from notebook_accel.protocol import events
+from tests.launching.ranks import training_loops
+
+
+class Received:
+    """Takes a reporter's events."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def send(self, body: bytes) -> None:
+        self.events.append(events.decode(body))
+
+    @property
+    def times(self) -> list[events.StepTimes]:
+        return [event for event in self.events if isinstance(event, events.StepTimes)]
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A reporter whose sampling thread doesn't run, and a clock."""
+    received = Received()
+    reporter = reporting.Reporter(received)
+    monkeypatch.setattr(reporting, "_reporter", reporter)
+    return types.SimpleNamespace(clock=StepClock(), reporter=reporter, received=received)
+
+
+def test_phases_add_up_to_the_wall_time(rank: types.SimpleNamespace) -> None:
+    began_s = rank.clock.enter("data")
+    for _ in range(100):
+        for phase in ("forward", "backward", "other", "optimizer", "other", "data"):
+            rank.clock.enter(phase)
+        rank.clock.begin_step(None, None)
+    ended_s = rank.clock.enter("data")
+    rank.clock.stop()
+    rank.reporter.close()
+    [sent] = rank.received.times
+    assert sent.steps == 100
+    assert sum(sent.seconds.values()) == pytest.approx(ended_s - began_s)
+    assert set(sent.seconds) == set(events.PHASES)
+
+
+def test_no_time_passes_while_the_clock_stands(rank: types.SimpleNamespace) -> None:
+    rank.clock.enter("forward")
+    rank.clock.begin_step(None, None)
+    rank.clock.stop()
+    time.sleep(0.2)  # the time that must not be there
+    began_s = rank.clock.enter("forward")
+    rank.clock.begin_step(None, None)
+    ended_s = rank.clock.enter("other")
+    rank.clock.stop()
+    rank.reporter.close()
+    assert sum(rank.received.times[-1].seconds.values()) == pytest.approx(ended_s - began_s)
+
+
+def test_running_phase_is_sent_once(rank: types.SimpleNamespace) -> None:
+    began_s = rank.clock.enter("data")
+    for _ in range(3):
+        rank.clock.begin_step(None, None)
+        rank.clock.send()  # in the middle of a phase
+    rank.clock.begin_step(None, None)
+    ended_s = rank.clock.enter("forward")
+    rank.clock.stop()
+    rank.reporter.close()
+    sent = rank.received.times
+    assert len(sent) == 4
+    assert sum(sum(event.seconds.values()) for event in sent) == pytest.approx(ended_s - began_s)
+
+
+def test_nothing_is_sent_without_a_step(rank: types.SimpleNamespace) -> None:
+    rank.clock.enter("data")
+    rank.clock.send()
+    rank.clock.stop()
+    rank.reporter.close()
+    assert rank.received.times == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "size"),
+    [
+        (torch.zeros(4, 3), 4, 12),
+        ([torch.zeros(4, 3), torch.zeros(9)], 4, 12),
+        ({"x": torch.zeros(5, 2)}, 5, 10),
+        ((({"x": torch.zeros(5, 2)},), None), 5, 10),
+        ("text", 0, 0),
+        ([], 0, 0),
+        (torch.zeros(()), 0, 0),
+    ],
+    ids=str,
+)
+def test_size_of_a_batch_is_that_of_its_first_tensor(
+    rank: types.SimpleNamespace, batch: object, rows: int, size: int
+) -> None:
+    rank.clock.enter("forward")
+    rank.clock.begin_step(batch, 3)
+    rank.clock.stop()
+    rank.reporter.close()
+    [sent] = rank.received.times
+    assert (sent.rows, sent.smallest_batch, sent.largest_batch, sent.workers) == (rows, size, size, 3)
+
+
+def test_steps_of_a_rank_and_its_phases_are_measured(launch: Callable[..., Job]) -> None:
+    job = launch(training_loops.epochs_and_evaluations, num_processes=1)
+    job.results(timeout_s=60)
+    times = job.ranks[0].step_history.total
+    assert times.steps == 48
+    assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer", "evaluation"))

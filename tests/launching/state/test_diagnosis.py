@@ -1,0 +1,213 @@
+"""Verdicts on steps, from times given by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from notebook_accel.launching.state.diagnosis import PHASES, Diagnosis, diagnose
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.protocol import events
+
+_STEPS_PER_S = 20
+
+
+def run(*ranks: dict[str, Any], seconds: int = 5) -> RunState:
+    """A run with ranks of these phases (ms in a step) and other fields of the event."""
+    state = RunState(len(ranks))
+    for second in range(seconds):
+        for number, given in enumerate(ranks):
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, step_times(**given))
+    return state
+
+
+def step_times(*, lines: tuple[tuple[Any, ...], ...] = (), **given: Any) -> events.StepTimes:
+    phases = {name: given.pop(name, 0.0) * _STEPS_PER_S / 1000 for name in events.PHASES}
+    fields = {"steps": _STEPS_PER_S, "workers": 0, "threads": 1, "cores": 2, "samples": 20, **given}
+    return events.StepTimes(seconds=phases, lines=[events.SampledLine(*line) for line in lines], **fields)
+
+
+def healthy(**changes: Any) -> dict[str, Any]:
+    """A rank of 50 ms a step that computes."""
+    return {
+        "data": 2.0,
+        "forward": 14.0,
+        "backward": 26.0,
+        "communication": 2.0,
+        "optimizer": 5.0,
+        "other": 1.0,
+    } | changes
+
+
+def line(phase: str, *, activity: str = "", number: int = 12, text: str = "", samples: int = 10) -> tuple[Any, ...]:
+    return (phase, activity, f"In[4], line {number}", text, samples)
+
+
+def test_run_without_steps_has_no_diagnosis() -> None:
+    assert diagnose(RunState(2)) == Diagnosis()
+    assert str(Diagnosis()) == "Too few steps have been measured yet."
+
+
+def test_ranks_wait_for_data() -> None:
+    ranks = [healthy(data=60.0, lines=(line("data"), line("forward", number=1)))] * 2
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert (verdict.cause, verdict.ranks, verdict.place) == ("data", (0, 1), "In[4], line 12")
+    assert verdict.what == "Every rank waits 56 % of each step for data: `num_workers=0` at In[4], line 12."
+    assert verdict.fix == "Try `num_workers=1, persistent_workers=True`."
+
+
+def test_advice_for_data_goes_by_the_workers_and_cores_there_are() -> None:
+    [verdict] = diagnose(run(*[healthy(data=60.0, workers=2, cores=64)] * 2)).verdicts
+    assert "num_workers=4" in verdict.fix
+    [verdict] = diagnose(run(*[healthy(data=60.0, workers=0, cores=64)] * 2)).verdicts
+    assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "other"])
+def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
+    slow = healthy(lines=(line(phase, text="time.sleep(1)"),))
+    slow[phase] += 60.0
+    waiting = healthy(communication=62.0)
+    diagnosis = diagnose(run(waiting, waiting, slow, waiting))
+    [verdict] = diagnosis.verdicts
+    assert (verdict.cause, verdict.ranks, verdict.place) == ("straggler", (2,), "In[4], line 12")
+    assert "the others wait for it 55 % of each step" in verdict.what
+    assert diagnosis.steps[0]["waiting"] == pytest.approx(0.060)
+    assert diagnosis.steps[2]["waiting"] == 0
+
+
+def test_gradients_take_long() -> None:
+    ranks = [healthy(communication=55.0, gradient_bytes=440 << 20)] * 2
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert verdict.cause == "communication"
+    assert verdict.what == "Gradients take 53 % of each step: 440 MiB for 45 ms of computing."
+
+
+def test_collectives_of_the_users_own_are_named() -> None:
+    ranks = [healthy(communication=60.0, lines=(line("other", activity="communication", text="dist.barrier()"),))] * 2
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert (verdict.cause, verdict.place) == ("communication", "In[4], line 12")
+    assert "`dist.barrier()`" in verdict.what
+
+
+def test_uneven_batches_make_ranks_wait_in_turns() -> None:
+    ranks = [healthy(communication=60.0, smallest_batch=100, largest_batch=4000)] * 2
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert verdict.cause == "uneven batches"
+    assert "between 100 and 4,000 elements" in verdict.what
+
+
+def test_evaluation_every_step() -> None:
+    ranks = [healthy(evaluation=50.0, evaluations=20, lines=(line("evaluation", text="test(model)"),))] * 2
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert (verdict.cause, verdict.place) == ("evaluation", "In[4], line 12")
+    assert "An evaluation each step takes 50 % of the time" in verdict.what
+
+
+def test_rare_evaluation_is_no_verdict() -> None:
+    assert not diagnose(run(*[healthy(evaluation=50.0)] * 2)).verdicts
+    assert not diagnose(run(*[healthy(evaluation=50.0, evaluations=1)] * 2)).verdicts
+
+
+def test_checkpoints() -> None:
+    saving = line("other", activity="saving", text="torch.save(state, path)")
+    [verdict] = diagnose(run(*[healthy(other=50.0, lines=(saving,))] * 2)).verdicts
+    assert (verdict.cause, verdict.place) == ("checkpoint", "In[4], line 12")
+
+
+def test_recompilation() -> None:
+    compiling = line("forward", activity="compiling", text="loss = model(x)")
+    [verdict] = diagnose(run(healthy(compilations=3, lines=(compiling,)))).verdicts
+    assert (verdict.cause, verdict.place) == ("compilation", "In[4], line 12")
+    assert "12 more graphs" in verdict.what
+    assert not diagnose(run(healthy(compilations=0, lines=(compiling,)))).verdicts
+
+
+@pytest.mark.parametrize("text", ["total += loss.item()", "print(loss)", "x = out.cpu()", "torch.cuda.empty_cache()"])
+def test_line_that_waits_for_the_device(text: str) -> None:
+    waits = line("forward", text=text)
+    [verdict] = diagnose(run(healthy(is_on_device=True, lines=(waits,)))).verdicts
+    assert (verdict.cause, verdict.place) == ("device wait", "In[4], line 12")
+    assert text in verdict.what
+    assert not diagnose(run(healthy(lines=(waits,)))).verdicts  # the CPU has nothing to wait for
+
+
+def test_line_between_the_steps() -> None:
+    [verdict] = diagnose(run(healthy(other=50.0, lines=(line("other", text="draw(loss)"),)))).verdicts
+    assert (verdict.cause, verdict.place) == ("other code", "In[4], line 12")
+    assert "`draw(loss)`" in verdict.what
+
+
+def test_garbage_collection() -> None:
+    [verdict] = diagnose(run(healthy(), healthy(collecting_s=0.3))).verdicts
+    assert (verdict.cause, verdict.ranks) == ("garbage collection", (1,))
+
+
+def test_threads() -> None:
+    [verdict] = diagnose(run(*[healthy(threads=8, cores=4)] * 2)).verdicts
+    assert verdict.cause == "too many threads"
+    assert "2 ranks compute with 16 threads on 4 cores" in verdict.what
+    [verdict] = diagnose(run(*[healthy(threads=1, cores=32)] * 2)).verdicts
+    assert verdict.cause == "one thread"
+    assert "torch.set_num_threads(16)" in verdict.fix
+    assert not diagnose(run(*[healthy(threads=1, cores=32, is_on_device=True)] * 2)).verdicts
+
+
+def test_tiny_batch() -> None:
+    tiny = {"forward": 0.4, "backward": 0.5, "optimizer": 0.3, "data": 0.05, "rows": 2.0, "steps": 1000}
+    [verdict] = diagnose(
+        run({**tiny, **{name: value * 50 for name, value in tiny.items() if name in events.PHASES}})
+    ).verdicts
+    assert verdict.cause == "tiny batch"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"data": 4.0},
+        {"communication": 4.0, "gradient_bytes": 100 << 20},
+        {"communication": 60.0, "gradient_bytes": 20_000, "steps": 60},  # the latency of a toy program
+        {"evaluation": 15.0},
+        {"other": 4.0, "lines": (line("other", text="print(loss)"),)},
+        {"copy": 3.0, "is_on_device": True},
+        {"threads": 2, "cores": 16},
+        {"rows": 256.0, "smallest_batch": 100, "largest_batch": 5000},
+        {"collecting_s": 0.02},
+        {"lines": (line("forward", text="loss.item()", samples=1),), "is_on_device": True},
+        {"lines": (line("other", activity="saving", samples=1),)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_healthy_program_has_no_verdict(changes: dict[str, Any], world_size: int) -> None:
+    diagnosis = diagnose(run(*[healthy(**changes)] * world_size))
+    assert diagnosis.verdicts == ()
+    assert diagnosis.sentence == ""
+    assert str(diagnosis).startswith("Nothing stands out")
+
+
+def test_costliest_cause_comes_first_and_is_priced_over_the_whole_run() -> None:
+    ranks = [healthy(data=25.0, other=60.0, lines=(line("other"), line("data", number=3)))] * 2
+    diagnosis = diagnose(run(*ranks, seconds=11))
+    assert [verdict.cause for verdict in diagnosis.verdicts] == ["other code", "data"]
+    assert diagnosis.sentence == str(diagnosis.verdicts[0])
+    assert diagnosis.wasted_s == pytest.approx(11 * 20 * 0.060)
+    assert diagnosis.cost == "Cost so far: 00:13 of 00:29."
+
+
+def test_phases_add_up_to_the_step_and_go_into_json() -> None:
+    diagnosis = diagnose(run(healthy(communication=62.0), healthy(forward=74.0)))
+    data = json.loads(json.dumps(diagnosis.to_dict()))
+    assert set(data["steps"]) == {"0", "1"}
+    for phases in data["steps"].values():
+        assert set(phases) == set(PHASES)
+        assert sum(phases.values()) == pytest.approx(0.110)
+    assert data["verdicts"][0]["cause"] == "straggler"
+
+
+def test_too_few_steps_say_nothing() -> None:
+    assert not diagnose(run(*[healthy()] * 2, seconds=2)).steps

@@ -1,0 +1,201 @@
+"""The folders of detached runs: who may use them, whether their agents live, and when they go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from notebook_accel.errors import LaunchError, NotebookAccelError
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.run_folders import RunFacts, RunFolder
+from tests import processes
+
+pytestmark = pytest.mark.usefixtures("state_home")
+_NOBODY = 65534
+_DAY_S = 86_400.0
+
+
+def facts(name: str = "night", **other: object) -> RunFacts:
+    values: dict[str, object] = {
+        "name": name,
+        "world_size": 1,
+        "devices": "1 CPU",
+        "config": {},
+        "log_folder": "",
+        "began": time.time(),
+        "began_s": time.monotonic(),
+        "keep_days": 7.0,
+        "version": "0.1.0",
+        "journal_version": run_folders.JOURNAL_VERSION,
+        "host": socket.gethostname(),
+        "boot_id": run_folders.boot_id(),
+    }
+    return RunFacts(**(values | other))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def held(name: str = "night", **other: object) -> Iterator[RunFolder]:
+    """The folder of a run that goes on during the block."""
+    folder, lock = run_folders.make(name)
+    try:
+        folder.write_facts(facts(name, **other))
+        folder.publish()
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def ended(name: str = "night", days_ago: float = 0.0, **other: object) -> RunFolder:
+    with held(name, **other) as folder:
+        pass
+    then = time.time() - days_ago * _DAY_S
+    for path in folder.path.iterdir():
+        os.utime(path, (then, then))
+    os.utime(folder.path, (then, then))
+    return folder
+
+
+def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
+    folder, lock = run_folders.make("night")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.close(lock)
+    assert folder.is_held
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert not folder.is_held
+
+
+def test_run_is_found_by_name_or_id_and_one_that_goes_on_first() -> None:
+    with pytest.raises(NotebookAccelError, match=r"no detached run of yours.*\n.*\nFix: start one"):
+        run_folders.find("night")
+    with held() as first, held("day"):
+        later = ended()
+        assert run_folders.find("night").id == first.id
+        assert run_folders.find(later.id).id == later.id
+        with pytest.raises(NotebookAccelError, match=r"Several detached runs go on.*\nFix: name one of: "):
+            run_folders.find()
+    assert run_folders.find("night").id == later.id
+    assert run_folders.find().id == later.id
+    with pytest.raises(
+        NotebookAccelError, match=r"no detached run 'noon'.*\nFix: name one of: (night, day|day, night)"
+    ):
+        run_folders.find("noon")
+    for which in ("..", ".", "/", "../runs"):
+        with pytest.raises(NotebookAccelError, match="no detached run"):
+            run_folders.find(which)
+
+
+def test_folders_go_when_their_time_is_over() -> None:
+    old, young = ended("old", 8.0), ended("young", 6.0)
+    kept, unnamed = ended("kept", 8.0, keep_days=30.0), run_folders.make("killed at its launch")
+    os.close(unnamed[1])
+    elsewhere = ended("elsewhere", 0.5, host="another machine")
+    with held("going") as going:
+        os.utime(going.path / "run.json", (0, 0))
+        assert run_folders.remove_old() == [old.id]
+        assert sorted(run_folders.remove_old(all_ended=True)) == sorted([young.id, kept.id])
+        left = {path.name for path in run_folders.root().iterdir()}
+        assert left == {going.id, unnamed[0].id, elsewhere.id}
+    os.utime(unnamed[0].path, (0, 0))
+    assert unnamed[0].id in run_folders.remove_old()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o701])
+def test_folder_that_others_can_open_is_refused(mode: int) -> None:
+    folder = ended()
+    folder.path.chmod(mode)
+    assert run_folders.every() == []
+    with pytest.raises(NotebookAccelError, match=r"isn't used, since others than you can open it\.(.|\n)*chmod 700 /"):
+        run_folders.find(folder.id)
+    assert run_folders.remove_old(all_ended=True) == []
+    folder.path.chmod(0o700)
+    assert [found.id for found in run_folders.every()] == [folder.id]
+    run_folders.root().chmod(mode)
+    assert run_folders.every() == []
+    for act in (lambda: run_folders.find("night"), lambda: run_folders.make("night")):
+        with pytest.raises(NotebookAccelError, match="isn't used"):
+            act()
+
+
+def test_run_is_found_once_its_agent_has_taken_over_the_launch() -> None:
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    assert run_folders.every() == []
+    with pytest.raises(NotebookAccelError, match="no detached run"):
+        run_folders.find("night")
+    folder.publish()
+    assert [found.id for found in run_folders.every()] == [folder.id]
+    os.close(lock)
+
+
+def test_link_in_place_of_a_folder_is_refused(tmp_path: pathlib.Path) -> None:
+    folder = ended()
+    moved = folder.path.rename(tmp_path / "moved")
+    folder.path.symlink_to(moved)
+    assert run_folders.every() == []
+    assert run_folders.remove_old(all_ended=True) == []
+    assert moved.is_dir()
+
+
+def test_place_that_cannot_be_written_to_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    with pytest.raises(LaunchError, match=r"can't be made: .*\nFix: set XDG_STATE_HOME to a folder of yours"):
+        run_folders.make("night")
+
+
+def test_socket_works_however_long_the_path_is(tmp_path: pathlib.Path) -> None:
+    folder = RunFolder(tmp_path / ("long" * 40))
+    folder.path.mkdir(mode=0o700)
+    with folder.listen() as listening, folder.connect() as connected:
+        accepted, _ = listening.accept()
+        with accepted:
+            connected.sendall(b"x")
+            assert accepted.recv(1) == b"x"
+    folder.close_socket()
+    assert list(folder.path.iterdir()) == []
+
+
+def as_nobody(act: Callable[[], int]) -> int:
+    """What a child of another user returns."""
+    child = os.fork()
+    if child == 0:
+        status = 99
+        try:
+            os.setgroups([])
+            os.setgid(_NOBODY)
+            os.setuid(_NOBODY)
+            status = act()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can become another user")
+def test_another_user_neither_sees_nor_removes_nor_connects() -> None:
+    with held() as folder, folder.listen():
+
+        def tries() -> int:
+            reached = len(run_folders.every()) + len(run_folders.remove_old(all_ended=True))
+            for act in (folder.connect, folder.open_journal, lambda: os.listdir(folder.path)):
+                try:
+                    act()
+                    reached += 1
+                except PermissionError:
+                    continue
+            return reached
+
+        for path in (folder.path, *folder.path.parents):  # all the way is open, but for the runs' own folders
+            if path not in (folder.path, run_folders.root()) and path.stat().st_uid == os.getuid():
+                path.chmod(path.stat().st_mode | 0o711)
+        assert as_nobody(tries) == 0
+        assert folder.is_held
+    processes.wait_until(lambda: not folder.is_held, "the run is over")

@@ -1,0 +1,524 @@
+"""Models that are sharded over the ranks train as whole ones do."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.data import DataLoader, IterableDataset
+
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    environment,
+)
+from notebook_accel.errors import CollectiveError, TrainingError
+from notebook_accel.local_sgd import LocalSGD
+from notebook_accel.training import fsdp
+from tests.training import sharded_programs
+from tests.training.ranks import Ranks
+from tests.training.sharded_programs import Block, Case, Writer
+
+_STEPS = 200
+
+
+@pytest.fixture
+def groups(two_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
+    """Return the ranks by their number."""
+    return {2: two_ranks, 4: four_ranks}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_are_those_of_whole_models(groups: dict[int, Ranks], ranks: int) -> None:
+    """With accumulation, clipping, a schedule, groups of parameters, frozen ones and tied ones."""
+    group = groups[ranks]
+    whole = group.run(sharded_programs.losses, Case(sharded=False, window=2, groups=True), _STEPS)
+    sharded = group.run(sharded_programs.losses, Case(window=2, groups=True), _STEPS, deadline_s=100)
+    assert len(sharded[0]) == _STEPS
+    assert sharded[0] == pytest.approx(whole[0], rel=0, abs=1e-6)
+    assert whole[0][-1] < 0.7 * whole[0][0]
+
+
+@pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), (4, 0.30)])
+def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: float) -> None:
+    group = groups[ranks]
+    whole = group.run(sharded_programs.held_bytes, Case(sharded=False))
+    sharded = group.run(sharded_programs.held_bytes, Case())
+    for of_whole, of_share in zip(whole, sharded, strict=True):
+        assert set(of_share) == {"parameters", "gradients", "optimizer"}
+        for name, size in of_share.items():
+            assert 0 < size <= at_most * of_whole[name], name
+
+
+@pytest.mark.parametrize("case", [
+    Case(calls="model first", groups=True),
+    Case(calls="optimizer first", groups=True),
+    Case(plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False}),
+    Case(plugin={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500}),
+    Case(plugin={"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": True}),
+    Case(plugin={"ignored_modules": r"blocks\.1|norm"}, window=3),
+    Case(plugin={"sync_module_states": False}),
+], ids=lambda case: f'{case.calls} {case.plugin}')  # fmt: skip
+def test_settings_change_no_number(two_ranks: Ranks, case: Case) -> None:
+    whole = Case(sharded=False, window=case.window, groups=case.groups)
+    expected, weights = two_ranks.run(sharded_programs.trained, whole, 9)[0]
+    (losses, sharded), (_, on_rank_1) = two_ranks.run(sharded_programs.trained, case, 9)
+    assert losses == pytest.approx(expected, rel=0, abs=1e-6)
+    assert sharded.keys() == weights.keys()
+    for name, values in sharded.items():
+        assert torch.allclose(torch.tensor(values), torch.tensor(weights[name]), atol=1e-5), name
+    assert on_rank_1 == {}
+
+
+def test_bf16_is_as_near_as_whole_models_are(two_ranks: Ranks) -> None:
+    exact = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False), 30)[0])
+    whole = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False, precision="bf16"), 30)[0])
+    sharded = torch.tensor(two_ranks.run(sharded_programs.losses, Case(precision="bf16"), 30)[0])
+    assert not torch.equal(sharded, exact)
+    assert (sharded - exact).abs().mean() < 2 * (whole - exact).abs().mean() + 0.01
+
+
+class Adapted(torch.nn.Module):
+    """A frozen bfloat16 layer with a low-rank adapter in float32, as PEFT makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(8, 8).to(torch.bfloat16).requires_grad_(False)
+        self.down = torch.nn.Linear(8, 2, bias=False)
+        self.up = torch.nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.to(torch.bfloat16)).float() + self.up(self.down(x))
+
+
+def train_adapter(*, sharded: bool) -> list[float]:
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(Adapted(), torch.nn.BatchNorm1d(8), Adapted())
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    net, optimizer = accelerator.prepare(model, torch.optim.Adam(learning, lr=0.05))
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(accelerator.process_index))
+    losses = []
+    for _ in range(6):
+        loss = net(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_adapter_whole() -> list[float]:
+    return train_adapter(sharded=False)
+
+
+def train_adapter_sharded() -> list[float]:
+    return train_adapter(sharded=True)
+
+
+def test_adapters_of_a_frozen_model(two_ranks: Ranks) -> None:
+    expected = two_ranks.run(train_adapter_whole)
+    for losses, of_whole in zip(two_ranks.run(train_adapter_sharded), expected, strict=True):
+        assert losses == pytest.approx(of_whole, rel=0, abs=1e-5)
+        assert losses[-1] < losses[0]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        for number in range(10):
+            yield torch.full((4,), 1.0 + number)
+
+
+def train_on_stream(*, sharded: bool) -> list[Any]:
+    torch.manual_seed(0)
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, fsdp_plugin=plugin)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    net, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(Stream(), batch_size=1)
+    )
+    for x in loader:  # five batches a rank: the second window has one
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value.tolist() for value in accelerator.get_state_dict(net).values()]
+
+
+def stream_whole_and_sharded() -> Any:
+    return train_on_stream(sharded=False), train_on_stream(sharded=True)
+
+
+def test_a_window_that_ends_with_a_stream(two_ranks: Ranks) -> None:
+    whole, sharded = two_ranks.run(stream_whole_and_sharded)[0]
+    assert len(sharded) == len(whole) == 4
+    for ours, expected in zip(sharded, whole, strict=True):
+        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), atol=1e-6)
+
+
+def saved_model(folder: str) -> Any:
+    """Save a sharded model in small files, and return its weights as they were before it was sharded."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = Writer()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    net = accelerator.prepare(model)
+    assert accelerator.unwrap_model(net) is net is model
+    accelerator.save_model(net, folder, max_shard_size="20KB")
+    state = accelerator.get_state_dict(net)
+    if accelerator.is_main_process:
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+        assert state["head.weight"] is state["embedding.weight"]
+    return {name: value.tolist() for name, value in before.items()}
+
+
+def test_weights_are_saved_in_files_that_others_read(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    before, _ = two_ranks.run(saved_model, str(tmp_path))
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert len(files) > 2
+    assert files[-1] == "model.safetensors.index.json"
+    saved = {name: value for file in files[:-1] for name, value in load_file(tmp_path / file).items()}
+    assert "head.weight" not in saved  # it is the embedding's
+    for name, value in saved.items():
+        assert value.tolist() == before[name]
+
+
+def get_weights_on_rank_0_alone() -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    net = accelerator.prepare(torch.nn.Linear(4, 4))
+    with pytest.raises(CollectiveError) as raised:
+        accelerator.get_state_dict(net) if accelerator.is_main_process else accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()
+    return str(raised.value)
+
+
+def test_weights_on_rank_0_alone_are_an_error_everywhere(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(get_weights_on_rank_0_alone):
+        assert "rank 0: get_state_dict of a sharded FSDPLinear at " in text
+        assert "rank 1: wait for everyone at " in text
+
+
+def refusals() -> list[str]:
+    """Return the errors of what a sharded model can't do."""
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    assert accelerator.distributed_type is DistributedType.FSDP
+    assert accelerator.is_fsdp2
+    assert accelerator.state.fsdp_plugin is not None
+    net = accelerator.prepare(torch.nn.Linear(4, 4))
+    assert accelerator.prepare(net) is net
+    attempts = [
+        lambda: LocalSGD(accelerator, net, 2),
+        lambda: accelerator.join_uneven_inputs([net]),
+        lambda: accelerator.trigger_sync_in_backward(net),
+        lambda: accelerator.gather(net.weight),
+        lambda: accelerator.reduce(net.weight),
+        lambda: setattr(accelerator, "gradient_accumulation_steps", 3),
+        lambda: Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)).prepare(
+            torch.nn.Linear(2, 2)
+        ),
+    ]
+    with accelerator.accumulate(net):
+        accelerator.backward(net(torch.ones(1, 4)).sum())
+        texts = []
+        for attempt in attempts:
+            with pytest.raises((TrainingError, ConfigError)) as raised:
+                attempt()
+            assert raised.value.fix
+            texts.append(str(raised.value))
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+        copy.deepcopy(net)
+    return texts
+
+
+def test_what_can_not_be_is_refused(two_ranks: Ranks) -> None:
+    texts = [
+        "LocalSGD can't be used with FSDPLinear",
+        "join_uneven_inputs can't be used",
+        "trigger_sync_in_backward can't be used",
+        "gather takes tensors that each rank has whole",
+        "reduce takes tensors",
+        "gradient_accumulation_steps within a window can't be used",
+        "cpu_offload needs a GPU",
+    ]
+    for found in two_ranks.run(refusals):
+        for text, of_one in zip(texts, found, strict=True):
+            assert text in of_one
+
+
+def train_uneven() -> str:
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+    )
+    net, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(3, 1), batch_size=1))
+    try:
+        with torch.no_grad():
+            for x in loader:
+                net(x)
+    except TrainingError as error:
+        return str(error)
+    finally:
+        accelerator.wait_for_everyone()
+    return ""
+
+
+def test_a_rank_without_a_batch_is_not_waited_for(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(train_uneven)
+    assert "1 of the ranks have no batch, and this one would wait in vain for their shares of the model" in first
+    assert second == ""
+
+
+def train_models_of_the_user() -> Any:
+    """Train a model that was sharded before prepare, and return its weights with those of a whole one."""
+    trained = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        if sharded:
+            fully_shard(model[0])
+            fully_shard(model)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert not sharded or net is model
+        for _ in range(4):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(torch.full((1, 4), 1.0 + accelerator.process_index)).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([value.tolist() for value in accelerator.get_state_dict(net).values()])
+    return trained
+
+
+def test_a_model_that_was_sharded_before_is_taken_as_it_is(two_ranks: Ranks) -> None:
+    sharded, whole = two_ranks.run(train_models_of_the_user)[0]
+    assert len(sharded) == 4
+    for part, expected in zip(sharded, whole, strict=True):
+        assert torch.allclose(torch.tensor(part), torch.tensor(expected), atol=1e-6)
+
+
+def prepare_models_for_shared_samples() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    texts = []
+    for shards in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+        if shards:
+            fully_shard(model, mesh=mesh["data"])
+        with pytest.raises(TrainingError, match="ranks that work on the same sample") as raised:
+            accelerator.prepare(model)
+        texts.append(raised.value.fix)
+    policed = fully_shard(torch.nn.Linear(2, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Accelerator(cpu=True, mixed_precision="bf16").prepare(policed)
+    return [*texts, str(caught[0].message)]
+
+
+def test_models_for_ranks_that_share_samples(two_ranks: Ranks) -> None:
+    for first, second, warning in two_ranks.run(prepare_models_for_shared_samples):
+        assert first == second == "leave model and loaders out of prepare, which can still take the optimizer"
+        assert "was sharded before prepare: it computes in the precision of its own policy, not in bf16" in warning
+
+
+def prepare_empty_model(seed: int) -> Any:
+    """Prepare a model whose weights only rank 0 has, and return rank 0's and how many steps changed the loss."""
+    torch.manual_seed(seed)
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, ignored_modules="norm")
+    )
+    with torch.device("cpu" if accelerator.is_main_process else "meta"):
+        model = Writer()
+    before = {name: value.tolist() for name, value in model.state_dict().items() if not value.is_meta}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    net, optimizer = accelerator.prepare(model, optimizer)
+    after = {name: value.tolist() for name, value in accelerator.get_state_dict(net).items()}
+    assert before == after
+    assert net.head.weight is net.embedding.weight
+    assert all(bool((block.mask == torch.tril(torch.ones(16, 16))).all()) for block in net.blocks)
+    x = sharded_programs.digits()[:4]
+    losses = []
+    for _ in range(3):
+        loss = F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    return losses
+
+
+def test_weights_that_only_rank_0_has(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(prepare_empty_model, 4)
+    assert first == second
+    assert first[2] < first[1] < first[0]
+
+
+def empty_everywhere() -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    with pytest.raises(TrainingError, match="has no weights on rank 0") as raised:
+        accelerator.prepare(torch.nn.Linear(2, 2, device="meta"))
+    return raised.value.fix or ""
+
+
+def test_weights_that_no_rank_has(two_ranks: Ranks) -> None:
+    assert all("load the weights on rank 0" in fix for fix in two_ranks.run(empty_everywhere))
+
+
+def two_models() -> Any:
+    """Train a sharded model with an average of its weights beside it, in a second sharded one."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
+    model = Writer()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    # Only the pass through a compiled model is compiled: its weights and names are the model's.
+    net, average, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), average, optimizer)
+    x = sharded_programs.digits()[:4]
+    for _ in range(2):
+        accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.5)
+    states = [accelerator.get_state_dict(item) for item in (net, average)]
+    names = [sorted(state) for state in states]
+    accelerator.free_memory()
+    return names, [float(state["embedding.weight"].norm()) for state in states if state]
+
+
+def test_two_models_one_of_them_compiled(two_ranks: Ranks) -> None:
+    (names, norms), _ = two_ranks.run(two_models, deadline_s=100)
+    assert names[0] == names[1]
+    assert "_orig_mod" not in names[0][0]
+    assert norms[0] != norms[1]
+
+
+def test_one_rank_shards_nothing() -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = torch.nn.Linear(2, 2)
+    assert accelerator.prepare(model) is model
+    assert accelerator.distributed_type is DistributedType.NO
+    assert not accelerator.is_fsdp2
+    assert not fsdp.is_sharded(model)
+
+
+# Settings
+
+
+def units(**settings: Any) -> list[str]:
+    model = Writer(depth=2)
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] for unit in fsdp._chosen_units(model, FullyShardedDataParallelPlugin(**settings))]
+
+
+def test_parts_that_are_gathered_one_at_a_time() -> None:
+    blocks = ["blocks.1", "blocks.0"]
+    assert units() == units(auto_wrap_policy="TRANSFORMER_BASED_WRAP") == blocks
+    assert units(transformer_cls_names_to_wrap="Block") == blocks
+    assert units(transformer_cls_names_to_wrap=["LayerNorm"]) == ["norm", "blocks.1.norm", "blocks.0.norm"]
+    assert units(auto_wrap_policy="no_wrap") == []
+    assert units(auto_wrap_policy=ModuleWrapPolicy({Block})) == blocks
+    assert units(auto_wrap_policy=lambda module, **_: isinstance(module, Block)) == blocks
+    assert units(auto_wrap_policy="size_based_wrap", min_num_params=1000) == [
+        "blocks.1.down", "blocks.1.up", "blocks.0.down", "blocks.0.up",
+    ]  # fmt: skip
+    # The embedding's weight is the head's too: the whole model gathers it.
+    assert units(transformer_cls_names_to_wrap=["Embedding"]) == ["positions"]
+    with pytest.raises(ConfigError, match="no module of the class Nothing") as raised:
+        units(transformer_cls_names_to_wrap=["Nothing"])
+    assert "Block" in (raised.value.fix or "")
+
+
+def test_settings_of_the_launch() -> None:
+    variables = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "77",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_ACTIVATION_CHECKPOINTING": "yes",
+    }
+    with environment.patched(dict(variables)):
+        plugin = Accelerator(cpu=True).state.fsdp_plugin
+        given = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(min_num_params=5)).state.fsdp_plugin
+    assert plugin is not None
+    assert (plugin.reshard_after_forward, plugin.auto_wrap_policy, plugin.min_num_params) == (
+        False,
+        "SIZE_BASED_WRAP",
+        77,
+    )
+    assert (plugin.transformer_cls_names_to_wrap, plugin.saves_whole) == (["A", "B"], True)
+    assert plugin.activation_checkpointing is True
+    assert given is not None
+    assert given.min_num_params == 5
+    assert Accelerator(cpu=True).state.fsdp_plugin is None
+    for name, text in (("FSDP_VERSION", "3"), ("FSDP_OFFLOAD_PARAMS", "perhaps"), ("FSDP_MIN_NUM_PARAMS", "1e6")):
+        with environment.patched({name: text}), pytest.raises(ConfigError, match=text):
+            FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize(("asked", "reshards"), [
+    ({"sharding_strategy": "FULL_SHARD"}, True),
+    ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
+    ({"reshard_after_forward": "true"}, True),
+    ({"reshard_after_forward": False}, False),
+    ({}, True),
+])  # fmt: skip
+def test_strategies_by_their_names_in_fsdp_1(asked: dict[str, Any], reshards: bool) -> None:
+    assert FullyShardedDataParallelPlugin(**asked).reshard_after_forward is reshards
+
+
+@pytest.mark.parametrize(("settings", "text"), [
+    ({"sharding_strategy": "HYBRID_SHARD"}, "strategy 'HYBRID_SHARD' isn't supported"),
+    ({"auto_wrap_policy": "some"}, "auto_wrap_policy is 'some'"),
+    ({"auto_wrap_policy": 3}, "auto_wrap_policy is 3"),
+    ({"state_dict_type": "local_state_dict"}, "state_dict_type is 'local_state_dict'"),
+    ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload isn't supported"),
+    ({"mixed_precision_policy": "bf17"}, "mixed_precision_policy is 'bf17'"),
+    ({"mixed_precision_policy": {"buffer_dtype": torch.bfloat16}}, "mixed_precision_policy is"),
+])  # fmt: skip
+def test_settings_that_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as raised:
+        FullyShardedDataParallelPlugin(**settings)
+    assert raised.value.fix
+    with pytest.raises(ConfigError, match="fsdp_plugin is 'yes'"):
+        Accelerator(cpu=True, fsdp_plugin="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [
+    {"fsdp_version": 1}, {"use_orig_params": False}, {"forward_prefetch": True}, {"backward_prefetch": "BACKWARD_PRE"},
+    {"limit_all_gathers": False},
+])  # fmt: skip
+def test_settings_without_an_effect_are_named(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.warns(UserWarning, match=name):
+        FullyShardedDataParallelPlugin(**settings)
+
+
+def test_precision_policies() -> None:
+    plugin = FullyShardedDataParallelPlugin
+    assert plugin().precision_policy(None) == MixedPrecisionPolicy()
+    assert plugin().precision_policy(torch.bfloat16) == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    for given in ("bf16", {"param_dtype": "bf16", "reduce_dtype": torch.bfloat16}, bf16):
+        assert plugin(mixed_precision_policy=given).precision_policy(None) == bf16

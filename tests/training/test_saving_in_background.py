@@ -1,0 +1,111 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accel import Accelerator, ProjectConfiguration
+from notebook_accel.errors import CheckpointError
+from notebook_accel.training import checkpoint_folders
+from tests.training.ranks import Ranks
+from tests.training.sharded_programs import Case, Program
+
+
+class Held:
+    """Holds back every checkpoint that is complete but for its name, until ``release`` is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may_go = threading.Event()
+        self.has_come = threading.Event()
+        publish = checkpoint_folders.publish
+
+        def held(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+            self.has_come.set()
+            assert self._may_go.wait(60)
+            publish(folder, manifest)
+
+        monkeypatch.setattr(checkpoint_folders, "publish", held)
+
+    def release(self) -> None:
+        self._may_go.set()
+
+
+def saved_as_of(folder: str, sharded: bool) -> tuple[bool, Any, Any, list[float]]:
+    """Save in the background while training goes on. Return whether the folder was there at once, and the states."""
+    with pytest.MonkeyPatch.context() as patches:
+        held = Held(patches)
+        program = Program(Case(sharded=sharded))
+        program.train(3)
+        before = program.weights()
+        returned = program.accelerator.save_state(folder, async_=True)
+        assert returned == folder
+        is_there = os.path.exists(folder)
+        losses = program.train(6)[3:]
+        held.release()
+        program.accelerator.end_training()
+    again = Program(Case(sharded=sharded, seed=9))
+    again.accelerator.load_state(folder)
+    state = again.weights()
+    again.losses = [0.0] * 3
+    assert again.train(6)[3:] == losses
+    return is_there, before, state, losses
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_state_is_that_of_the_call(two_ranks: Ranks, tmp_path: pathlib.Path, sharded: bool) -> None:
+    for is_there, before, state, losses in two_ranks.run(saved_as_of, str(tmp_path / "state"), sharded):
+        assert not is_there
+        assert state == before
+        assert len(losses) == 3
+
+
+def test_the_next_one_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=configuration)
+    net = accelerator.prepare(torch.nn.Linear(2, 2))
+    held = Held(monkeypatch)
+    accelerator.save_state(async_=True)
+    assert held.has_come.wait(60)
+    assert not os.path.exists(tmp_path / "checkpoints" / "checkpoint_0")
+    threading.Timer(0.0, held.release).start()
+    for _ in range(3):
+        accelerator.save_state(async_=True)
+    expected = net.weight.detach().clone()
+    net.weight.data.zero_()
+    accelerator.load_state()
+    assert torch.equal(net.weight, expected)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
+
+
+def failure_in_background(folder: str) -> tuple[str, list[str]]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(f"{folder}/state")
+    with pytest.MonkeyPatch.context() as patches:
+        if accelerator.process_index == 1:
+
+            def fail(*_: Any, **__: Any) -> None:
+                raise OSError("no space left")
+
+            patches.setattr("notebook_accel.training.model_files.write_object", fail)
+        accelerator.save_state(f"{folder}/state", async_=True)
+        with pytest.raises(CheckpointError) as raised:
+            accelerator.end_training()
+    accelerator.end_training()
+    again = Accelerator(cpu=True)
+    again.prepare(torch.nn.Linear(2, 2))
+    again.load_state(f"{folder}/state")
+    return str(raised.value), os.listdir(folder)
+
+
+def test_a_failure_is_raised_when_it_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for text, left in two_ranks.run(failure_in_background, str(tmp_path)):
+        assert "which was saved while training went on, failed: " in text
+        assert "no space left" in text
+        assert left == ["state"]

@@ -1,0 +1,193 @@
+"""Checkpoints of sharded models, loaded on any number of ranks, sharded or whole."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from notebook_accel.errors import CheckpointError
+from notebook_accel.training.sharded_files import ShardedFiles
+from tests.training import sharded_programs
+from tests.training.ranks import Ranks
+from tests.training.sharded_programs import Case, Program
+
+_SAVED_AFTER = 5
+_STEPS = 12
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def run(one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks) -> Run:
+    """Return a function of a number of ranks, a function and its arguments, which returns the values by rank."""
+
+    def on(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return {1: one_rank, 2: two_ranks, 4: four_ranks}[ranks].run(function, *args)
+
+    return on
+
+
+def optimizer_state(program: Program) -> list[Any]:
+    """Return the optimizer's state with whole tensors."""
+    state = program.optimizer.state_dict()
+    moments = [
+        {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in values.items()}
+        for _, values in sorted(state["state"].items())
+    ]
+    return [moments, state["param_groups"]]
+
+
+def saved(folder: str, case: Case) -> Any:
+    """Return the state at a checkpoint, and the losses of training that goes on undisturbed."""
+    program = Program(case)
+    program.train(_SAVED_AFTER)
+    program.accelerator.save_state(folder)
+    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
+    return state, program.train(_STEPS)[_SAVED_AFTER:]
+
+
+def loaded(folder: str, case: Case) -> Any:
+    """Return the state after loading, and the losses of training that goes on from it."""
+    program = Program(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # new ranks draw numbers of their own
+        program.accelerator.load_state(folder)
+    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
+    program.losses = [0.0] * _SAVED_AFTER
+    return state, program.train(_STEPS)[_SAVED_AFTER:]
+
+
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+def test_saved_on_four_ranks(run: Run, tmp_path: pathlib.Path, ranks: int) -> None:
+    case = Case(groups=True)
+    (expected, losses), *_ = run(4, saved, str(tmp_path / "state"), case)
+    (state, resumed), *_ = run(ranks, loaded, str(tmp_path / "state"), case)
+    assert state == expected
+    assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
+    assert len(losses) == _STEPS - _SAVED_AFTER
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (Case(sharded=False), Case()),
+    (Case(), Case(sharded=False)),
+    (Case(plugin={"state_dict_type": "full_state_dict"}), Case()),
+    (Case(plugin={"ignored_modules": "blocks.1"}), Case()),
+    (Case(precision="bf16"), Case(plugin={"activation_checkpointing": True, "mixed_precision_policy": "bf16"})),
+], ids=["whole to sharded", "sharded to whole", "in whole files", "ignored modules", "other settings"])  # fmt: skip
+def test_from_one_kind_to_another(run: Run, tmp_path: pathlib.Path, first: Case, second: Case) -> None:
+    (expected, losses), *_ = run(2, saved, str(tmp_path / "state"), first)
+    (state, resumed), *_ = run(4, loaded, str(tmp_path / "state"), second)
+    assert state == expected
+    tolerance = 1e-6 if first.precision == "no" else 0.05
+    assert resumed == pytest.approx(losses, rel=0, abs=tolerance)
+
+
+def test_each_rank_writes_its_share(run: Run, tmp_path: pathlib.Path) -> None:
+    run(2, saved, str(tmp_path / "sharded"), Case())
+    files = sharded_programs.files_in(str(tmp_path / "sharded"))
+    assert files == [
+        "checkpoint.json", "custom_checkpoint.bin", "optimizer.bin", "rank_0.bin", "rank_1.bin", "sharded/.metadata",
+        "sharded/__0_0.distcp", "sharded/__1_0.distcp", "sharded_model.bin",
+    ]  # fmt: skip
+    sizes = [os.path.getsize(tmp_path / "sharded" / "sharded" / f"__{rank}_0.distcp") for rank in (0, 1)]
+    assert max(sizes) < 1.2 * min(sizes)
+    run(2, saved, str(tmp_path / "whole"), Case(plugin={"state_dict_type": "full_state_dict"}))
+    assert "model.safetensors" in sharded_programs.files_in(str(tmp_path / "whole"))
+    assert "sharded" not in os.listdir(tmp_path / "whole")
+
+
+class Registered:
+    """An average of a sharded model's weights, as users register it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = [parameter.detach() * 2 for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "kind": "average"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def saved_within_a_window(folder: str, sync_each_batch: bool, load: bool) -> Any:
+    """Return the losses from the middle of a window on, and the sum of an average that was registered."""
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=sync_each_batch)
+    sharding = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, fsdp_plugin=sharding)
+    torch.manual_seed(7 + load)
+    model = sharded_programs.Writer()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    net, optimizer = accelerator.prepare(model, optimizer)
+    average = Registered(net)
+    accelerator.register_for_checkpointing(average)
+    if load:
+        accelerator.load_state(folder)
+    x = sharded_programs.digits()[: 4 * 2 * 8].view(8, 2, 4, -1)[:, accelerator.process_index]
+    losses = []
+    for number in range(5 if load else 0, 8):
+        with accelerator.accumulate(net):
+            loss = F.cross_entropy(net(x[number, :, :-1]).flatten(0, 1), x[number, :, 1:].flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if number == 4 and not load:
+            accelerator.save_state(folder)
+    return losses[-3:], float(sum(value.sum().full_tensor() for value in average.values))  # type: ignore[attr-defined]
+
+
+def test_within_an_accumulation_window(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    saved_losses = two_ranks.run(saved_within_a_window, str(tmp_path / "state"), True, False)
+    loaded_losses = two_ranks.run(saved_within_a_window, str(tmp_path / "state"), True, True)
+    assert loaded_losses == saved_losses
+    with pytest.raises(CheckpointError, match="within an accumulation window of a sharded model") as raised:
+        two_ranks.run(saved_within_a_window, str(tmp_path / "other"), False, False)
+    assert "sync_each_batch=True" in (raised.value.fix or "")
+
+
+def load_error(folder: str, width: int) -> tuple[str, bool]:
+    """Return this rank's error, and whether the weights are those from before."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    net = accelerator.prepare(sharded_programs.Writer(width))
+    accelerator.register_for_checkpointing(Registered(net))
+    before = accelerator.get_state_dict(net)
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        after = accelerator.get_state_dict(net)
+        return str(error), all(torch.equal(before[name], value) for name, value in after.items())
+    return "", False
+
+
+class Malicious:
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (pathlib.Path("/tmp/code-that-ran"),)
+
+
+def test_spoilt_checkpoints(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    two_ranks.run(saved, str(tmp_path / "state"), Case())
+    for text, is_unchanged in two_ranks.run(load_error, str(tmp_path / "state"), 8):
+        assert "blocks.0.down.bias: (24,) in the checkpoint, (8,) in the model" in text
+        assert is_unchanged
+    share = tmp_path / "state" / "sharded" / "__1_0.distcp"
+    share.write_bytes(share.read_bytes()[:-1])
+    for text, is_unchanged in two_ranks.run(load_error, str(tmp_path / "state"), 24):
+        assert "isn't whole: sharded/__1_0.distcp has" in text
+        assert is_unchanged
+
+
+def test_the_index_can_not_run_code(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(CheckpointError, match=r"it refers to pathlib\.Path\.touch|it refers to") as raised:
+        ShardedFiles(tmp_path)
+    assert "could run code" in str(raised.value)
+    assert not os.path.exists("/tmp/code-that-ran")
