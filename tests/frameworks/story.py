@@ -1,0 +1,159 @@
+"""One row in one notebook: trained in a cell, failed, interrupted, and launched as a function."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from tests import kernels, processes
+from tests.frameworks.rows import PRELOAD, Row
+
+_TIMEOUT_S = 240.0
+_SPY = "__import__('tests.frameworks.spy', fromlist=['*'])"
+_MANY_EPOCHS = 100_000
+_OPTIONS = f"--num_processes 2 --preload {','.join(PRELOAD)}"
+
+FAULT = "no such digit"
+_FAILING_CALL = 20
+_CALLS_BEFORE_INTERRUPT = 60
+
+
+class CannotTrainError(Exception):
+    """The program has failed in its first cell. The text is the cell's traceback."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A launch of the row.
+
+    Attributes:
+        outcome: How its cell ended.
+        folder: Its folder.
+        ends: The library's number of ranks and the model's fingerprint, from each rank that has returned.
+        rows: What the ranks' rows have shown.
+        below: The processes below the kernel afterwards, other than those that wait for the next launch.
+    """
+
+    outcome: kernels.Outcome
+    folder: pathlib.Path
+    ends: list[tuple[int, str]]
+    rows: dict[str, Any]
+    below: list[processes.Process]
+
+    def calls(self) -> int:
+        """Number of times that rank 0 ran the user's line."""
+        file = self.folder / "calls.0"
+        return len(file.read_text()) if file.exists() else 0
+
+
+def prepare(kernel: kernels.Kernel) -> None:
+    """Load the extension, and what the tests' cells use."""
+    names = "import torch\nfrom notebook_accel import notebook_launcher"
+    loaded = kernel.run(f"%load_ext notebook_accel\n{names}", _TIMEOUT_S)
+    assert loaded.status == "ok", loaded.traceback
+    assert kernel.run("from tests.frameworks import spy\nspy.watch()").status == "ok"
+
+
+class Story:
+    """The launches of a row in one notebook, in their order.
+
+    Args:
+        row: The row.
+        folder: An empty folder.
+        kernel: A kernel that is prepared.
+
+    Raises:
+        CannotTrainError: The program has failed at once.
+    """
+
+    def __init__(self, row: Row, folder: pathlib.Path, kernel: kernels.Kernel) -> None:
+        self.row = row
+        self._folder = folder
+        self._kernel = kernel
+        self._must_run("resume = None")
+        self.cell = self._run_cell("cell", f"{_SPY}.call(folder, {row.pause_s})", "--pull model")
+        if self.cell.outcome.status != "ok":
+            raise CannotTrainError(self.cell.outcome.traceback)
+        self.pulled = self._fingerprint("model")
+        self.loaded = self._fingerprint(row.load) if row.load else ""
+        fault = f"if {_SPY}.call(folder) == {self._failing_call}: raise ValueError({FAULT!r})"
+        self.failed = self._run_cell("failed", fault)
+        self.interrupted = self._interrupt()
+        self.resume = next(iter(self._checkpoints(self.interrupted.folder)), None)
+        self.launched = self._launch()
+
+    @property
+    def _failing_call(self) -> int:
+        return min(_FAILING_CALL, max(1, self.cell.calls() // 2))
+
+    def _must_run(self, code: str) -> None:
+        outcome = self._kernel.run(code, _TIMEOUT_S)
+        assert outcome.status == "ok", outcome.traceback
+
+    def _start(self, name: str, epochs: int) -> pathlib.Path:
+        folder = self._folder / name
+        folder.mkdir()
+        self._must_run(f"folder, epochs, ends = {str(folder)!r}, {epochs}, []")
+        return folder
+
+    @property
+    def _last(self) -> str:
+        return f"({self.row.world_size}, {_SPY}.fingerprint(model))"
+
+    def _run_cell(self, name: str, before_users_line: str, options: str = "") -> Run:
+        folder = self._start(name, 1)
+        cell = self.row.cell(before_users_line, self._last)
+        return self._end(folder, self._kernel.run(f"%%distributed {_OPTIONS} {options} --out ends\n{cell}", _TIMEOUT_S))
+
+    def _interrupt(self) -> Run:
+        folder = self._start("interrupted", _MANY_EPOCHS)
+        code = self.row.cell(f"{_SPY}.call(folder)", self._last)
+        cell = self._kernel.start(f"%%distributed {_OPTIONS}\n{code}")
+
+        def is_in_the_middle() -> bool:
+            # The first of two checkpoints is complete.
+            has_saved = not self.row.checkpoints or len(self._checkpoints(folder)) > 1
+            file = folder / "calls.0"
+            return has_saved and file.exists() and len(file.read_text()) > _CALLS_BEFORE_INTERRUPT
+
+        processes.wait_until(is_in_the_middle, "it trains", _TIMEOUT_S, poll_s=0.05)
+        self._kernel.interrupt()
+        return self._end(folder, cell.finish(_TIMEOUT_S))
+
+    def _launch(self) -> Run:
+        folder = self._start("launched", 1 if self.resume is None else 2)
+        function = self.row.function(f"{_SPY}.call(folder)", self._last)
+        self._must_run(f"resume = {None if self.resume is None else str(self.resume)!r}\n{function}")
+        call = f"ends = notebook_launcher(train, num_processes=2, preload={list(PRELOAD)})"
+        return self._end(folder, self._kernel.run(call, _TIMEOUT_S))
+
+    def _checkpoints(self, folder: pathlib.Path) -> list[pathlib.Path]:
+        """Return the checkpoints, the oldest first."""
+        found = folder.glob(self.row.checkpoints) if self.row.checkpoints else []
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
+    def _end(self, folder: pathlib.Path, outcome: kernels.Outcome) -> Run:
+        ends = ast.literal_eval(self._kernel.value("list(ends)"))
+        rows = json.loads(ast.literal_eval(self._kernel.value("spy.rows()")))
+        return Run(outcome, folder, ends, rows, self._left())
+
+    def _left(self) -> list[processes.Process]:
+        """Return what is left of a run once its ranks have had the time to go."""
+
+        def left() -> list[processes.Process]:
+            agents = [process for process in processes.children(self._kernel.pid) if processes.is_agent(process)]
+            templates = [child for agent in agents for child in processes.children(agent.pid)]
+            return [process for process in self._kernel.descendants() if process not in (*agents, *templates)]
+
+        try:
+            processes.wait_until(lambda: not left(), "nothing is left")
+        except AssertionError:
+            return left()
+        return []
+
+    def _fingerprint(self, model: str) -> str:
+        outcome = self._kernel.run(f"spy.fingerprint({model})", _TIMEOUT_S)
+        return str(ast.literal_eval(outcome.result)) if outcome.status == "ok" else outcome.traceback
