@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pathlib
 import time
@@ -103,14 +102,6 @@ def evaluates_each_step(is_prepared: bool) -> None:
         with torch.no_grad():
             for x, _ in held:
                 made.model(x)  # planted: evaluation
-
-
-def saves_each_step(is_prepared: bool) -> None:
-    made = Program(is_prepared)
-    state = torch.zeros(20 << 20, dtype=torch.uint8)
-    for _ in made.steps():
-        torch.save([state] * 3, io.BytesIO(), _use_new_zipfile_serialization=False)  # planted: saving
-        time.sleep(0)
 
 
 def slow_line_between_the_steps(is_prepared: bool) -> None:

@@ -64,7 +64,6 @@ def test_rank_that_the_others_wait_for(
     ("cause", "program", "mark"),
     [
         ("evaluation", slow_programs.evaluates_each_step, ""),
-        ("checkpoint", slow_programs.saves_each_step, "saving"),
         ("other code", slow_programs.slow_line_between_the_steps, "other"),
         ("communication", slow_programs.large_gradients, ""),
         ("uneven batches", slow_programs.uneven_batches, ""),
