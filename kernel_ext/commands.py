@@ -1,11 +1,13 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | runs | attach | again | config | doctor``. The first four take ``--run``
-and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's name.
+``%distributed status | stop | logs | stacks | why | runs | attach | again | config | doctor``. The first five take
+``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's
+name.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
 _CLEAN = "--clean"
+_JSON = "--json"
 
 
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
@@ -36,20 +39,22 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
     %distributed stop            stop a run
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
+    %distributed why             print where the time of the ranks' steps goes, and why they are slow
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
     %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
-    The first four take --run NAME (or its number), to choose among several runs or to name an earlier one.
-    runs takes --clean, which removes the runs that have ended.
+    The first five take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    why takes --json, which prints the figures as data; runs takes --clean, which removes the runs that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
       %distributed logs 1                print the last lines of rank 1
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
+      %distributed why --json            the reason and the phases of a step, as JSON
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
 
@@ -72,7 +77,7 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
 
     Returns:
         A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all. For
-        ``runs``, the flag.
+        ``runs``, the flag. For ``why``, 1 in place of the rank if the answer is to be JSON.
     """
     name, rank = "", None
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
@@ -82,6 +87,8 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             if not waiting:
                 raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
             name = waiting.pop(0)
+        elif word == _JSON and command == "why":
+            rank = 1
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
         elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
@@ -172,6 +179,13 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
     return [chosen]
 
 
+def _why(name: str, as_json: int | None) -> None:
+    entry = registry.find(name)
+    job = entry.job
+    found = entry.ending.diagnosis if job is None else job.diagnosis()
+    print(json.dumps(found.to_dict()) if as_json else found)
+
+
 def _runs(flag: str, _: int | None) -> None:
     print("\n".join(runs_command.table(clean=flag == _CLEAN)))
 
@@ -199,6 +213,7 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
     "stop": _stop,
     "logs": _logs,
     "stacks": _stacks,
+    "why": _why,
     "runs": _runs,
     "attach": _attach,
     "again": _again,
@@ -207,7 +222,7 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
 }
 """The commands by name, for completion."""
 
-_OF_A_RUN = ("status", "stop", "logs", "stacks")
+_OF_A_RUN = ("status", "stop", "logs", "stacks", "why")
 _OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
 
@@ -217,4 +232,5 @@ def options_of(command: str) -> dict[str, list[str]]:
     if command == "runs":
         return {_CLEAN: []}
     names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
-    return {"--run": list(names)} if command in _OF_A_RUN else {}
+    flags: dict[str, list[str]] = {_JSON: []} if command == "why" else {}
+    return flags | ({"--run": list(names)} if command in _OF_A_RUN else {})

@@ -116,7 +116,7 @@ class OutputLog:
 class Choice:
     """The reader's choice of what the panel shows below the table: a view, a rank if not all, and a text to search."""
 
-    view: Literal["output", "stacks", "log"] = "output"
+    view: Literal["output", "step", "stacks", "log"] = "output"
     rank: int | None = None
     search: str = ""
 

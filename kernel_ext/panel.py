@@ -15,12 +15,13 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernel_ext import front_end, output, render
+from kernel_ext import front_end, output, render, step_view
 from kernel_ext.front_end import LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from kernel_ext.style import STYLE
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
+from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.views.view import line_prefix
 from notebook_accel.protocol import events
 
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
-_VIEWS: dict[str, Literal["output", "stacks", "log"]] = {"Output": "output", "Stacks": "stacks", "Log file": "log"}
+_VIEWS: dict[str, Literal["output", "step", "stacks", "log"]] = {
+    "Output": "output",
+    "Step": "step",
+    "Stacks": "stacks",
+    "Log file": "log",
+}
+_DIAGNOSIS_PERIOD_S = 2.0
 _MEAN, _EACH = "Mean", "Each rank"
 
 
@@ -67,6 +74,8 @@ class _SummaryView:
         self._cell_context = contextvars.copy_context()
         self._display_id = uuid.uuid4().hex
         self._is_there = False
+        self._diagnosis = Diagnosis()
+        self._diagnosed_s = -_DIAGNOSIS_PERIOD_S
 
     def refresh(self) -> None:
         """Take the events, so that they don't pile up."""
@@ -110,7 +119,14 @@ class _SummaryView:
             traceback=traceback,
             is_background=job.is_background,
             log_folder="" if job.log_folder is None else str(job.log_folder),
+            diagnosis=self._diagnose(now_s),
         )
+
+    def _diagnose(self, now_s: float) -> Diagnosis:
+        """Return the reason why steps are slow, found anew every two seconds and at the end."""
+        if now_s - self._diagnosed_s >= _DIAGNOSIS_PERIOD_S or self._job.done:
+            self._diagnosis, self._diagnosed_s = self._job.diagnosis(), now_s
+        return self._diagnosis
 
     def _show(self, data: dict[str, Any]) -> None:
         """Display a mime bundle in the run's place, replacing what is there."""
@@ -192,10 +208,12 @@ class PanelView(_SummaryView):
         widgets, state = self._widgets, self._job.state
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
-        widgets.table.value = render.table_html(state, now_s, is_folded=not widgets.fold.value)
+        steps = facts.diagnosis.steps
+        widgets.table.value = render.table_html(state, now_s, steps, is_folded=not widgets.fold.value)
         self._has_output |= events.Output in kinds
         self._has_metrics |= events.Metrics in kinds
         period_s = _SLOW_PERIOD_S if widgets.choice.view == "log" else 0.0  # a log is read from a file
+        self._has_output |= events.StepTimes in kinds and widgets.choice.view == "step"
         is_body_due = self._has_output and now_s - self._body_s >= period_s
         if has_changed or is_body_due or not widgets.body.value:
             self._has_output, self._body_s = False, now_s
@@ -218,6 +236,8 @@ class PanelView(_SummaryView):
         choice = self._widgets.choice
         if choice.view == "stacks":
             return output.stacks_html(self._stacks, self._stacks_said, choice)
+        if choice.view == "step":
+            return step_view.step_html(self._diagnosis)
         if choice.view == "output":
             return output.output_html(self._output, choice)
         text = ""
@@ -299,7 +319,12 @@ class _PanelWidgets:
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
         self.view = ipywidgets.ToggleButtons(
             options=list(_VIEWS),
-            tooltips=["What the ranks print", "Where every rank stands now", "The ranks' log files"],
+            tooltips=[
+                "What the ranks print",
+                "Where the time of a step goes",
+                "Where every rank stands now",
+                "The ranks' log files",
+            ],
         )
         self.rank = ipywidgets.Dropdown(
             description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]

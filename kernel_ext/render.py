@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
+from kernel_ext.step_view import Phases, bar_html, mean_of, step_text, verdict_html
 from kernel_ext.style import STYLE
 from notebook_accel.formatting import (
     aligned,
@@ -25,6 +26,7 @@ from notebook_accel.formatting import (
     plain_text,
     rank_spans,
 )
+from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
@@ -58,6 +60,7 @@ class RunFacts:
         traceback: That traceback.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
+        diagnosis: Where the time of the steps goes.
     """
 
     name: str
@@ -70,6 +73,7 @@ class RunFacts:
     traceback: str = ""
     is_background: bool = False
     log_folder: str = ""
+    diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +102,7 @@ def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     return (
         f'<div class="nba-header">{_badge(facts.state)} <span class="nba-name">{html.escape(facts.name)}</span> '
         f"{faint(' · '.join(_about_run(facts, state)))} "
-        f'<span class="nba-times">{hint} {" ".join(times)}</span>{below}</div>'
+        f'<span class="nba-times">{hint} {" ".join(times)}</span>{below}{verdict_html(facts.diagnosis)}</div>'
     )
 
 
@@ -108,7 +112,7 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
     every_rank = bottom = ""
     if len(state.ranks) > MOST_ROWS:
-        table = table_html(state, now_s, is_folded=False)
+        table = table_html(state, now_s, facts.diagnosis.steps, is_folded=False)
         title = f"<summary>all {len(state.ranks)} ranks</summary>"
         every_rank = f'<details class="nba-every-rank">{title}{table}</details>'
     if output.count or beside:  # the chart stays in the live panel's place
@@ -116,18 +120,19 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s)}{every_rank}{_traceback_html(facts)}{bottom}"
+        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_traceback_html(facts)}{bottom}"
     )
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """Return the summary as plain text, for where HTML isn't shown."""
     first = f"{facts.name}: {', '.join([facts.state, *_about_run(facts, state), _time(facts)])}"
-    columns = _Table(state, now_s).columns
+    columns = _Table(state, now_s, facts.diagnosis.steps).columns
     rows = [["rank", *(column.head for column in columns)]]
     rows += [[str(rank.number), *(column.text(rank) for column in columns)] for rank in state.ranks]
     notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
-    lines = [first, *state.restarts_why, *state.nodes, *aligned(rows), *notes]
+    why = list(filter(None, (facts.diagnosis.sentence, facts.diagnosis.cost)))
+    lines = [first, *state.restarts_why, *state.nodes, *why, *aligned(rows), *notes]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
 
 
@@ -165,7 +170,7 @@ def _traceback_html(facts: RunFacts) -> str:
 # The table of ranks ---------------------------------------------------------------------------------------------------
 
 
-def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
+def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, *, is_folded: bool = True) -> str:
     """Draw a row for each rank, and below it a row that says what happened to it.
 
     Up to a screenful of ranks have a row each. Of more ranks, those in one state share a row (on several nodes, those
@@ -175,9 +180,10 @@ def table_html(state: RunState, now_s: float, *, is_folded: bool = True) -> str:
     Args:
         state: The run.
         now_s: The current time.
+        steps: The seconds of a step by phase, for the ranks where that was measured, by their number.
         is_folded: Whether many ranks may share rows.
     """
-    table = _Table(state, now_s)
+    table = _Table(state, now_s, steps)
     groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
     heads = "".join(
         f'<th scope="col" class="{column.kind}">{html.escape(column.head)}</th>' for column in table.columns
@@ -230,8 +236,9 @@ def _number_column(
 class _Table:
     """A run's table at one moment."""
 
-    def __init__(self, state: RunState, now_s: float) -> None:
+    def __init__(self, state: RunState, now_s: float, steps: Mapping[int, Phases] = {}) -> None:
         self._state = state
+        self._steps = steps
         self._now_s = now_s
         self._behind = state.behind(now_s)
         self._is_by_node = 1 < len({rank.node for rank in state.ranks}) <= MOST_ROWS
@@ -287,6 +294,8 @@ class _Table:
         if any(rank.step is not None for rank in ranks):
             columns.append(_TableColumn("step", _step_text, html=_step_html, together=_steps_html))
             columns.append(_number_column("steps/s", lambda rank: rank.steps_per_s(self._now_s), _rate))
+        if self._steps:
+            columns.append(self._phases_column())
         for name in names[:_MOST_METRIC_COLUMNS]:
             head = _shortened(name, _MOST_NAME_CHARACTERS)
             columns.append(_number_column(head, lambda rank, name=name: rank.metrics.get(name), _in_digits))  # type: ignore[misc]
@@ -302,6 +311,20 @@ class _Table:
         if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
             columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
+
+    def _phases_column(self) -> _TableColumn:
+        """Make a column with a thin bar of the phases of a step."""
+        steps = self._steps
+
+        def together(ranks: Sequence[RankState]) -> str:
+            return bar_html(mean_of([steps[rank.number] for rank in ranks if rank.number in steps]))
+
+        return _TableColumn(
+            "time of a step",
+            lambda rank: step_text(steps.get(rank.number)),
+            html=lambda rank: bar_html(steps.get(rank.number)),
+            together=together,
+        )
 
     def _word(self, rank: RankState) -> str:
         return "behind" if rank.silent is None and rank.rank in self._behind else rank.word

@@ -12,19 +12,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import process_group
-from notebook_accel.training.trackers import (
+from notebook_accel.training.library_trackers import (
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
-    JSONLinesTracker,
     MLflowTracker,
     SwanLabTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
-    warn_once,
 )
+from notebook_accel.training.trackers import JSONLinesTracker, warn_once
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

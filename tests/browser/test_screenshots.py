@@ -75,6 +75,20 @@ def train(world_size, *, seconds=42.0, behind=(), silent=(), failed=(), restarts
         job.deliver(rank, events.Ended(exit_code=1))
     return job
 
+def measure(job, straggler=None):
+    "The times of five seconds of steps, in which one rank keeps the others waiting."
+    for rank in range(job.world_size):
+        forward = 19.0 if rank == straggler else 5.0
+        waits = 0.0 if straggler is None or rank == straggler else 14.0
+        phases = {"data": 0.8, "forward": forward, "backward": 9.0, "communication": 1.2 + waits, "optimizer": 1.5,
+                  "other": 0.5}
+        line = events.SampledLine("forward", "", "In[7], line 21", "x = self.blur(x)", 15)
+        for _ in range(5):
+            job.deliver(rank, events.StepTimes(
+                steps=31, seconds={name: 31 * ms / 1000 for name, ms in phases.items()}, samples=20, lines=[line],
+                workers=4, cores=16, threads=1, is_on_device=True, gradient_bytes=94 << 20))
+    return job
+
 def show(job):
     global view
     view = open_view(job)
@@ -90,6 +104,9 @@ def end(job, reason=""):
 _RUNNING = {
     "panel_2": "show(train(2))",
     "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets.curves.value = 'Each rank'; view.refresh()",
+    "panel_2_step": "show(measure(train(2))); view._widgets.view.value = 'Step'; view.refresh()",
+    "panel_8_step": "show(measure(train(8), 5)); view._widgets.view.value = 'Step'; view.refresh()",
+    "panel_64_step": "show(measure(train(64), 42)); view._widgets.view.value = 'Step'; view.refresh()",
     "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
     "panel_64_failing": "show(train(64, failed=(9,)))",
 }

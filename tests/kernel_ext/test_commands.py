@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import gc
+import itertools
+import json
 import pathlib
 import re
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ import pytest
 
 from kernel_ext import commands
 from notebook_accel.launching.kernel import registry
+from notebook_accel.protocol import events
 from tests import kernels
 from tests.launching.kernel.test_job import make_job
 
@@ -55,6 +59,29 @@ def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(notebook:
     assert re.fullmatch(r"  rank 1: ValueError: boom at In\[\d+\], line 3", second)
 
 
+def test_why_says_where_the_time_goes_also_after_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job()
+    registry.add(job)
+    commands.run("why")
+    assert capsys.readouterr().out == "Too few steps have been measured yet.\n"
+    seconds = {"data": 0.9, "forward": 0.3}
+    for rank, _ in itertools.product(range(job.world_size), range(5)):
+        job.deliver(rank, events.Progress(step=20, steps=20))
+        job.deliver(rank, events.StepTimes(steps=20, seconds=seconds, workers=0, cores=2))
+    commands.run("why")
+    assert "waits 75 % of each step for data: `num_workers=0`." in capsys.readouterr().out
+    job.end("stopped")
+    del job
+    gc.collect()
+    commands.run("why --json")
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdicts"][0]["cause"] == "data"
+    assert said["steps"]["0"]["data"] == pytest.approx(0.045)
+
+
 def test_ranks_that_are_still_to_come_have_printed_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
@@ -84,7 +111,7 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     [
         (
             "stpo",
-            "there is no command 'stpo'; there are status, stop, logs, stacks, runs, attach, again, config, doctor",
+            "no command 'stpo'; there are status, stop, logs, stacks, why, runs, attach, again, config, doctor",
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
@@ -111,7 +138,7 @@ def test_doctor_says_what_it_found(notebook: kernels.Kernel) -> None:
 
 def test_help_shows_every_command(notebook: kernels.Kernel) -> None:
     shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
-    for command in ("status", "stop", "logs", "stacks", "doctor"):
+    for command in ("status", "stop", "logs", "stacks", "why", "doctor"):
         assert f"%distributed {command}" in shown
 
 

@@ -298,6 +298,22 @@ def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     _messages(kernel, "finish(job); view.close()")
 
 
+def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    measured = """
+    for rank in range(2):
+        for _ in range(5):
+            job.deliver(rank, events.StepTimes(steps=20, seconds={'data': 0.9, 'forward': 0.3}, workers=0, cores=2))
+    view._diagnosed_s = float("-inf")
+    view._widgets.view.value = 'Step'
+    """
+    _messages(kernel, measured)
+    assert "45 ms" in _see(kernel, "body")
+    assert "waits 75 % of each step for data" in _see(kernel, "header")
+    assert "60 ms: data 75%, forward 25%" in _see(kernel, "table")
+    _messages(kernel, "finish(job); view.close()")
+
+
 def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -> None:
     code = f"""
     import pathlib

@@ -56,7 +56,7 @@ def test_commands_go_to_the_rank_and_its_answers_come_back(notebook: kernels.Ker
 
 
 def test_error_that_this_package_raises_is_looked_at_from_the_users_line(notebook: kernels.Kernel) -> None:
-    error(notebook, "%%rank 1\nwanted = 'this'\nimport notebook_accel\nnotebook_accel.Accelerator(nothing=wanted)")
+    error(notebook, "%%rank 1\nwanted = 'this'\nimport notebook_accel\nnotebook_accel.skip_first_batches(wanted, 1)")
     said = debug(notebook, "p wanted", "down", "q").stdout
     assert re.match(r"> In\[\d+\]\(4\)<module>\(\)\n", said) and "'this'" in said
     assert "/notebook_accel/training/" in said

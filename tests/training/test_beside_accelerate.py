@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -71,16 +72,14 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def side_by_side(folder: str) -> list[tuple[Any, Any]]:
-    """Return for each case the results of Accelerate and of this package; an exception is a result too."""
+def side_by_side(number: int, folder: str) -> tuple[Any, Any]:
+    """Return the results of a case with Accelerate and with this package; an exception is a result too."""
     warnings.simplefilter("ignore")
-    if "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")  # both of them then use it
-    found = []
-    for name, args, options in CASES:
-        given = (folder,) if name.startswith("checkpoint") else args
-        found.append((outcome("accelerate", name, given, options), outcome("notebook_accel", name, given, options)))
-    return found
+    name, args, options = CASES[number]
+    given = (folder,) if name.startswith("checkpoint") else args
+    return outcome("accelerate", name, given, options), outcome("notebook_accel", name, given, options)
 
 
 def outcome(api: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -92,14 +91,12 @@ def outcome(api: str, name: str, args: tuple[Any, ...], options: dict[str, Any])
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return the results by world size, rank and case."""
+def groups() -> Iterator[dict[int, ranks.Ranks]]:
+    """Return ranks by their number. They stay for all cases, so that the libraries are imported once."""
     told = {"ACCELERATE_USE_CPU": "true", "NOTEBOOK_ACCEL_COMPAT": "accelerate"}
     with contextlib.ExitStack() as running:
         alone = running.enter_context(contextlib.closing(ranks.Ranks([told])))
-        groups = {1: alone, 2: running.enter_context(ranks.running(2, **told))}
-        folders = {world: str(tmp_path_factory.mktemp(f"world_{world}")) for world in groups}
-        yield {world: group.run(side_by_side, folders[world], deadline_s=100) for world, group in groups.items()}
+        yield {1: alone, 2: running.enter_context(ranks.running(2, **told))}
 
 
 def difference(theirs: Any, ours: Any, path: str = "") -> str:
@@ -116,10 +113,10 @@ def difference(theirs: Any, ours: Any, path: str = "") -> str:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
-def test_numbers_are_the_same(outcomes: Any, world: int, number: int) -> None:
-    assert len(outcomes[world]) == world
-    for of_rank in outcomes[world]:
-        theirs, ours = of_rank[number]
+def test_numbers_are_the_same(groups: dict[int, ranks.Ranks], tmp_path: pathlib.Path, world: int, number: int) -> None:
+    results = groups[world].run(side_by_side, number, str(tmp_path), deadline_s=100)
+    assert len(results) == world
+    for theirs, ours in results:
         assert not isinstance(theirs, Exception), theirs
         assert not difference(theirs, ours)
 

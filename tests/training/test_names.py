@@ -107,7 +107,7 @@ def test_names_that_point_to_accelerate_exist_there() -> None:
     ("hooks", "add_hook_to_module", "move a model's weights"),
     ("utils", "set_module_tensor_to_device", "don't fit on one device"),
     ("utils.modeling", "compute_module_sizes", "don't fit on one device"),
-    ("utils.deepspeed", "HfDeepSpeedConfig", "holds the whole model"),
+    ("utils.deepspeed", "HfDeepSpeedConfig", "by fully_shard"),
     ("utils", "convert_model", "8 bits"),
 ])  # fmt: skip
 def test_a_pointer_can_be_imported_and_raises_when_it_is_used(module: str, name: str, reason: str) -> None:

@@ -118,15 +118,17 @@ class Ending:
         status: The status in a word; empty while the run goes on.
         why: The reason of a failure in a line; empty if there was none.
         took_s: Duration of the run in seconds.
+        diagnosis: Where the time of the steps went.
     """
 
     status: str = ""
     why: str = ""
     took_s: float = 0.0
+    diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
-    def fill_in(self, status: str, why: str, took_s: float) -> None:
+    def fill_in(self, status: str, why: str, took_s: float, diagnosis: Diagnosis) -> None:
         """Note the end. The status comes last, so that a thread that sees it sees the rest too."""
-        self.why, self.took_s = why, took_s
+        self.why, self.took_s, self.diagnosis = why, took_s, diagnosis
         self.status = status
 
 
@@ -455,7 +457,7 @@ class Job(Handle):
                 why = error.what
             elif elsewhere is not None:
                 why = elsewhere.in_a_line
-        self.ending.fill_in(status, why, self.ended_s - self.started_s)
+        self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()
         with self.state_lock:

@@ -134,6 +134,8 @@ class LinesView:
         for rank, limit in enumerate(self._limits):
             self._print(f"{line_prefix(self._job, [rank])}{line}" for line in [*limit.note, *limit.kept])
         self._print_progress(self._job.ended_s or time.monotonic())
+        diagnosis = self._job.diagnosis()
+        self._print(filter(None, (diagnosis.sentence, diagnosis.cost)))
         if self._job.is_background and self._job.error is not None:
             self._print(plain_lines(str(self._job.error)))
         self._out.flush()

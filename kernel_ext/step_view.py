@@ -1,0 +1,105 @@
+"""Draw where the time of the ranks' steps goes: a thin bar in a rank's row, and the tab with all phases.
+
+Pure functions of a ``Diagnosis``. The text is complete without the style sheet, as in ``render``.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Mapping, Sequence
+
+from notebook_accel.launching.state.diagnosis import PHASES, WAITING, Diagnosis
+
+_MOST_RANKS = 4
+_LEAST_SHARE = 0.01
+_NAMED_SHARE = 0.1
+
+Phases = Mapping[str, float]
+"""The seconds of a step by phase."""
+
+
+def step_text(phases: Phases | None) -> str:
+    """Return a step's time and its largest phases; an en dash without a measurement."""
+    if not phases:
+        return "\N{EN DASH}"
+    step_s = sum(phases.values())
+    largest = sorted(phases.items(), key=lambda item: -item[1])
+    parts = [f"{name} {seconds / step_s:.0%}" for name, seconds in largest if seconds >= _NAMED_SHARE * step_s]
+    return f"{milliseconds(step_s)}: {', '.join(parts)}"
+
+
+def bar_html(phases: Phases | None) -> str:
+    """Return a thin bar with a part for each phase, and the time of a step."""
+    if not phases:
+        return "\N{EN DASH}"
+    step_s = sum(phases.values())
+    parts = "".join(
+        f'<i class="nba-p-{name}" style="width:{phases[name] / step_s:.1%}"></i>'
+        for name in PHASES
+        if phases.get(name, 0.0) >= _LEAST_SHARE * step_s
+    )
+    about = html.escape(step_text(phases))
+    bar = f'<span class="nba-phases" role="img" aria-label="{about}" title="{about}">{parts}</span>'
+    return f"{bar}{milliseconds(step_s)}"
+
+
+def mean_of(phases: Sequence[Phases]) -> Phases | None:
+    """Return the mean over several ranks, ``None`` if none was measured."""
+    if not phases:
+        return None
+    return {name: statistics.fmean(of_rank.get(name, 0.0) for of_rank in phases) for name in PHASES}
+
+
+def verdict_html(diagnosis: Diagnosis) -> str:
+    """Return the answer in one line; nothing if nothing stands out."""
+    if not diagnosis.verdicts:
+        return ""
+    first = diagnosis.verdicts[0]
+    cost = f" {html.escape(diagnosis.cost)}" if diagnosis.cost else ""
+    fix = f'<span class="nba-faint">{html.escape(first.fix)}{cost}</span>'
+    return f'<p class="nba-said nba-why"><b>Why slow</b> {html.escape(first.what)} {fix}</p>'
+
+
+def step_html(diagnosis: Diagnosis) -> str:
+    """Return the tab: the answers, and the phases of a step of each rank, or of the mean and the latest rank."""
+    if not diagnosis.steps:
+        return '<p class="nba-empty">Too few steps have been measured yet.</p>'
+    verdicts = "".join(
+        f"<li>{html.escape(verdict.what)} <span class='nba-faint'>{html.escape(verdict.fix)}</span></li>"
+        for verdict in diagnosis.verdicts
+    )
+    nothing = '<p class="nba-empty">Nothing stands out: no cause takes a tenth of a step.</p>'
+    said = f'<ul class="nba-verdicts">{verdicts}</ul>' if verdicts else nothing
+    columns = _columns(diagnosis.steps)
+    heads = "".join(f'<th scope="col" class="nba-number">{html.escape(name)}</th>' for name in columns)
+    bars = "".join(f'<td class="nba-number">{bar_html(phases)}</td>' for phases in columns.values())
+    rows = "".join(_row_html(name, columns) for name in PHASES if any(phases.get(name) for phases in columns.values()))
+    return (
+        f'{said}<div class="nba-scroll"><table class="nba-ranks nba-steps"><caption>A step</caption><thead><tr>'
+        f'<th scope="col">phase</th>{heads}</tr></thead><tbody><tr><th scope="row">step</th>{bars}</tr>{rows}</tbody>'
+        f"</table></div>"
+    )
+
+
+def _columns(steps: Mapping[int, Phases]) -> dict[str, Phases]:
+    """Return the columns of the tab: a rank each, or the mean and the rank that waits least, as the last to arrive."""
+    if len(steps) <= _MOST_RANKS:
+        return {f"rank {rank}": phases for rank, phases in steps.items()}
+    mean = mean_of(list(steps.values())) or {}
+    last = min(steps, key=lambda rank: steps[rank].get(WAITING, 0.0))
+    return {f"mean of {len(steps)} ranks": mean, f"rank {last}": steps[last]}
+
+
+def _row_html(name: str, columns: Mapping[str, Phases]) -> str:
+    cells = "".join(
+        f'<td class="nba-number">{milliseconds(phases.get(name, 0.0))} '
+        f'<span class="nba-faint nba-share">{phases.get(name, 0.0) / sum(phases.values()):.0%}</span></td>'
+        for phases in columns.values()
+    )
+    return f'<tr><th scope="row"><i class="nba-key nba-p-{name}"></i>{name}</th>{cells}</tr>'
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a duration in milliseconds, with a digit after the point below ten."""
+    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
