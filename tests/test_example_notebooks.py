@@ -102,3 +102,15 @@ def test_sixth_notebook_restarts_and_trains_on_two_nodes(kernel: kernels.Kernel)
     for rank in (0, 1):
         assert f"rank {rank} of 4, node 0 has gathered [0, 1, 2, 3]" in first.stdout
         assert f"{rank + 2} │ rank {rank + 2} of 4, node 1" in second.stdout
+
+
+def test_eighth_notebook_trains_a_model_that_is_larger_than_a_rank(kernel: kernels.Kernel) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "08_model_larger_than_a_rank.ipynb")
+    *_, estimate, _, sharded, whole, test = _run(path, kernel)
+    assert "fits one rank: False\nfits two ranks: True\n" in estimate.stdout
+    assert "within the budget: True" in sharded.stdout
+    assert "within the budget: False" in whole.stdout
+    assert re.findall(r"epoch (\d): loss", sharded.stdout + whole.stdout) == ["1", "2", "3", "4", "5", "6"]
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import itertools
 import os
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,6 +90,11 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
         f"{name}, which averages gradients and wasn't made by prepare: wrap {name}.module again"
         for name, value in namespace.items()
         if isinstance(value, DistributedDataParallel) and value not in _parallels
+    ]
+    lost += [
+        f"{name}, which is sharded over the ranks: make it, prepare it and load a checkpoint again"
+        for name, value in namespace.items()
+        if isinstance(value, torch.nn.Module) and any(map(_is_shard, value.parameters()))
     ]
     if rejoins:
         lost += _rejoin(members, backend)
@@ -200,7 +206,7 @@ def _copy_state_of_rank_0(backend: Backend) -> bool:
         True if a window had begun.
     """
     entries, _ = _states.match(backend.all_gather_object)
-    common = [stateful for stateful, _ in entries]
+    common = [stateful for stateful, _ in entries if not _is_of_shards(stateful)]
     digests = [_digest(stateful.state_dict()) for stateful in common]
     is_in_window = any(getattr(stateful, "is_in_window", False) for stateful in common)
     by_rank: list[tuple[bool, list[int]]] = backend.all_gather_object((is_in_window, digests))
@@ -216,6 +222,17 @@ def _copy_state_of_rank_0(backend: Backend) -> bool:
         elif isinstance(stateful, torch.optim.Optimizer) and (is_in_window or any(differ)):
             stateful.zero_grad()
     return is_in_window
+
+
+def _is_of_shards(stateful: Any) -> bool:
+    """Return whether this is the optimizer of a sharded model, which is lost with its group."""
+    groups = stateful.param_groups if isinstance(stateful, torch.optim.Optimizer) else []
+    return any(_is_shard(parameter) for group in groups for parameter in group["params"])
+
+
+def _is_shard(value: object) -> bool:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # as long as it isn't imported, nothing is sharded
+    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def _digest(state: Any) -> int:
