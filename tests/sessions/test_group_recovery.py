@@ -199,6 +199,29 @@ def test_what_the_code_made_itself_is_named_when_it_is_lost(
     assert goes_on(prepared)
 
 
+_SHARDED = """
+from notebook_accel import FullyShardedDataParallelPlugin
+sharding = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+whole = torch.nn.Linear(4, 4)
+shards, shards_adam = sharding.prepare(whole, torch.optim.Adam(whole.parameters()))
+def step_shards():
+    sharding.backward(shards(torch.ones(2, 4)).sum())
+    shards_adam.step()
+    shards_adam.zero_grad()
+step_shards()
+"""
+
+
+def test_sharded_model_is_named_and_can_be_made_again(prepared: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared.execute(_SHARDED)
+    with interrupted(prepared, runs):
+        prepared.execute("time.sleep(100)")
+    assert "shards, which is sharded over the ranks: make it, prepare it and load" in capsys.readouterr().err
+    prepared.execute(_SHARDED)
+    prepared.execute("del sharding, whole, shards, shards_adam, step_shards")
+    assert goes_on(prepared)
+
+
 def test_interrupt_that_comes_while_nothing_runs_is_forgotten(prepared: Session) -> None:
     for info in prepared.job.ranks:
         assert info.pid is not None
