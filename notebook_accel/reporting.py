@@ -35,6 +35,8 @@ _CLOSE_DEADLINE_S = 10.0
 _PATIENCE_S = 1.0  # for a number that is still on the GPU, and for a sampling thread that is held up
 _LOOK_PERIOD_S = 0.001
 _LOSS = "loss"  # the name under which the loss of any loop is reported
+LOSS_ATTRIBUTE = "_notebook_accel_loss"
+"""The attribute of a divided or scaled loss that holds the loss before, which is reported instead."""
 # Stands for a number that has not arrived: a NaN that no computation produces.
 _NOT_COME = 0x7FF8_6E62_6163_6365
 

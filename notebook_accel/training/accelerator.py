@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from notebook_accel import reporting
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import (
     accumulation,
@@ -431,8 +432,10 @@ class Accelerator(ProcessState):
         """
         if not self._has_begun:
             self._warn_of_unprepared()
-        loss = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
-        scaled: Any = loss if self._precision.scaler is None else self._precision.scaler.scale(loss)
+        divided = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
+        scaled: Any = divided if self._precision.scaler is None else self._precision.scaler.scale(divided)
+        if scaled is not loss:
+            setattr(scaled, reporting.LOSS_ATTRIBUTE, loss.detach())
         ACTIVE_ITERATIONS.upload_next()
         try:
             scaled.backward(**kwargs)

@@ -312,6 +312,15 @@ def test_wrong_option_is_said_at_the_users_line(run: Run) -> None:
     assert "line 3" in outcome.traceback and ".py" not in outcome.traceback
 
 
+def test_warning_names_the_users_line(run: Run) -> None:
+    cell = """%%distributed -n 2
+from notebook_accel import Accelerator
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 1))
+accelerator.backward(model(torch.ones(1, 2)).sum())"""
+    assert re.search(r"In\[\d+\]:5: UserWarning: No loader has been prepared", ok(run(cell)).stdout)
+
+
 def test_input_says_that_there_is_nobody_to_ask(run: Run) -> None:
     said = run("%%distributed -n 1\ninput('really?')").traceback
     assert "a rank has no keyboard" in said and "input('really?')" in said

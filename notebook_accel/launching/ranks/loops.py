@@ -89,7 +89,7 @@ class Loops:
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
         clock: The clock of the steps' phases, ``None`` if nobody measures them.
-        loss: The loss that an ``Accelerator`` is dividing by its accumulation steps and computing gradients of.
+        loss: The loss that Accelerate's ``Accelerator`` is dividing and computing gradients of.
     """
 
     def __init__(self) -> None:

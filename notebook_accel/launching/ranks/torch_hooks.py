@@ -21,7 +21,6 @@ from notebook_accel.launching.ranks import loops
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
-_LOSS_ATTRIBUTE = "_notebook_accel_loss"  # of a loss that a scaler has made: the loss before
 _main = threading.main_thread().ident
 _loops = loops.loops()
 
@@ -38,7 +37,6 @@ def install() -> None:
     when_imported("torch.optim.optimizer", lambda module: _hook_optimizers(module, clock))
     when_imported("torch.amp.grad_scaler", _patch_scaler)
     when_imported("accelerate.accelerator", _patch_accelerator)
-    when_imported("notebook_accel.training.accelerator", _patch_accelerator)
     if clock is not None:
         when_imported("torch.nn.parallel.distributed", lambda module: _patch_models(module, clock))
 
@@ -121,7 +119,7 @@ def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
 
 def _report_loss(differentiated: Any) -> None:
     loss = _loops.loss if _loops.loss is not None else differentiated
-    loss = getattr(loss, _LOSS_ATTRIBUTE, loss)
+    loss = getattr(loss, reporting.LOSS_ATTRIBUTE, loss)
     is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
     # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
     if is_dense and loss.numel() == 1 and not hasattr(loss, "__tensor_flatten__"):
@@ -135,14 +133,14 @@ def _patch_scaler(module: types.ModuleType) -> None:
     def scale(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if scaled is not outputs and hasattr(outputs, "detach"):
-            setattr(scaled, _LOSS_ATTRIBUTE, outputs.detach())
+            setattr(scaled, reporting.LOSS_ATTRIBUTE, outputs.detach())
         return scaled
 
     module.GradScaler.scale = scale
 
 
 def _patch_accelerator(module: types.ModuleType) -> None:
-    """Report the loss before it is divided, in Accelerate's ``Accelerator`` and in ours."""
+    """Report the loss before Accelerate's ``Accelerator`` divides it."""
     original = module.Accelerator.backward
 
     @functools.wraps(original)
