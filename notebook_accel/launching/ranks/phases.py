@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ class StepClock:
         self._sending = threading.Lock()
         self._is_asked = True  # the main thread is to look at what only it can see
         self._backward_s = 0.0  # the last backward pass
-        self._models: list[Any] = []  # DistributedDataParallel
+        self._model: weakref.ref[Any] | None = None  # the latest of DistributedDataParallel
         self._seen_comm: Any = None
         self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         self._collecting_since_s = 0.0
@@ -126,19 +127,20 @@ class StepClock:
 
     def add_model(self, model: Any) -> None:
         """Take a model of ``DistributedDataParallel``, whose own measurements tell communication from computing."""
-        self._models.append(model)
+        self._model = weakref.ref(model)
         if model.device_type == "cpu":  # elsewhere a measurement can wait for the device
             model._set_ddp_runtime_logging_sample_rate(1)
 
     def end_backward(self, took_s: float) -> None:
         """Take the duration of a backward pass, and now and then what was communication in the one before."""
         before_s, self._backward_s = self._backward_s, took_s
-        if self._counts.is_due and self._models and before_s:
+        model = None if self._model is None else self._model()
+        if self._counts.is_due and model is not None and before_s:
             self._counts.is_due = False
-            self._read_communication(before_s)
+            self._read_communication(model, before_s)
 
-    def _read_communication(self, backward_s: float) -> None:
-        data = self._models[-1].logger._get_ddp_logging_data()
+    def _read_communication(self, model: Any, backward_s: float) -> None:
+        data = model.logger._get_ddp_logging_data()
         numbers: Mapping[str, int] = data.ints_map
         self._counts.gradient_bytes = numbers.get("total_parameter_size_bytes", 0)
         ended = numbers.get("backward_comm_time_end")

@@ -119,3 +119,23 @@ def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> Non
     times = job.ranks[0].step_history.total
     assert times.steps > 0  # of fast steps, some are measured and stand for the others
     assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
+
+
+def model_that_was_trained_and_dropped() -> bool:
+    import gc
+    import weakref
+
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    kept = weakref.ref(model.module)
+    del model, optimizer
+    gc.collect()
+    return kept() is None
+
+
+def test_measuring_keeps_no_model_alive(launch: Callable[..., Job]) -> None:
+    assert list(launch(model_that_was_trained_and_dropped, num_processes=1).results(timeout_s=60)) == [True]
