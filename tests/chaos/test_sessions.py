@@ -164,6 +164,9 @@ def _stopped(session: Session, rng: random.Random) -> str:
 
     end = _with(session, f"train({_LONG})", stop_and_interrupt, rng.uniform(0, 0.6))
     assert end == "KeyboardInterrupt", end
+    # An interrupt ends a cell only when all ranks have answered, for which it lets stopped ones go on. One that came
+    # before the cell was sent has let nobody go on.
+    processes.kill(rank, signal.SIGCONT)
     return end
 
 
