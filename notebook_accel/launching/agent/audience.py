@@ -1,4 +1,4 @@
-"""Those whom an agent tells of its runs, and who tell it what to do: one kernel, or all attached to a detached run."""
+"""The receivers of an agent's messages and senders of its orders: one kernel, or all that follow a detached run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Hear = Callable[[messages.ToAgent, Message], None]
 
 
 class Audience(Protocol):
-    """Those whom an agent tells of its runs."""
+    """The receivers of an agent's messages about its runs."""
 
     @property
     def queued_bytes(self) -> int:

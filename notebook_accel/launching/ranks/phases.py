@@ -211,7 +211,7 @@ class StepClock:
 
 
 class _Counts:
-    """What is counted between two sends.
+    """The counts between two sends.
 
     Attributes:
         is_due: True if the main thread is to read what was communication.
