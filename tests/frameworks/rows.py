@@ -212,10 +212,6 @@ ROWS = [
         "fastai_learner",
         ("fastai",),
         ("fastai.learner", "sklearn.datasets"),
-        fails={
-            "error": "a `DataLoader` worker raises it, as is fastai's default; the user's line stands in torch's "
-            "message, below the headline"
-        },
     ),
     Row(
         "Keras 3 on torch",
