@@ -222,6 +222,27 @@ def test_sharded_model_is_named_and_can_be_made_again(prepared: Session, capsys:
     assert goes_on(prepared)
 
 
+_OWN_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
+parallel.module.weight.grad[0, 0].item()
+"""
+
+
+def test_cell_that_makes_the_group_runs_again(engine: local.LocalEngine) -> None:
+    with Session(num_processes=2, use_cpu=True, view="none") as session:
+        session.execute("import datetime, os, torch\nrank = int(os.environ['RANK'])")
+        for _ in range(2):
+            assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: 1.5"
+        with interrupted(session, waits):
+            session.execute(f"{_OWN_GROUP}\ndist.recv(torch.ones(1), 1 - rank)")
+        assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: 1.5"
+        with pytest.raises(RankFailedError, match="default process group twice"):
+            session.execute("dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))")
+
+
 def test_interrupt_that_comes_while_nothing_runs_is_forgotten(prepared: Session) -> None:
     for info in prepared.job.ranks:
         assert info.pid is not None
