@@ -244,10 +244,7 @@ def _pickled(
 def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -> serialization.Pickled:
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
     if inputs.call is not None:
-        function, args, kwargs = inputs.call
-        roots |= {f'function "{getattr(function, "__name__", type(function).__name__)}"': function}
-        roots |= {f"argument {index}": value for index, value in enumerate(args)}
-        roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
+        roots |= run_payload.call_roots(*inputs.call)
     shared = [part for value in names.values() for part in _shareable(value)]
     contents: SealedDelivery = names, shared, inputs.submodules, inputs.call
     return _by_value(contents, roots, origins)
