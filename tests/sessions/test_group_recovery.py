@@ -16,8 +16,7 @@ import torch
 from notebook_accel import nccl
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import RankStack
+from notebook_accel.launching.state.stacks import RankStack, Silence
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import pending_request
 from notebook_accel.sessions.kernel.session import Session
