@@ -134,7 +134,7 @@ class Story:
         return self._end(folder, self._kernel.run(call, _TIMEOUT_S))
 
     def _session(self) -> list[Run]:
-        """Return the runs in a session: two with a failure in between, and one after an interrupt. A bad one is last."""
+        """Return the runs in a session, the last one if it failed: one, one after a failure, one after an interrupt."""
         self._must_run("resume = None")
         self._must_run(f"%distributed start {_OPTIONS}")
         runs = []

@@ -82,7 +82,7 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     if not (dist.is_available() and dist.is_initialized()):
         _forget_all()
         return []
-    # Libraries ask for the name: Lightning takes another way to a mean if it is "gloo". Without one, torch chose itself.
+    # Libraries ask for the name: Lightning takes another way to a mean if it is "gloo". torch's own choice has none.
     backend = None if dist.get_backend() == "undefined" else dist.get_backend()
     members, others = torch_group.break_up()
     groups = "a process group" if others == 1 else f"{others} process groups"
