@@ -9,8 +9,8 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from kernel_ext.front_end import STYLE
 from kernel_ext.step_view import milliseconds
-from kernel_ext.style import STYLE
 from notebook_accel.launching.state.diagnosis import PHASES
 from notebook_accel.launching.state.profiles import Profile, RankProfile
 from notebook_accel.protocol.events import Span, SpanKind

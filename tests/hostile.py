@@ -72,8 +72,8 @@ class _Bomb:
 def messages(bomb: pathlib.Path) -> list[bytes]:
     """What is written, one connection each: nothing, noise, and pickles that make a folder if somebody loads them.
 
-    No message begins with eight bytes that are a small number, least byte first: gloo takes whoever sends a pair's number
-    before the rank's peer does for that peer (docs/security.md).
+    No message begins with eight bytes that are a small number, least byte first: gloo takes whoever sends the number
+    of a connection before the rank's peer does for that peer (docs/security.md).
     """
     loaded = pickle.dumps(_Bomb(bomb))
     framed = [

@@ -112,7 +112,8 @@ def _forget_all() -> None:
 def _rejoin(members: Sequence[torch_group.Member], backend: str) -> list[str]:
     """Make the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
-        dist.init_process_group(backend)
+        # A session compares the calls of cells with each other; this one isn't a cell's.
+        dist.distributed_c10d.init_process_group(backend)
         return []
     for member in members:
         member.rejoin()
