@@ -126,6 +126,8 @@ class Journal:
             self._write(number, message)
             return
         event = events.decode(bytes(message.event))
+        if isinstance(event, events.Profiled):
+            return  # large, and for those who are there
         self._note(number, message, event)
         if isinstance(event, events.SAMPLES):
             self._add_sample(number, message, event)

@@ -121,6 +121,68 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     lines: list[SampledLine] = []
 
 
+SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel"]
+"""What a span of a profile is. Kernels run on the device, everything else on the host."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a profile's time.
+
+    Attributes:
+        kind: What ran.
+        name: Its name, such as ``aten::mm``.
+        begin_us: Its begin in microseconds, from the begin of the profile.
+        took_us: Its duration in microseconds.
+    """
+
+    kind: SpanKind
+    name: str
+    begin_us: float
+    took_us: float
+
+
+class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
+    """The time that an operator of the host, or a kernel of the device, took in all steps of a profile.
+
+    Attributes:
+        name: Its name.
+        calls: How often it ran.
+        self_us: Its microseconds without those of the operators that it called.
+        is_kernel: True for a kernel of the device.
+    """
+
+    name: str
+    calls: int
+    self_us: float
+    is_kernel: bool = False
+
+
+class Profiled(_Event, frozen=True, kw_only=True):
+    """The rank's answer to a request for a profile of its next steps.
+
+    Attributes:
+        number: The number of the request.
+        why: The reason why there are fewer steps than were asked for; empty if there is none.
+        steps: Number of profiled steps, 0 if there are none.
+        age_s: Seconds from the begin of the profile to this event.
+        spans: The parts of its time. Of each kind only the longest are here.
+        operators: The operators and kernels that took most.
+        lines: The lines of the user's code that were seen most.
+        samples: Number of looks at the main thread.
+        trace: Path of the trace on the rank's machine; empty if there is none.
+    """
+
+    number: str
+    why: str = ""
+    steps: int = 0
+    age_s: float = 0.0
+    spans: list[Span] = []
+    operators: list[OperatorTime] = []
+    lines: list[SampledLine] = []
+    samples: int = 0
+    trace: str = ""
+
+
 class Metrics(_Event, frozen=True, kw_only=True):
     """The latest value of each metric, and the step (over all epochs) to which they belong."""
 
@@ -311,6 +373,7 @@ Event: TypeAlias = (
     Started
     | Progress
     | StepTimes
+    | Profiled
     | Metrics
     | Output
     | Display

@@ -89,6 +89,12 @@ class Rank:
         self.log.close()
         close_all([self.dump])
 
+    def tell(self, message: messages.Profile) -> None:
+        """Send the rank a message, if it takes one."""
+        self.connection.queue(messages.encode(message))
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.flush()
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank itself, so that its own code can react; SIGKILL also to all that it has started."""
         if self.pid is None:
@@ -142,6 +148,11 @@ class Run:
     def alive(self) -> list[Rank]:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks if rank.status is None]
+
+    def trace_of(self, rank: Rank, number: str) -> str:
+        """Return the path of a rank's trace of a profile; empty without a log folder."""
+        folder = self.launch.log_folder
+        return str(logs.trace_file(folder, number, rank.number)) if folder else ""
 
     def awaits(self, number: int) -> bool:
         """Return whether a rank was ordered and has not exited."""

@@ -382,3 +382,6 @@ class _LocalControl:
 
     def inspect(self) -> None:
         self._agent.tell(messages.Inspect(job_id=self._job_id))
+
+    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
+        self._agent.tell(message_to(self._job_id))

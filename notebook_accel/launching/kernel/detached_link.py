@@ -273,6 +273,9 @@ class _Control:
     def inspect(self) -> None:
         self._link.tell(messages.Inspect(job_id=self._job_id))
 
+    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
+        self._link.tell(message_to(self._job_id))
+
 
 def send_order(folder: RunFolder, message: messages.Order) -> None:
     """Send the agent of a run a message, if it lives. A message to an agent that has gone, or is going, is lost.

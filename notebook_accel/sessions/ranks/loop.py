@@ -18,7 +18,7 @@ from typing import Any
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, loops, streams, worker
+from notebook_accel.launching.ranks import displays, failure, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -228,6 +228,7 @@ class _SessionRank:
             displays.end()
         finally:
             displays.redirect(None)
+            profiling.profiler().end("the cell ended", is_final=False)
 
     def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
         for name in request.names:
