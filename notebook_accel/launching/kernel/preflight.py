@@ -13,10 +13,11 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel import host_memory
+from notebook_accel import host_memory, session_end
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_size
@@ -48,6 +49,7 @@ def check(
     findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
     findings += [_restarts_without_template(config, devices), _options_without_engine(config)]
     findings += [_options_without_fsdp(config), _fsdp_on_tpus(config, devices)]
+    findings += [_end_of_session(config), _different_ends(config)]
     if config.start_method == "inline":
         findings += [_more_than_one_inline(config), _limit_inline(config)]
     else:
@@ -100,6 +102,30 @@ def _fsdp_on_tpus(config: LaunchConfig, devices: Devices) -> Finding | None:
         "fsdp was asked for, and the ranks run on TPUs.",
         "torch's fully_shard is for GPUs and CPUs.",
         "leave out --fsdp",
+    )
+
+
+def _end_of_session(config: LaunchConfig) -> Finding | None:
+    end_s = session_end.end_of(config.end_at)
+    if end_s is None or end_s - config.end_margin_s > time.time():
+        return None
+    source = f"end_at={config.end_at}" if config.end_at else "The time limit of the Slurm job"
+    is_past = end_s <= time.time()
+    return Finding(
+        f"{source} is {'past' if is_past else 'near'}: {session_end.in_words(end_s)}.",
+        f"Accelerator.should_stop is true from {config.end_margin_s:g} s before it, and so from the first step.",
+        "a later --end_at" if is_past else "a later --end_at, or less than the time that is left as --end_margin_s",
+        refuses=bool(config.end_at),
+    )
+
+
+def _different_ends(config: LaunchConfig) -> Finding | None:
+    if config.num_nodes == "1" or not session_end.is_duration(config.end_at):
+        return None
+    return Finding(
+        f"end_at={config.end_at} is a duration, and the run has several nodes.",
+        "Each node would count it from its own launch, and all have to stop at the same step.",
+        "--end_at with a time of day such as 23:30, on every node",
     )
 
 
