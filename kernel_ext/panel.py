@@ -16,9 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from kernel_ext import front_end, output, render, step_view
-from kernel_ext.front_end import LiveClicks
+from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
-from kernel_ext.style import STYLE
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
 from notebook_accel.launching.state.diagnosis import Diagnosis

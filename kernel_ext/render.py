@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from kernel_ext.front_end import STYLE
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.step_view import Phases, bar_html, mean_of, step_text, verdict_html
-from kernel_ext.style import STYLE
 from notebook_accel.formatting import (
     aligned,
     format_clock,

@@ -22,13 +22,14 @@ from notebook_accel.training.backends.backend import Backend, Uploader
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
-from notebook_accel.training.samplers import SkipBatchSampler, chain_of
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     MarkedBatch,
     Round,
+    SkipBatchSampler,
     Tail,
+    chain_of,
     dispatched_rounds,
     slices,
 )

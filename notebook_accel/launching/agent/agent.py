@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from notebook_accel.host_memory import MemoryWatch
 from notebook_accel.launching.agent.audience import Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
-from notebook_accel.launching.agent.memory_watch import MemoryWatch
 from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
 from notebook_accel.launching.processes import end_with_parent, kill_group

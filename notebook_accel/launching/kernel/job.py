@@ -31,8 +31,7 @@ from notebook_accel.launching.state import failures
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
+from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
 from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch

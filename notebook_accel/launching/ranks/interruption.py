@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from notebook_accel import nccl
+from notebook_accel.launching import processes
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
@@ -171,7 +172,7 @@ class _Wait:
         """Return whether the main thread sleeps in that call after a moment. Waits while the thread computes."""
         time.sleep(_PATIENCE_S)
         while self.is_in_the_same_call():
-            if _main_thread_sleeps():
+            if processes.state(os.getpid()) in {"S", "D"}:  # a process's state is that of its main thread
                 return True
             time.sleep(_POLL_S)
         return False
@@ -194,11 +195,6 @@ class _Wait:
 
     def _current(self) -> Any:
         return sys._current_frames().get(self._main or 0)
-
-
-def _main_thread_sleeps() -> bool:
-    with open("/proc/self/stat", "rb") as file:  # a process's state is that of its main thread
-        return file.read().rpartition(b") ")[2][:1] in (b"S", b"D")
 
 
 def _connections(store_port: int, *, is_of_store: bool) -> list[int]:
