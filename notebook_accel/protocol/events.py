@@ -33,6 +33,7 @@ class Started(_Event, frozen=True, kw_only=True):
     node: int = 0
 
 
+_MOST_LINES = 100  # of several events that became one
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -119,6 +120,31 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     is_on_device: bool = False
     samples: int = 0
     lines: list[SampledLine] = []
+
+    def followed_by(self, later: StepTimes) -> StepTimes:
+        """Return one event for the steps of this one and of a later one."""
+        steps = self.steps + later.steps
+        seen: dict[tuple[str, str, str, str], int] = {}
+        for line in (*self.lines, *later.lines):
+            key = line.phase, line.activity, line.place, line.text
+            seen[key] = seen.get(key, 0) + line.samples
+        most_seen = sorted(seen.items(), key=lambda item: -item[1])[:_MOST_LINES]
+        return msgspec.structs.replace(
+            later,  # what doesn't add up is that of the later one
+            steps=steps,
+            seconds={
+                phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0)
+                for phase in self.seconds.keys() | later.seconds.keys()
+            },
+            evaluations=self.evaluations + later.evaluations,
+            collecting_s=self.collecting_s + later.collecting_s,
+            compilations=self.compilations + later.compilations,
+            rows=(self.rows * self.steps + later.rows * later.steps) / steps,
+            smallest_batch=min(filter(None, (self.smallest_batch, later.smallest_batch)), default=0),
+            largest_batch=max(self.largest_batch, later.largest_batch),
+            samples=self.samples + later.samples,
+            lines=[SampledLine(*key, samples) for key, samples in most_seen],
+        )
 
 
 SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel"]
