@@ -1,4 +1,4 @@
-"""Sharded models come back from their ranks whole, by --pull and as results."""
+"""Sharded models come back from their ranks whole, by --pull and as results, and the panel knows each rank's share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from notebook_accel.launching.kernel.job import Job
 from tests import kernels
+from tests.training import sharded_programs
 
 Run = Callable[[str], kernels.Outcome]
 
@@ -115,3 +117,22 @@ def test_a_rank_that_fails_keeps_nobody_waiting(sharding: Run) -> None:
 def test_a_model_whose_group_has_ended_is_refused(sharding: Run) -> None:
     outcome = sharding(f"%%distributed -n 2 --pull net\n{_TRAIN}\ntorch.distributed.destroy_process_group()")
     assert "all ranks have to take part, and their process group has ended" in outcome.traceback
+
+
+@pytest.mark.parametrize("calls", ["together", "model first", "optimizer first"])
+def test_reported_memory_of_a_model_is_what_the_rank_holds(launch: Callable[..., Job], calls: str) -> None:
+    case = sharded_programs.Case(calls=calls)
+    job = launch(sharded_programs.held_bytes, case)
+    held = job.results(timeout_s=100)
+    for rank, of_rank in zip(job.state.ranks, held, strict=True):
+        memory = rank.model_memory
+        assert memory is not None
+        assert {
+            "parameters": memory.parameter_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer": memory.optimizer_bytes,
+        } == of_rank
+        assert memory.is_sharded and memory.peak_bytes == 0
+    shares = [rank.model_memory.held_parameters for rank in job.state.ranks if rank.model_memory]
+    assert job.state.ranks[0].model_memory is not None
+    assert sum(shares) == job.state.ranks[0].model_memory.parameters
