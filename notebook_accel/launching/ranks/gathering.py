@@ -82,13 +82,13 @@ def gather(
     """
     gathered = Gathered()
     sharded = _find(values, origins)
-    common = store.latest()
+    common = _store()
     if common is not None:
         _publish(common, occasion, _offer(sharded, kept))
     if not sharded:
         return gathered
     distributed: Any = sys.modules["torch.distributed"]
-    if common is None or not distributed.is_initialized():
+    if not distributed.is_initialized():
         gathered.refused = {name: _error(name, _AFTER_THE_END) for name in sharded if name in kept}
         return gathered
     offers = _await(common, occasion, distributed.get_world_size())
@@ -152,6 +152,14 @@ def _described(tensor: Any) -> str:
 
 def _key(occasion: str, rank: int) -> str:
     return f"notebook_accel_values/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{occasion}/{rank}"
+
+
+def _store() -> Any:
+    """Return the store that the ranks share, ``None`` if they have met nowhere."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if store.latest() is None and distributed is not None and distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store()  # of a group that has met in another way
+    return store.latest()
 
 
 def _publish(common: Any, occasion: str, offer: _Offer) -> None:
