@@ -50,6 +50,7 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
+from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
@@ -176,6 +177,7 @@ class Accelerator(ProcessState):
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._memory_reports = ModelMemoryReports(self._backend.device)
         self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
         self._has_begun = False
         self._saving: checkpoint_saving.Saving | None = None
@@ -275,6 +277,7 @@ class Accelerator(ProcessState):
             prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
+        self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
