@@ -88,6 +88,7 @@ class Row:
 
 _TRAINER = "transformers.trainer"
 _WATCHER = "self.steps = state.global_step"
+_TOKENS = 'return {"input_ids": tokens'
 _STATE_DICT = "model.load_state_dict(torch.load(f'{folder}/digits.pt')) and model"
 
 ROWS = [
@@ -127,6 +128,36 @@ ROWS = [
         (_TRAINER, "peft", "sklearn.datasets"),
         world_size="trainer.args.world_size",
         users_line='return {"input_ids"',
+        checkpoints="checkpoint-*",
+    ),
+    Row(
+        "Transformers: a causal LM, sharded by our `Accelerator`",
+        "causal_lm_fsdp",
+        ("transformers",),
+        ("transformers.models.llama.modeling_llama",),
+        world_size="accelerator.num_processes",
+        users_line=_TOKENS,
+        evaluation="evaluation",
+        checkpoints="epoch_*",
+        load="__import__('transformers').LlamaForCausalLM.from_pretrained(f'{folder}/model')",
+    ),
+    Row(
+        "PEFT: LoRA of a causal LM, sharded by our `Accelerator`",
+        "peft_lora_fsdp",
+        ("peft", "transformers"),
+        ("transformers.models.llama.modeling_llama", "peft"),
+        world_size="accelerator.num_processes",
+        users_line=_TOKENS,
+        checkpoints="epoch_*",
+    ),
+    Row(
+        'Transformers `Trainer` with `fsdp="full_shard"`',
+        "trainer_fsdp",
+        ("transformers", "accelerate"),
+        (_TRAINER, "sklearn.datasets"),
+        world_size="trainer.args.world_size",
+        users_line='return {"input_ids"',
+        evaluation="eval_loss",
         checkpoints="checkpoint-*",
     ),
     Row(
