@@ -32,6 +32,11 @@ _POLL_S = 0.02
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
 
 
+# Threads of a computation wait for each other in loops that compute, which takes a hundred times as long where other
+# tests compute. OpenMP reads this when torch is loaded, here and in all that the tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def pytest_configure() -> None:
     """A shell that starts this in the background has it ignore SIGINT, which the tests send to themselves."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -146,20 +146,16 @@ def test_module_whose_thread_no_fork_needs_can_be_preloaded(kernel: kernels.Kern
     assert kernel.run(cell, FIRST_LAUNCH_S).result == "[True, True]"
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+@pytest.mark.timeout(240)
+def test_modules_that_cannot_be_preloaded_are_refused_with_the_reason(kernel: kernels.Kernel) -> None:
+    for name, reason in (
         ("threaded", "importing threaded leaves 1 thread running"),
         ("no_such_module", "no_such_module can't be imported"),
         ("wakes_cuda", "importing wakes_cuda wakes CUDA's driver"),  # in place of torch's answers: there is no GPU
-    ],
-)
-def test_module_that_cannot_be_preloaded_is_refused_with_the_reason(
-    kernel: kernels.Kernel, name: str, reason: str
-) -> None:
-    outcome = kernel.run(f"%%distributed -n 1 --preload {name}\n1", FIRST_LAUNCH_S)
-    assert outcome.error_name == "ProcessStartError"
-    assert reason in outcome.traceback and "leave it out of preload" in outcome.traceback
+    ):
+        outcome = kernel.run(f"%%distributed -n 1 --preload {name}\n1", FIRST_LAUNCH_S)
+        assert outcome.error_name == "ProcessStartError"
+        assert reason in outcome.traceback and "leave it out of preload" in outcome.traceback
     assert kernel.run("%%distributed -n 1\n'works'", FIRST_LAUNCH_S).result == "['works']"
 
 
