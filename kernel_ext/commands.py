@@ -1,8 +1,8 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | why | runs | attach | again | config | doctor``. The first five take
-``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached run's
-name.
+``%distributed status | stop | logs | stacks | why | profile | runs | attach | again | config | doctor``. The first six
+take ``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached
+run's name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from notebook_accel.formatting import aligned, format_count, format_duration, fo
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.state.profiles import Profile
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
 _CLEAN = "--clean"
 _JSON = "--json"
+_STEPS = "--steps"
+_WITH_VALUES = ("--run=", f"{_STEPS}=")
 
 
-def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
+def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | None:
     """Show, stop and inspect runs.
 
     %distributed status          list the runs in progress, or show how the last one ended
@@ -40,14 +43,16 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
+    %distributed profile         profile the next steps of a run that goes on, and show them as a timeline
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
     %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
-    The first five take --run NAME (or its number), to choose among several runs or to name an earlier one.
-    why takes --json, which prints the figures as data; runs takes --clean, which removes the runs that have ended.
+    The first six take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    why takes --json, which prints the figures as data; profile takes --steps, the number of steps (5 by default); runs
+    takes --clean, which removes the runs that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -55,6 +60,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | None:
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
       %distributed why --json            the reason and the phases of a step, as JSON
+      %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
 
@@ -77,10 +83,12 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
 
     Returns:
         A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all. For
-        ``runs``, the flag. For ``why``, 1 in place of the rank if the answer is to be JSON.
+        ``runs``, the flag. In place of the rank, ``why`` has 1 if the answer is to be JSON, ``profile`` the steps.
     """
     name, rank = "", None
-    waiting = [part for word in words for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
+    waiting = [
+        part for word in words for part in (word.split("=", 1) if word.startswith(("--run=", "--steps=")) else [word])
+    ]
     while waiting:
         word = waiting.pop(0)
         if word == "--run" and command in _OF_A_RUN:
@@ -89,6 +97,10 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             name = waiting.pop(0)
         elif word == _JSON and command == "why":
             rank = 1
+        elif word == _STEPS and command == "profile":
+            if not (waiting and waiting[0].isdecimal()):
+                raise UsageError("%distributed profile: --steps needs a number.")
+            rank = int(waiting.pop(0))
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
         elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
@@ -186,6 +198,11 @@ def _why(name: str, as_json: int | None) -> None:
     print(json.dumps(found.to_dict()) if as_json else found)
 
 
+def _profile(name: str, steps: int | None) -> Profile:
+    job = _running(name)
+    return job.profile() if steps is None else job.profile(steps)
+
+
 def _runs(flag: str, _: int | None) -> None:
     print("\n".join(runs_command.table(clean=flag == _CLEAN)))
 
@@ -208,12 +225,13 @@ def _doctor(*_: object) -> None:
     print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
-COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
+COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | Profile | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,
     "stacks": _stacks,
     "why": _why,
+    "profile": _profile,
     "runs": _runs,
     "attach": _attach,
     "again": _again,
@@ -222,15 +240,14 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | None]] = {
 }
 """The commands by name, for completion."""
 
-_OF_A_RUN = ("status", "stop", "logs", "stacks", "why")
+_OF_A_RUN = ("status", "stop", "logs", "stacks", "why", "profile")
 _OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
+_FLAGS = {"why": _JSON, "profile": _STEPS, "runs": _CLEAN}
 
 
 def options_of(command: str) -> dict[str, list[str]]:
     """Return the options that a command takes, each with its possible values."""
-    if command == "runs":
-        return {_CLEAN: []}
     names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
-    flags: dict[str, list[str]] = {_JSON: []} if command == "why" else {}
+    flags: dict[str, list[str]] = {_FLAGS[command]: []} if command in _FLAGS else {}
     return flags | ({"--run": list(names)} if command in _OF_A_RUN else {})

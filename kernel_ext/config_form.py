@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernel_ext import front_end
-from kernel_ext.style import FORM_STYLE
+from kernel_ext.front_end import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError

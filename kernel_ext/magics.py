@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext import arguments, commands, completion, front_end, session_magics
+from kernel_ext import arguments, commands, front_end, session_magics, timeline
 from kernel_ext.cuda_watch import CudaWatch
 from kernel_ext.session_magics import SessionMagics
 from notebook_accel import config as configuration
@@ -25,6 +25,7 @@ from notebook_accel.launching.kernel import detached_runs, foreground, launcher,
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.spec import definitions
+from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.views import view
 
 _NAME = "distributed"
@@ -224,9 +225,11 @@ def register(shell: InteractiveShell) -> None:
         shell.magics_manager.register_function(magic, kind, name)
     choices = {f"--{option.name}": option.choices for option in configuration.fields()}
     flags = {flag: choices.get(flag, ()) for flag in sorted(magics._parser.flags)}
-    completion.register(shell, f"%%{_NAME}", lambda _: flags)
+    arguments.register(shell, f"%%{_NAME}", lambda _: flags)
     every = list(dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS]))
-    completion.register(shell, f"%{_NAME}", commands.options_of, every)
+    arguments.register(shell, f"%{_NAME}", commands.options_of, every)
+    if shell.display_formatter is not None:
+        shell.display_formatter.formatters["text/html"].for_type(Profile, timeline.profile_html)
     magics.watch.start()
     magics.sessions.help.start()
     local.engine().warm()
@@ -249,5 +252,5 @@ def unregister(shell: InteractiveShell) -> None:
         for kind, name, _ in owner.all():
             shell.magics_manager.magics[kind].pop(name, None)
     for magic in (f"%%{_NAME}", f"%{_NAME}"):
-        completion.unregister(shell, magic)
+        arguments.unregister(shell, magic)
     local.engine().close()

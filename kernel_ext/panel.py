@@ -15,13 +15,13 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernel_ext import front_end, output, render, step_view
-from kernel_ext.front_end import LiveClicks
+from kernel_ext import front_end, output, render, step_view, timeline
+from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
-from kernel_ext.style import STYLE
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
 from notebook_accel.launching.state.diagnosis import Diagnosis
+from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.views.view import line_prefix
 from notebook_accel.protocol import events
 
@@ -38,6 +38,7 @@ _VIEWS: dict[str, Literal["output", "step", "stacks", "log"]] = {
     "Log file": "log",
 }
 _DIAGNOSIS_PERIOD_S = 2.0
+_PROFILED_STEPS = 5
 _MEAN, _EACH = "Mean", "Each rank"
 
 
@@ -76,6 +77,7 @@ class _SummaryView:
         self._is_there = False
         self._diagnosis = Diagnosis()
         self._diagnosed_s = -_DIAGNOSIS_PERIOD_S
+        self._profile: Profile | None = None
 
     def refresh(self) -> None:
         """Take the events, so that they don't pile up."""
@@ -120,6 +122,7 @@ class _SummaryView:
             is_background=job.is_background,
             log_folder="" if job.log_folder is None else str(job.log_folder),
             diagnosis=self._diagnose(now_s),
+            profile=self._profile,
         )
 
     def _diagnose(self, now_s: float) -> Diagnosis:
@@ -163,6 +166,8 @@ class PanelView(_SummaryView):
         self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
         self._stacks_said = "not asked yet"
+        self._profiling: threading.Thread | None = None
+        self._profile_said = ""
         # When parts were last drawn, and whether output and metrics have arrived since.
         self._second, self._body_s, self._chart_s = -1, -_SLOW_PERIOD_S, -_SLOW_PERIOD_S
         self._has_output = self._has_metrics = False
@@ -170,11 +175,12 @@ class PanelView(_SummaryView):
         widgets.stop.on_click(lambda _: self._on_stop())
         widgets.interrupt.on_click(lambda _: self._on_interrupt())
         widgets.ask_again.on_click(lambda _: self._on_ask())
+        widgets.profile.on_click(lambda _: self._on_profile())
         widgets.view.observe(lambda change: self._on_ask() if change["new"] == "Stacks" else None, "value")
         for widget in widgets.choices:
             widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
-        for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, *widgets.choices):
+        for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, widgets.profile, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
@@ -237,7 +243,7 @@ class PanelView(_SummaryView):
         if choice.view == "stacks":
             return output.stacks_html(self._stacks, self._stacks_said, choice)
         if choice.view == "step":
-            return step_view.step_html(self._diagnosis)
+            return f"{timeline.latest_html(self._profile, self._profile_said)}{step_view.step_html(self._diagnosis)}"
         if choice.view == "output":
             return output.output_html(self._output, choice)
         text = ""
@@ -292,6 +298,21 @@ class PanelView(_SummaryView):
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
             self._asking.start()
 
+    def _on_profile(self) -> None:
+        """Profile the next steps in the background, unless that is under way."""
+        if self._profiling is None or not self._profiling.is_alive():
+            self._profile_said = f"profiling the next {_PROFILED_STEPS} steps …"
+            self._profiling = threading.Thread(target=self._profile_steps, name="notebook-accel-profiles", daemon=True)
+            self._profiling.start()
+            self._on_change()
+
+    def _profile_steps(self) -> None:
+        try:
+            self._profile, self._profile_said = self._job.profile(_PROFILED_STEPS), ""
+        except NotebookAccelError as error:
+            self._profile_said = str(error)
+        self._on_change()
+
     def _ask(self) -> None:
         try:
             self._stacks = tuple(map(str, self._job.stacks()))
@@ -331,6 +352,9 @@ class _PanelWidgets:
         )
         self.search = ipywidgets.Text(description="Search", placeholder="search")
         self.ask_again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
+        self.profile = ipywidgets.Button(
+            description=f"Profile {_PROFILED_STEPS} steps", tooltip="A timeline of the next steps of all ranks"
+        )
         self.metric = ipywidgets.Dropdown(description="Metric", options=[])
         self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
         self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
@@ -347,11 +371,12 @@ class _PanelWidgets:
 
         named(self.stop, "nba-button", "nba-stop")
         named(self.ask_again, "nba-button", "nba-small")
+        named(self.profile, "nba-button", "nba-small")
         named(self.fold, "nba-button", "nba-small", "nba-fold")
         named(self.view, "nba-tabs")
         named(self.curves, "nba-tabs")
         named(self.interrupt, "nba-button")
-        self._tools = named(HBox([self.view, self.ask_again, self.rank, self.search]), "nba-tools")
+        self._tools = named(HBox([self.view, self.ask_again, self.profile, self.rank, self.search]), "nba-tools")
         self._chart_tools = named(HBox([self.metric, self.curves]), "nba-tools")
         scroll = named(VBox([self.body]), "nba-scrollback")
         output = named(VBox([self._tools, self.errors, scroll]), "nba-output-pane")
@@ -394,6 +419,7 @@ class _PanelWidgets:
             self._tools: are_live,
             self.rank: self._has_some,
             self.ask_again: self.view.value == "Stacks",
+            self.profile: self.view.value == "Step",
             self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
             self.curves: self._has_some,
         }

@@ -14,9 +14,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from kernel_ext.front_end import STYLE
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.step_view import Phases, bar_html, mean_of, step_text, verdict_html
-from kernel_ext.style import STYLE
+from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
     aligned,
     format_clock,
@@ -27,6 +28,7 @@ from notebook_accel.formatting import (
     rank_spans,
 )
 from notebook_accel.launching.state.diagnosis import Diagnosis
+from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
@@ -61,6 +63,7 @@ class RunFacts:
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
         diagnosis: Where the time of the steps goes.
+        profile: The latest profile that was made with the panel's button, ``None`` if there is none.
     """
 
     name: str
@@ -74,6 +77,7 @@ class RunFacts:
     is_background: bool = False
     log_folder: str = ""
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
+    profile: Profile | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -120,8 +124,15 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_traceback_html(facts)}{bottom}"
+        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_profile_html(facts)}{_traceback_html(facts)}"
+        f"{bottom}"
     )
+
+
+def _profile_html(facts: RunFacts) -> str:
+    if facts.profile is None:
+        return ""
+    return f"<details><summary>{html.escape(facts.profile.title)}</summary>{body_html(facts.profile)}</details>"
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext.arguments import Parser, name, split
-from kernel_ext.completion import SessionHelp, asked_about
+from kernel_ext.arguments import Parser, SessionHelp, asked_about, name, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
@@ -20,8 +19,8 @@ from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.output import Shown, ranks_in_words
 
 if TYPE_CHECKING:
-    from notebook_accel.launching.kernel.job import Handle
     from notebook_accel.sessions.kernel.session import Session
+    from notebook_accel.sessions.kernel.session_job import SessionJob
 
 COMMANDS = ("start", "stop", "restart", "debug")
 """The commands of ``%distributed`` that concern a session."""
@@ -133,7 +132,7 @@ class SessionMagics:
 
     # Cells ------------------------------------------------------------------------------------------------------------
 
-    def cell(self, given: argparse.Namespace, cell: str) -> Shown | Handle | None:
+    def cell(self, given: argparse.Namespace, cell: str) -> Shown | SessionJob | None:
         """Run a ``%%distributed`` cell in the session."""
         refused = [f"--{name}" for name in (*configuration.given_flags(given), "args") if getattr(given, name)]
         if refused:
@@ -147,13 +146,12 @@ class SessionMagics:
             lines = session.describe(asked, _ASKED_DEADLINE_S)
             print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
             return None
-        parsed = self._read(cell)
+        wants_value = given.background or given.out is not None
+        job = session.cell_job(self._read(cell), self._shell.user_ns, push=given.push, wants_value=wants_value)
         if given.background:
-            return self._start_cell(session, given, parsed)
+            return self._start_job(job, given)
         try:
-            shown, values = session.run_cell(
-                parsed, self._shell.user_ns, push=given.push, wants_values=given.out is not None
-            )
+            job.run()
         except ResultError:  # a value for --out can't be sent; pull the names all the same
             if given.pull:
                 self._bind(session, given.pull, 0)
@@ -161,20 +159,20 @@ class SessionMagics:
         if given.pull:
             self._bind(session, given.pull, 0)
         if given.out is not None:
-            self._shell.push({given.out: values})
-        return shown or None
+            self._shell.push({given.out: job.results()})
+        return job.shown or None
 
-    def _start_cell(self, session: Session, given: argparse.Namespace, parsed: Cell) -> Handle:
+    def _start_job(self, job: SessionJob, given: argparse.Namespace) -> SessionJob:
         if given.pull:
             raise UsageError(
                 "%%distributed: --pull can't be used with a cell in the background. "
                 f"%pull {' '.join(given.pull)} in the next cell waits for its end."
             )
         with held():
-            handle = session.start_cell(parsed, self._shell.user_ns, push=given.push)
+            job.start()
             if given.out is not None:
-                self._shell.push({given.out: handle})
-        return handle
+                self._shell.push({given.out: job})
+        return job
 
     def rank(self, line: str, cell: str) -> Shown | None:
         """Run a cell on some ranks of the session only.
@@ -187,8 +185,9 @@ class SessionMagics:
         session = self._needed("%%rank")
         if not line.strip():
             raise UsageError("%%rank needs ranks: %%rank 0, or %%rank 0,2-3.")
-        shown, _ = session.run_cell(self._read(cell), self._shell.user_ns, ranks=parse_ranks(line))
-        return shown or None
+        ranks = parse_ranks(line)
+        job = session.cell_job(self._read(cell), self._shell.user_ns, ranks=ranks, wants_value=False)
+        return job.run().shown or None
 
     # Names ------------------------------------------------------------------------------------------------------------
 

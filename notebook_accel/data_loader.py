@@ -2,8 +2,12 @@
 
 from notebook_accel.training.data import prepare_data_loader
 from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard, skip_first_batches
-from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
 
 __all__ = [
     "BatchSamplerShard",

@@ -1,17 +1,17 @@
 """The names that users of Accelerate import from ``accelerate.tracking``."""
 
-from notebook_accel.training.library_trackers import (
+from notebook_accel.training.trackers import (
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
+    GeneralTracker,
     MLflowTracker,
     SwanLabTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
 )
-from notebook_accel.training.trackers import GeneralTracker
 from notebook_accel.training.tracking import on_main_process, register_tracker_class
 
 __all__ = [

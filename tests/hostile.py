@@ -70,7 +70,11 @@ class _Bomb:
 
 
 def messages(bomb: pathlib.Path) -> list[bytes]:
-    """What is written, one connection each: nothing, noise, and pickles that make a folder if somebody loads them."""
+    """What is written, one connection each: nothing, noise, and pickles that make a folder if somebody loads them.
+
+    No message begins with eight bytes that are a small number, least byte first: gloo takes whoever sends the number
+    of a connection before the rank's peer does for that peer (docs/security.md).
+    """
     loaded = pickle.dumps(_Bomb(bomb))
     framed = [
         struct.pack("!IH", len(loaded), 0) + loaded,  # as our own channel has it
@@ -80,7 +84,7 @@ def messages(bomb: pathlib.Path) -> list[bytes]:
     ]
     return [
         b"",
-        b"\0" * 64,
+        b"\0" * 7 + b"\1" * 57,
         b"\xff" * 64,
         secrets.token_bytes(1 << 16),
         loaded,

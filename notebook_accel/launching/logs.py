@@ -72,6 +72,11 @@ def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
     return pathlib.Path(folder, f"rank_{rank}.log")
 
 
+def trace_file(folder: str | pathlib.Path, number: str, rank: int | None) -> pathlib.Path:
+    """Return the path of a rank's trace of a profile, or of the merged one, in its run's folder."""
+    return pathlib.Path(folder, f"profile_{number}_{'all_ranks' if rank is None else f'rank_{rank}'}.json")
+
+
 def read(path: pathlib.Path, tail: int | None = None) -> str:
     """Return a log's text, as the rank wrote it.
 

@@ -1,11 +1,12 @@
 """Messages between kernel, agent and template. Descriptors travel beside a message, in the order stated.
 
-kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Quit
+kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Quit
 agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle
-any kernel -> agent  Hello, and then Interrupt, End, Inspect; for a detached run
+any kernel -> agent  Hello, and then Interrupt, End, Inspect, Profile; for a detached run
 agent -> any kernel  Attached, and then what the launching kernel hears too
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
+agent -> rank        Profile
 
 Messages between the agent and a run's elastic process are in ``elastic_messages``.
 """
@@ -90,7 +91,8 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
     this node's part of a run on several nodes, the elastic process decides that. A run with ``places`` is a part too:
-    its ranks have these places and variables, and stay until ``Release``.
+    its ranks have these places and variables, and stay until ``Release``. ``variables`` are for all ranks: those that
+    the payload can't have, since it may be launched once more.
 
     Descriptors: the payload, then one result file for each rank. With a ``template_pid``, the process of a template for
     this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
@@ -109,6 +111,7 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     max_restarts: int = 0
     elastic: ElasticOptions | None = None
     places: list[Place] = []
+    variables: dict[str, str] = {}
 
 
 class Interrupt(_AgentMessage, frozen=True, kw_only=True):
@@ -141,6 +144,26 @@ class Inspect(_AgentMessage, frozen=True):
     """Ask the ranks of a run for their stacks. One answer may serve several questions."""
 
     job_id: str
+
+
+class Profile(_AgentMessage, frozen=True, kw_only=True):
+    """Profile the next steps of the ranks of a run. Each rank answers with an event ``Profiled``.
+
+    Attributes:
+        number: The request's number in the answers.
+        steps: Number of steps.
+        begin_s: The time of ``time.monotonic()`` after which ranks on the sender's machine begin at their next step, so
+            that all profile the same steps. Ranks on another machine, with another clock, begin soon.
+        deadline_s: Seconds after which a rank that has not done these steps gives up.
+        trace: Path of the rank's trace file, filled in by the agent; empty for none.
+    """
+
+    job_id: str
+    number: str
+    steps: int
+    begin_s: float
+    deadline_s: float
+    trace: str = ""
 
 
 class Quit(_AgentMessage, frozen=True):
@@ -370,8 +393,8 @@ class Exited(_AgentMessage, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Quit
-Order: TypeAlias = Hello | Interrupt | End | Inspect
+ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Quit
+Order: TypeAlias = Hello | Interrupt | End | Inspect | Profile
 ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle
 ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
@@ -381,6 +404,7 @@ _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _for_detached: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
 _for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
+_for_rank: msgspec.msgpack.Decoder[Profile] = msgspec.msgpack.Decoder(Profile)
 _from_template: msgspec.msgpack.Decoder[FromTemplate] = msgspec.msgpack.Decoder(FromTemplate)
 _for_template: msgspec.msgpack.Decoder[ToTemplate] = msgspec.msgpack.Decoder(ToTemplate)
 
@@ -416,6 +440,11 @@ def decode_attached(body: bytes) -> Attached:
 def decode_for_kernel(body: bytes) -> ToKernel:
     """Decode the agent's message to the kernel."""
     return _for_kernel.decode(body)
+
+
+def decode_for_rank(body: bytes) -> Profile:
+    """Decode the agent's message to a rank."""
+    return _for_rank.decode(body)
 
 
 def decode_from_template(body: bytes) -> FromTemplate:

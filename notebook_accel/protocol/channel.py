@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("!IH")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user, group
 _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 250  # Linux refuses more than 253 in one message (SCM_MAX_FD)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -234,6 +235,12 @@ def take_frames(received: bytearray) -> list[tuple[bytes, int]]:
         start = end
     del received[:start]
     return frames
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and the user that have connected a Unix socket's other end, or listen there."""
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return process, user
 
 
 class EventLoop:

@@ -33,6 +33,7 @@ class Started(_Event, frozen=True, kw_only=True):
     node: int = 0
 
 
+_MOST_LINES = 100  # of several events that became one
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -119,6 +120,93 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     is_on_device: bool = False
     samples: int = 0
     lines: list[SampledLine] = []
+
+    def followed_by(self, later: StepTimes) -> StepTimes:
+        """Return one event for the steps of this one and of a later one."""
+        steps = self.steps + later.steps
+        seen: dict[tuple[str, str, str, str], int] = {}
+        for line in (*self.lines, *later.lines):
+            key = line.phase, line.activity, line.place, line.text
+            seen[key] = seen.get(key, 0) + line.samples
+        most_seen = sorted(seen.items(), key=lambda item: -item[1])[:_MOST_LINES]
+        return msgspec.structs.replace(
+            later,  # what doesn't add up is that of the later one
+            steps=steps,
+            seconds={
+                phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0)
+                for phase in self.seconds.keys() | later.seconds.keys()
+            },
+            evaluations=self.evaluations + later.evaluations,
+            collecting_s=self.collecting_s + later.collecting_s,
+            compilations=self.compilations + later.compilations,
+            rows=(self.rows * self.steps + later.rows * later.steps) / steps,
+            smallest_batch=min(filter(None, (self.smallest_batch, later.smallest_batch)), default=0),
+            largest_batch=max(self.largest_batch, later.largest_batch),
+            samples=self.samples + later.samples,
+            lines=[SampledLine(*key, samples) for key, samples in most_seen],
+        )
+
+
+SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel"]
+"""What a span of a profile is. Kernels run on the device, everything else on the host."""
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a profile's time.
+
+    Attributes:
+        kind: What ran.
+        name: Its name, such as ``aten::mm``.
+        begin_us: Its begin in microseconds, from the begin of the profile.
+        took_us: Its duration in microseconds.
+    """
+
+    kind: SpanKind
+    name: str
+    begin_us: float
+    took_us: float
+
+
+class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
+    """The time that an operator of the host, or a kernel of the device, took in all steps of a profile.
+
+    Attributes:
+        name: Its name.
+        calls: How often it ran.
+        self_us: Its microseconds without those of the operators that it called.
+        is_kernel: True for a kernel of the device.
+    """
+
+    name: str
+    calls: int
+    self_us: float
+    is_kernel: bool = False
+
+
+class Profiled(_Event, frozen=True, kw_only=True):
+    """The rank's answer to a request for a profile of its next steps.
+
+    Attributes:
+        number: The number of the request.
+        why: The reason why there are fewer steps than were asked for; empty if there is none.
+        steps: Number of profiled steps, 0 if there are none.
+        age_s: Seconds from the begin of the profile to this event.
+        spans: The parts of its time. Of each kind only the longest are here.
+        operators: The operators and kernels that took most.
+        lines: The lines of the user's code that were seen most.
+        samples: Number of looks at the main thread.
+        trace: Path of the trace on the rank's machine; empty if there is none.
+    """
+
+    number: str
+    why: str = ""
+    steps: int = 0
+    age_s: float = 0.0
+    spans: list[Span] = []
+    operators: list[OperatorTime] = []
+    lines: list[SampledLine] = []
+    samples: int = 0
+    trace: str = ""
 
 
 class Metrics(_Event, frozen=True, kw_only=True):
@@ -354,6 +442,7 @@ Event: TypeAlias = (
     Started
     | Progress
     | StepTimes
+    | Profiled
     | Metrics
     | Output
     | Display

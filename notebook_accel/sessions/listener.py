@@ -14,7 +14,6 @@ import pathlib
 import secrets
 import shutil
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,12 +21,11 @@ from notebook_accel.errors import LaunchError
 from notebook_accel.launching import logs
 from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.channel import ClosedError, Connection, peer_of
 from notebook_accel.uninterruptible import Latch
 
 _HELLO_DEADLINE_S = 5.0
 _POLL_PERIOD_S = 0.1
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid
 _NAME = "session"
 
 
@@ -110,7 +108,7 @@ class Listener:
 
     def _checked(self, sock: socket.socket) -> JoinedRank | None:
         """Check a new connection. Return the rank behind it, or ``None`` for anything else."""
-        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = peer_of(sock)
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
         with contextlib.suppress(ClosedError, ProcessLookupError, ValueError):  # msgspec's errors are ValueErrors

@@ -28,8 +28,13 @@ from notebook_accel.training.loaders import (
     kept_options,
     unchanged,
 )
-from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    SynchronizedSampler,
+)
 from notebook_accel.training.trees import send_to_device
 
 

@@ -22,13 +22,14 @@ from notebook_accel.training.backends.backend import Backend, Uploader
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
-from notebook_accel.training.samplers import SkipBatchSampler, chain_of
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     MarkedBatch,
     Round,
+    SkipBatchSampler,
     Tail,
+    chain_of,
     dispatched_rounds,
     slices,
 )
@@ -193,6 +194,8 @@ class DataLoaderShard(DataLoader[Any]):
                     current.ends_window = True
                 ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
+                if current.before_next is not None:
+                    current.before_next()
 
     def __len__(self) -> int:
         length = super().__len__()

@@ -12,18 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import process_group
-from notebook_accel.training.library_trackers import (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-)
-from notebook_accel.training.trackers import JSONLinesTracker, warn_once
+from notebook_accel.training.trackers import LIBRARIES, JSONLinesTracker, warn_once
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,18 +33,7 @@ class LoggerType(str, enum.Enum):
     WANDB = "wandb"
 
 
-_LIBRARIES = (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-)
-_KNOWN: dict[str, Any] = {kind.name: kind for kind in (JSONLinesTracker, *_LIBRARIES)}
+_KNOWN: dict[str, Any] = {kind.name: kind for kind in (JSONLinesTracker, *LIBRARIES)}
 _PACKAGES = {"comet_ml": "comet-ml"}  # where pip has another name for it
 
 
@@ -139,7 +117,7 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
 
 def _is_installed(kind: Any) -> bool:
     """Return whether a class of trackers has its library. A class that was registered by the user has."""
-    return kind not in _LIBRARIES or importlib.util.find_spec(kind.name) is not None
+    return kind not in LIBRARIES or importlib.util.find_spec(kind.name) is not None
 
 
 def _needs_folder(tracker: Any) -> bool:

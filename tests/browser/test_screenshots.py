@@ -5,6 +5,7 @@ The runs are fake, since a machine for 64 ranks is rarely at hand. The real pane
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ pytestmark = [
 
 _SCENES = """
 import math
+import pathlib
 from notebook_accel.errors import RankFailedError
 
 TOTAL, RATE_HZ = 2250, 53.0
@@ -107,6 +109,11 @@ _RUNNING = {
     "panel_2_step": "show(measure(train(2))); view._widgets.view.value = 'Step'; view.refresh()",
     "panel_8_step": "show(measure(train(8), 5)); view._widgets.view.value = 'Step'; view.refresh()",
     "panel_64_step": "show(measure(train(64), 42)); view._widgets.view.value = 'Step'; view.refresh()",
+    "panel_2_profile": "show(measure(train(2))); view._profile = fake_profile(2); view._widgets.view.value = 'Step'; "
+    "view.refresh()",
+    "profile_2": "fake_profile(2)",
+    "profile_8": "fake_profile(8, 5)",
+    "profile_64": "fake_profile(64, 42)",
     "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
     "panel_64_failing": "show(train(64, failed=(9,)))",
 }
@@ -122,7 +129,9 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
     lab.use_theme(f"JupyterLab {theme}")
     name = f"pictures_{theme.lower()}.ipynb"
     scenes = {**_RUNNING, **_ENDED}
-    lab.write_notebook(name, [fake_runs.SETUP, _SCENES, *scenes.values()])
+    profile = inspect.getsource(fake_runs.fake_profile)
+    setup = f"from __future__ import annotations\n%load_ext notebook_accel\n{fake_runs.SETUP}\n{profile}"
+    lab.write_notebook(name, [setup, _SCENES, *scenes.values()])
     page.set_viewport_size({"width": 1400, "height": 1600})
     open_notebook(page, lab, name)
     for index in (0, 1):
@@ -131,7 +140,7 @@ def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> N
     for index, picture in enumerate(scenes, start=2):
         panel = run_cell(page, index).locator(".nba-panel")
         wait_until_done(page, index)
-        panel.locator("svg").wait_for()
+        panel.locator("svg").first.wait_for()
         expect(panel.locator("table").first).to_be_visible()
         page.mouse.move(0, 0)
         screenshot(panel, f"{picture}_{theme.lower()}")

@@ -13,6 +13,7 @@ _PROGRAMS = pathlib.Path(__file__).parent / "programs"
 CHECKS: Mapping[str, str] = {
     "trains": "trains in a cell and by `notebook_launcher`, and both ranks end with the same model",
     "again": "runs again in the same notebook, also after a failure and after an interrupt",
+    "session": "trains twice in a session, with a failure in between, and again after an interrupt",
     "progress": "moves its rows: step, total, rate and loss; evaluation apart from training",
     "error": "an exception in the user's code is raised in the cell, with the user's lines",
     "interrupt": "an interrupt leaves no process; a program that can resume does so from its checkpoint",
@@ -243,10 +244,6 @@ ROWS = [
         "fastai_learner",
         ("fastai",),
         ("fastai.learner", "sklearn.datasets"),
-        fails={
-            "error": "a `DataLoader` worker raises it, as is fastai's default; the user's line stands in torch's "
-            "message, below the headline"
-        },
     ),
     Row(
         "Keras 3 on torch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import inspect
 import itertools
 import json
 import pathlib
@@ -106,12 +107,35 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
     assert "There is no run that goes on." in notebook.run("%distributed stop").traceback
 
 
+@pytest.mark.front_end
+def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kernel) -> None:
+    cell = """
+    %%distributed -n 2 --use_cpu --background --out trained --name trained --view none
+    import torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4):
+            model(x).sum().backward()
+            optimizer.step()
+    """
+    assert notebook.run(inspect.cleandoc(cell)).status == "ok"
+    notebook.run("while not all(rank.steps for rank in trained.ranks): time.sleep(0.05)")
+    asked = notebook.start("%distributed profile --steps=2")
+    outcome = asked.finish(180)
+    assert outcome.result.startswith("2 steps of 'trained' on 2 ranks, "), outcome.traceback
+    [shown] = [message["content"]["data"] for message in asked.messages if message["msg_type"] == "execute_result"]
+    assert 'aria-label="rank 1: 2 steps, ' in shown["text/html"]
+    notebook.run("%distributed stop --run trained")
+    assert "There is no run 'trained' that goes on." in notebook.run("%distributed profile --run trained").traceback
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         (
             "stpo",
-            "no command 'stpo'; there are status, stop, logs, stacks, why, runs, attach, again, config, doctor",
+            "no command 'stpo'; there are status, stop, logs, stacks, why, profile, runs, attach, again, config",
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
@@ -122,6 +146,9 @@ def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> N
         ("logs --run", "--run needs a run's name or number"),
         ("logs 'first", "a quote is not closed"),
         ("doctor 1", "%distributed doctor: unexpected argument '1'."),
+        ("profile --steps", "%distributed profile: --steps needs a number."),
+        ("profile --steps many", "%distributed profile: --steps needs a number."),
+        ("profile --memory", "%distributed profile: unexpected argument '--memory'."),
         ("stacks 0 --run first", "There is no run 'first' that goes on."),
     ],
 )
@@ -138,7 +165,7 @@ def test_doctor_says_what_it_found(notebook: kernels.Kernel) -> None:
 
 def test_help_shows_every_command(notebook: kernels.Kernel) -> None:
     shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
-    for command in ("status", "stop", "logs", "stacks", "why", "doctor"):
+    for command in ("status", "stop", "logs", "stacks", "why", "profile", "doctor"):
         assert f"%distributed {command}" in shown
 
 

@@ -395,3 +395,50 @@ def test_displays_keep_their_metadata_and_are_updated_in_their_place(kernel: ker
         ("one", {"isolated": True}),
         ("two", {}),
     ]
+
+
+def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(kernel: kernels.Kernel) -> None:
+    messages = _messages(
+        kernel,
+        """
+        job = make_job(is_background=True)
+        view = open_view(job)
+        start(job)
+        view._widgets.view.value = "Step"
+        view._widgets.profile.click()
+        assert Control.called.wait(60)
+        view.refresh()
+        assert "profiling the next 5 steps" in view._widgets.body.value
+        spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
+        for rank in range(2):
+            job.deliver(rank, events.Profiled(number=Control.profile_number, steps=1, spans=spans))
+        view._profiling.join(60)
+        view.refresh()
+        print(view._widgets.body.value.count("<svg"), "profiling" in view._widgets.body.value)
+        finish(job)
+        view.close()
+        """,
+    )
+    printed = [message["content"]["text"] for message in messages if message["msg_type"] == "stream"]
+    assert printed == ["2 False\n"]
+    shown = [message["content"]["data"] for message in messages if message["msg_type"] == "update_display_data"]
+    assert shown[-1]["text/html"].count('class="nba-lane-label"') == 2
+
+
+def test_button_says_why_there_is_no_profile(kernel: kernels.Kernel) -> None:
+    said = _messages(
+        kernel,
+        """
+        job = make_job(is_background=True)
+        view = open_view(job)
+        view._widgets.view.value = "Step"
+        view._widgets.profile.click()
+        view._profiling.join(60)
+        view.refresh()
+        print(view._widgets.body.value)
+        finish(job)
+        view.close()
+        """,
+    )
+    [printed] = [message["content"]["text"] for message in said if message["msg_type"] == "stream"]
+    assert "can&#x27;t be profiled now.\nNo rank has started yet." in printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -15,8 +16,7 @@ import torch
 from notebook_accel import nccl
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import RankStack
+from notebook_accel.launching.state.stacks import RankStack, Silence
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import pending_request
 from notebook_accel.sessions.kernel.session import Session
@@ -97,6 +97,17 @@ def goes_on(session: Session) -> bool:
         for source in (_STATE, _GRADIENT_IS_RIGHT, "step()\n" + _STATE)
         for rank in range(2)
     )
+
+
+def test_library_that_exits_at_an_interrupt_leaves_a_group_that_goes_on(prepared: Session) -> None:
+    source = (
+        "import sys\ntry:\n    torch.distributed.recv(torch.ones(1), 1 - rank)\n"
+        "except KeyboardInterrupt:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    sys.exit(1)"
+    )
+    for _ in range(2):  # with the cell's handler, the second interrupt would do nothing
+        with interrupted(prepared, waits):
+            prepared.execute(source)
+    assert goes_on(prepared)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +233,27 @@ def test_sharded_model_is_named_and_can_be_made_again(prepared: Session, capsys:
     assert goes_on(prepared)
 
 
+_OWN_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
+parallel.module.weight.grad[0, 0].item(), dist.get_backend()
+"""
+
+
+def test_cell_that_makes_the_group_runs_again(engine: local.LocalEngine) -> None:
+    with Session(num_processes=2, use_cpu=True, view="none") as session:
+        session.execute("import datetime, os, torch\nrank = int(os.environ['RANK'])")
+        for _ in range(2):
+            assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
+        with interrupted(session, waits):
+            session.execute(f"{_OWN_GROUP}\ndist.recv(torch.ones(1), 1 - rank)")
+        assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
+        with pytest.raises(RankFailedError, match="default process group twice"):
+            session.execute("dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))")
+
+
 def test_interrupt_that_comes_while_nothing_runs_is_forgotten(prepared: Session) -> None:
     for info in prepared.job.ranks:
         assert info.pid is not None
@@ -245,6 +277,8 @@ def test_loader_whose_workers_were_running_goes_on_and_leaves_none(prepared: Ses
     prepared.execute(f"import multiprocessing\n{loading}")
     with interrupted(prepared, sleeps):
         prepared.execute("for row in rows:\n    time.sleep(100)")
+    if sys.version_info < (3, 11):  # contextlib leaves a cycle there, which holds the loader's workers
+        prepared.execute("import gc; gc.collect(); None")
     counted = "counted = sum(row.numel() for row in rows)\ncounted, len(multiprocessing.active_children())"
     assert repr(prepared.execute(counted)) == "ranks 0-1: (32, 0)"
     assert goes_on(prepared)

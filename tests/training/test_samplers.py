@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from notebook_accel import Accelerator, DataLoaderConfiguration
-from notebook_accel.training.samplers import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler, chain_of
+from notebook_accel.training.sharding import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler, chain_of
 from tests.training.ranks import Ranks
 
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from notebook_accel.host_memory import MemoryWatch
 from notebook_accel.launching.agent.audience import Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
-from notebook_accel.launching.agent.memory_watch import MemoryWatch
 from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
 from notebook_accel.launching.processes import end_with_parent, kill_group
@@ -143,6 +143,8 @@ class Agent:
             self._end(told)
         elif isinstance(told, messages.Inspect):
             self._inspect(told)
+        elif isinstance(told, messages.Profile):
+            self._profile(told)
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
@@ -411,6 +413,12 @@ class Agent:
         run = self._runs.get(told.job_id)
         if told.job_id not in self._inspections:
             self._inspections[told.job_id] = Inspection(run.ranks if run is not None else [], time.monotonic())
+
+    def _profile(self, told: messages.Profile) -> None:
+        run = self._runs.get(told.job_id)
+        if run is not None:
+            for rank in run.alive:
+                rank.tell(msgspec.structs.replace(told, trace=run.trace_of(rank, told.number)))
 
     # Events and output of ranks ------------------------------------------------------------------------------------
 

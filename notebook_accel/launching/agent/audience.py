@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +16,7 @@ from notebook_accel.launching.journal import Journal, numbered
 from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, take_frames
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, peer_of, take_frames
 
 _MOST_QUEUED_BYTES = 4 << 20
 """Bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now."""
@@ -27,7 +26,6 @@ _PATIENCE_S = 10.0  # with an attached kernel that takes nothing
 _LONGEST_ORDER_BYTES = 1 << 16
 _MOST_ATTACHMENTS = 64
 _LATEST_PERIOD_S = 1.0
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 Hear = Callable[[messages.ToAgent, Message], None]
 
@@ -184,9 +182,7 @@ class Attachments:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again, or there are too many open files
             accepted, _ = self._listening.accept()
-            credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _, user, _ = _CREDENTIALS.unpack(credentials)
-            if user != os.getuid() or len(self._attached) >= _MOST_ATTACHMENTS:
+            if peer_of(accepted)[1] != os.getuid() or len(self._attached) >= _MOST_ATTACHMENTS:
                 accepted.close()
                 return
             attachment = _Attachment(Connection(accepted), accepted)

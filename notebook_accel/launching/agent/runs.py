@@ -89,6 +89,12 @@ class Rank:
         self.log.close()
         close_all([self.dump])
 
+    def tell(self, message: messages.Profile) -> None:
+        """Send the rank a message, if it takes one."""
+        self.connection.queue(messages.encode(message))
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.flush()
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank itself, so that its own code can react; SIGKILL also to all that it has started."""
         if self.pid is None:
@@ -143,6 +149,11 @@ class Run:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks if rank.status is None]
 
+    def trace_of(self, rank: Rank, number: str) -> str:
+        """Return the path of a rank's trace of a profile; empty without a log folder."""
+        folder = self.launch.log_folder
+        return str(logs.trace_file(folder, number, rank.number)) if folder else ""
+
     def awaits(self, number: int) -> bool:
         """Return whether a rank was ordered and has not exited."""
         return number < len(self.ranks) and self.ranks[number].status is None
@@ -161,11 +172,12 @@ class Run:
     def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
         """Return a rank's place among all ranks and its further environment variables."""
         if self.places:
-            return self.places[number]
+            place, variables = self.places[number]
+            return place, {**self.launch.variables, **variables}
         assert self.store is not None
         size = self.launch.world_size
         place = RankPlace(number, size, number, size, "127.0.0.1", self.store.getsockname()[1])
-        return place, {"TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
+        return place, {**self.launch.variables, "TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
 
     @property
     def _restarts_left(self) -> int:

@@ -163,7 +163,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._remaining_restarts = max(spec.max_restarts - restarts, 0)
         if rank == 0:
             here = environment.address_towards(meeting.host, meeting.port)
-            self._listening = _listening(meeting.host if meeting.backend == "static" else here, 0)
+            self._listening = _listening(meeting.host if meeting.backend == "static" else here)
             self._master = self._listening.getsockname()[:2]
             store.set("master", f"{self._master[1]} {self._master[0]}".encode())
         else:
@@ -362,12 +362,12 @@ def _in_words(name: str, status: NodeStatus | None) -> str:
     return words
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening(host: str) -> socket.socket:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=4096)
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=4096)
     except OSError as error:
-        raise RefusedError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
+        raise RefusedError(f"A port for the ranks' store can't be used: {error.strerror}.") from None
 
 
 def run(order: messages.ForkElastic, descriptors: list[int]) -> int:

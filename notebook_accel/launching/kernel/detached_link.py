@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,14 +22,13 @@ from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection, Message
+from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
 _DEADLINE_S = 10.0
 _START_DEADLINE_S = 60.0  # a busy machine takes its time for a new interpreter
 _LOOK_PERIOD_S = 0.5
 _PAUSE_S = 0.1
 _SHORT_PAUSE_S = 0.005
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 class Link(AgentLink[DetachedJob]):
@@ -276,6 +273,9 @@ class _Control:
     def inspect(self) -> None:
         self._link.tell(messages.Inspect(job_id=self._job_id))
 
+    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
+        self._link.tell(message_to(self._job_id))
+
 
 def send_order(folder: RunFolder, message: messages.Order) -> None:
     """Send the agent of a run a message, if it lives. A message to an agent that has gone, or is going, is lost.
@@ -311,7 +311,7 @@ def _connect(folder: RunFolder) -> tuple[Connection, int]:
         OSError: Nobody listens, or another user does.
     """
     connected = folder.connect()
-    pid, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, user = peer_of(connected)
     if user != os.getuid():
         connected.close()
         raise PermissionError(errno.EPERM, "another user listens there", str(folder.path))

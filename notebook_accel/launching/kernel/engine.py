@@ -13,7 +13,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, Profile, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ class RunControl(Protocol):
 
     def inspect(self) -> None:
         """Ask the ranks for their stacks, without waiting. The answer goes to ``take_dumps``."""
+
+    def profile(self, message_to: Callable[[str], Profile]) -> None:
+        """Ask the ranks to profile their next steps, without waiting. The answers are events.
+
+        Args:
+            message_to: Makes the message to an agent, given the run's id there.
+        """
 
     def respawn(self, rank: int) -> None:
         """Start a dead rank once more."""

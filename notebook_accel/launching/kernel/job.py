@@ -24,21 +24,22 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching import logs
+from notebook_accel.launching import logs, traces
 from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
-from notebook_accel.launching.state import failures
+from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
+from notebook_accel.launching.state.profiles import Profile, ProfileRequest
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import RankStack, StackRequest, Stacks
+from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
 from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
+_TRACE_DEADLINE_S = 60.0  # for ranks to read what they have recorded
 _numbers = itertools.count(1)
 
 Status = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
@@ -202,6 +203,7 @@ class Job(Handle):
         self._failures = failures.RunErrors(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
+        self._profile_request: ProfileRequest | None = None
         self._restarts_by_node: int | None = None
         self._elsewhere: Failure | None = None
         self._reason: Reason = ""
@@ -354,6 +356,62 @@ class Job(Handle):
             why="The agent, the process that supervises the ranks, doesn't answer: it may be stopped.",
         )
 
+    def profile(self, steps: int = 5, timeout_s: float = 60.0) -> Profile:
+        """Profile the next steps on all ranks with torch's profiler, while the run goes on, and wait for the result.
+
+        Steps are counted by torch's hooks, so nothing in the code needs to change.
+
+        Args:
+            steps: Number of steps, from 1 to 100.
+            timeout_s: Seconds that the ranks have for these steps.
+
+        Raises:
+            ConfigError: ``steps`` is no such number.
+            RunError: The run isn't going on, is being profiled already, or no rank has done a step in time.
+        """
+        profiles.check_steps(steps)
+        request = self._begin_profile(steps, timeout_s)
+        try:
+            self._tell(lambda control: control.profile(request.message))
+            request.wait(timeout_s + _TRACE_DEADLINE_S)
+        finally:
+            self._profile_request = None
+        found = request.profile(self.name)
+        if not found.measured:
+            raise RunError(
+                f"No step of {self.name!r} could be profiled.",
+                why="\n".join(found.notes),
+                fix="profile while the run trains: steps are batches of a DataLoader, or else steps of an optimizer",
+            )
+        return self._with_trace(found, request.number)
+
+    def _begin_profile(self, steps: int, timeout_s: float) -> ProfileRequest:
+        with self.state_lock:
+            ranks = [rank for rank in self.ranks if rank.pid is not None and not rank.has_ended]
+            why = ""
+            if self.run_here is not None:
+                why = "Its one rank runs in this process (start_method='inline')."
+            elif self._profile_request is not None:
+                why = "Another profile is being made."
+            elif self.done or not ranks:
+                why = "It has ended." if self.done or self.state.has_started else "No rank has started yet."
+            if why:
+                raise RunError(f"The run {self.name!r} can't be profiled now.", why=why)
+            self._profile_request = ProfileRequest(int(steps), timeout_s, ranks)
+            return self._profile_request
+
+    def _with_trace(self, profile: Profile, number: str) -> Profile:
+        """Return the profile with one trace of all ranks, which is made of theirs."""
+        paths = {rank.rank: rank.trace for rank in profile.ranks if rank.trace is not None}
+        if len(paths) < 2 or self.log_folder is None:
+            return dataclasses.replace(profile, trace=next(iter(paths.values()), None))
+        merged = logs.trace_file(self.log_folder, number, None)
+        try:
+            traces.merge(paths, merged)
+        except (OSError, ValueError) as error:
+            return dataclasses.replace(profile, problem=f"The traces of the ranks can't be merged: {error}")
+        return dataclasses.replace(profile, trace=merged)
+
     def __repr__(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"<Job {self.name!r}: {self.status}, {ranks} on {self.devices}>"
@@ -419,6 +477,8 @@ class Job(Handle):
         with self.state_lock:
             self.state.apply(rank, event)
             self._pending.append((rank, event))
+            if self._profile_request is not None:
+                self._profile_request.take(rank, event)
 
     def start(self, starting: Starting) -> None:
         """Note that all ranks are started, or started again. Called by the engine's thread."""
@@ -464,6 +524,9 @@ class Job(Handle):
             self.state.close()
         self._ended.set()
         self._stack_request.end()
+        with self.state_lock:
+            if self._profile_request is not None:
+                self._profile_request.end()
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
         """Note the end of a run whose one rank was this process, with its results or the rank's exception."""

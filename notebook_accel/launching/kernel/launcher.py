@@ -25,6 +25,7 @@ from notebook_accel.launching.kernel import (
     local,
     preflight,
     registry,
+    run_payload,
 )
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
@@ -58,14 +59,10 @@ def launch_function(
         detach: Whether the run goes on when the kernel ends.
         show: Shows a run in the background.
     """
-    label = getattr(function, "__name__", type(function).__name__)
-    roots = {f'function "{label}"': function}
-    roots |= {f"argument {index}": value for index, value in enumerate(args)}
-    roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
-        roots,
-        JobSpec(name=config.name or label),
+        run_payload.call_roots(function, args, kwargs),
+        JobSpec(name=config.name or getattr(function, "__name__", type(function).__name__)),
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,
@@ -101,7 +98,7 @@ def launch_cell(
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
-    roots = {f'global "{name}"': value for name, value in names.items()}
+    roots = {run_payload.variable_label(name): value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     spec = JobSpec(
         name=config.name or cell.calls or cell.label,
@@ -315,7 +312,7 @@ def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
     """Return options for one short run on this machine alone."""
     alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
     alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
-    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", **alone)
+    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", end_at="", **alone)
 
 
 def _use_device() -> str:

@@ -13,10 +13,11 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from notebook_accel import host_memory
+from notebook_accel import host_memory, session_end
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_size
@@ -29,7 +30,7 @@ _SHARED_BYTES = 64 << 20  # what Docker gives a container
 # The length of sun_path in linux/un.h, less the names that multiprocessing gives to a folder and a socket.
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
-_NEEDS_TEMPLATE = {"max_restarts": 0, "num_nodes": "1"}
+_NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
 
 _warned: set[str] = set()
 
@@ -45,13 +46,11 @@ def check(
         captured: The objects that are sent to the ranks, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
-    findings = [devices.finding, _half_precision_without_gpu(config, devices), _port(config), _inside_a_rank()]
-    findings += [_restarts_without_template(config, devices), _options_without_engine(config)]
-    findings += [_options_without_fsdp(config), _fsdp_on_tpus(config, devices)]
+    findings = [devices.finding, *_options(config, devices), *_end_of_session(config), _port(config)]
     if config.start_method == "inline":
-        findings += [_more_than_one_inline(config), _limit_inline(config)]
+        findings += _inline(config)
     else:
-        findings += [_system(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
+        findings += [*_system(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
         findings.append(_long_temporary_folder())
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
@@ -73,102 +72,100 @@ def warn(findings: tuple[Finding, ...]) -> None:
             print(f"Warning: {finding}", file=sys.stderr)
 
 
-def _options_without_engine(config: LaunchConfig) -> Finding | None:
-    if not config.engine_options or config.engine != "local":
-        return None
-    return Finding(
-        f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
-        "These options are for a cluster, and engine='local' runs ranks on this machine.",
-        "--engine ray (engine='ray'), or leave them out",
-    )
-
-
-def _options_without_fsdp(config: LaunchConfig) -> Finding | None:
-    if not config.fsdp_options or config.fsdp:
-        return None
-    return Finding(
-        f"fsdp_options={', '.join(config.fsdp_options)!r} would do nothing.",
-        "They are settings of sharded models, and without fsdp each rank holds whole ones.",
-        "--fsdp (fsdp=True), or leave them out",
-    )
-
-
-def _fsdp_on_tpus(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if not config.fsdp or devices.platform is None:
-        return None
-    return Finding(
-        "fsdp was asked for, and the ranks run on TPUs.",
-        "torch's fully_shard is for GPUs and CPUs.",
-        "leave out --fsdp",
-    )
-
-
-def _inside_a_rank(environ: Mapping[str, str] = os.environ) -> Finding | None:
-    rank, world_size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if not (rank and world_size.isdecimal() and int(world_size) > 1):
-        return None
-    return Finding(
-        f"This process is rank {rank} of {world_size} already.",
-        "If each rank launches ranks of its own, all of them share the devices.",
-        "call the function itself; or, if this process is no rank, unset RANK and WORLD_SIZE",
-        refuses=False,
-    )
-
-
-def _more_than_one_inline(config: LaunchConfig) -> Finding | None:
-    if config.num_processes in (None, 1):
-        return None
-    return Finding(
-        f"{config.num_processes} processes were asked for, and start_method='inline' runs in the kernel's own.",
-        "One process is one rank.",
-        "--num_processes 1 to debug it here, or --start_method spawn for several ranks",
-    )
-
-
-def _limit_inline(config: LaunchConfig) -> Finding | None:
-    if config.timeout_s is None:
-        return None
-    return Finding(
-        f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
-        "It couldn't be ended there without ending the kernel.",
-        "leave out timeout_s, and interrupt the kernel when it takes too long",
-    )
-
-
-def _restarts_without_template(config: LaunchConfig, devices: Devices) -> Finding | None:
+def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
+    """Yield findings about options that don't fit the devices, the start method or each other."""
+    if config.mixed_precision == "fp16" and devices.kind != "GPU":
+        where = "the CPU" if devices.kind == "CPU" else devices.describe(devices.available)
+        yield Finding(
+            f"mixed_precision='fp16' was asked for, and the ranks run on {where}.",
+            "fp16 needs gradient scaling, which works on GPUs; elsewhere most operations have no fp16 version.",
+            "--mixed_precision bf16, or no",
+        )
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank and world_size.isdecimal() and int(world_size) > 1:
+        yield Finding(
+            f"This process is rank {rank} of {world_size} already.",
+            "If each rank launches ranks of its own, all of them share the devices.",
+            "call the function itself; or, if this process is no rank, unset RANK and WORLD_SIZE",
+            refuses=False,
+        )
+    asked = [f"{name}={getattr(config, name)}" for name, usual in _NEEDS_TEMPLATE if getattr(config, name) != usual]
     method = devices.start_method(config)
-    values = {name: getattr(config, name) for name in _NEEDS_TEMPLATE}
-    asked = [f"{name}={value}" for name, value in values.items() if value != _NEEDS_TEMPLATE[name]]
-    if not asked or method not in ("inline", "fork"):
-        return None
-    return Finding(
-        f"{' and '.join(asked)} was asked for, and the start method is {method}.",
-        "Restarts and several nodes need ranks that are forked from a clean process; with that method there is none.",
-        "--max_restarts 0 and --num_nodes 1, or --start_method spawn",
-    )
+    if asked and method in ("inline", "fork"):
+        yield Finding(
+            f"{' and '.join(asked)} was asked for, and the start method is {method}.",
+            "Restarts and several nodes need ranks that are forked from a clean process, and that method has none.",
+            "--max_restarts 0 and --num_nodes 1, or --start_method spawn",
+        )
+    if config.engine_options and config.engine == "local":
+        yield Finding(
+            f"engine_options={', '.join(config.engine_options)!r} would do nothing.",
+            "These options are for a cluster, and engine='local' runs ranks on this machine.",
+            "--engine ray (engine='ray'), or leave them out",
+        )
+    if config.fsdp_options and not config.fsdp:
+        yield Finding(
+            f"fsdp_options={', '.join(config.fsdp_options)!r} would do nothing.",
+            "They are settings of sharded models, and without fsdp each rank holds whole ones.",
+            "--fsdp (fsdp=True), or leave them out",
+        )
+    if config.fsdp and devices.platform is not None:
+        why = "torch's fully_shard is for GPUs and CPUs."
+        yield Finding("fsdp was asked for, and the ranks run on TPUs.", why, "leave out --fsdp")
 
 
-def _system() -> Finding | None:
-    if processes.are_supported():
-        return None
+def _end_of_session(config: LaunchConfig) -> Iterator[Finding]:
+    end_s, now_s = session_end.end_of(config.end_at), time.time()
+    if end_s is not None and end_s - config.end_margin_s <= now_s:
+        source = f"end_at={config.end_at}" if config.end_at else "The time limit of the Slurm job"
+        yield Finding(
+            f"{source} is {'past' if end_s <= now_s else 'near'}: {session_end.in_words(end_s)}.",
+            f"Accelerator.should_stop is true from {config.end_margin_s:g} s before it, and so from the first step.",
+            "a later --end_at, or an --end_margin_s that is less than the time that is left",
+            refuses=bool(config.end_at),
+        )
+    if config.num_nodes != "1" and session_end.is_duration(config.end_at):
+        yield Finding(
+            f"end_at={config.end_at} is a duration, and the run has several nodes.",
+            "Each node would count it from its own launch, and all have to stop at the same step.",
+            "--end_at with a time of day such as 23:30, on every node",
+        )
+
+
+def _inline(config: LaunchConfig) -> Iterator[Finding]:
+    if config.num_processes not in (None, 1):
+        yield Finding(
+            f"{config.num_processes} processes were asked for, and start_method='inline' runs in the kernel's own.",
+            "One process is one rank.",
+            "--num_processes 1 to debug it here, or --start_method spawn for several ranks",
+        )
+    if config.timeout_s is not None:
+        yield Finding(
+            f"timeout_s={config.timeout_s:g} was given, and start_method='inline' runs in the kernel's own process.",
+            "It couldn't be ended there without ending the kernel.",
+            "leave out timeout_s, and interrupt the kernel when it takes too long",
+        )
+
+
+def _system() -> Iterator[Finding]:
     inline = "--start_method inline runs one rank in this process, anywhere"
     if sys.platform != "linux":
-        return Finding(
+        yield Finding(
             f"Launching needs Linux 5.3 or later; this is {sys.platform}.",
             "Ranks are started and ended with process descriptors and anonymous memory files, which only Linux has.",
             f"use Linux, or WSL 2 on Windows; {inline}",
         )
-    return Finding(
-        f"Launching needs a system call that this system refuses: {processes.missing_call()}.",
-        "Ranks are started and cleaned up with it. Linux has it since 5.3; the sandbox of a container may forbid it.",
-        f"use a newer kernel, or a container whose sandbox (seccomp profile) allows it; {inline}",
-    )
+    elif not processes.are_supported():
+        yield Finding(
+            f"Launching needs a system call that this system refuses: {processes.missing_call()}.",
+            "Ranks are started and cleaned up with it. Linux has it since 5.3; a container's sandbox may forbid it.",
+            f"use a newer kernel, or a container whose sandbox (seccomp profile) allows it; {inline}",
+        )
 
 
 def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if devices.kind != "GPU" or config.num_processes is None or config.num_processes <= devices.available:
-        return None
-    if config.oversubscribe:
+    is_enough = config.num_processes is None or config.num_processes <= devices.available
+    if devices.kind != "GPU" or is_enough or config.oversubscribe:
         return None
     return Finding(
         f"{config.num_processes} processes were asked for, and there {'is' if devices.available == 1 else 'are'} "
@@ -177,20 +174,6 @@ def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
         f"--num_processes {devices.available}, or --use_cpu to train on the CPU; or, to see whether it runs at all, "
         "--oversubscribe (oversubscribe=True), which shares GPUs over gloo",
     )
-
-
-def _half_precision_without_gpu(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if config.mixed_precision != "fp16" or devices.kind == "GPU":
-        return None
-    return Finding(
-        f"mixed_precision='fp16' was asked for, and the ranks run on {_where(devices)}.",
-        "fp16 needs gradient scaling, which works on GPUs; elsewhere most operations have no fp16 version.",
-        "--mixed_precision bf16, or no",
-    )
-
-
-def _where(devices: Devices) -> str:
-    return "the CPU" if devices.kind == "CPU" else devices.describe(devices.available)
 
 
 def _port(config: LaunchConfig) -> Finding | None:
@@ -288,43 +271,59 @@ _BREAK_FORKING = {
 
 def check_fork(*, on_gpus: bool = False) -> list[Finding]:
     """Return all findings against forking this process, ``on_gpus`` for forks that compute on GPUs."""
-    devices = [_cuda() or (_cuda_driver() if on_gpus else None), device_state.xla_in_use()]
-    findings = [*devices, _threads(), _group_of_the_kernel(), _accelerator_of_the_kernel(), _libraries()]
-    return [finding for finding in findings if finding is not None]
+    xla = device_state.xla_in_use()
+    return [*_cuda(on_gpus=on_gpus), *([] if xla is None else [xla]), *_state_of_the_kernel()]
 
 
-def _cuda() -> Finding | None:
-    if not device_state.is_cuda_initialized():
-        return None
-    return Finding(
-        "CUDA is initialised in this kernel, and start_method='fork' was asked for.",
-        "CUDA doesn't work in a fork of a process that has initialised it; allow_initialized_cuda can't change that.",
-        "--start_method spawn; or restart the kernel and use the GPU only inside the cell or function",
-    )
+def _cuda(*, on_gpus: bool) -> Iterator[Finding]:
+    if device_state.is_cuda_initialized():
+        yield Finding(
+            "CUDA is initialised in this kernel, and start_method='fork' was asked for.",
+            "CUDA doesn't work in a fork of a process that has initialised it; allow_initialized_cuda can't change "
+            "that.",
+            "--start_method spawn; or restart the kernel and use the GPU only inside the cell or function",
+        )
+    elif on_gpus and device_state.forks_lose_cuda():
+        yield Finding(
+            "This kernel has woken CUDA's driver, as torch.cuda.is_available() does; start_method='fork' was asked "
+            "for.",
+            "CUDA doesn't work in a fork of such a process, although torch.cuda.is_initialized() is still False in it.",
+            "--start_method spawn; or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before the kernel starts, with which "
+            "torch.cuda.is_available() leaves the driver asleep",
+        )
 
 
-def _cuda_driver() -> Finding | None:
-    if not device_state.forks_lose_cuda():
-        return None
-    return Finding(
-        "This kernel has woken CUDA's driver, as torch.cuda.is_available() does; start_method='fork' was asked for.",
-        "CUDA doesn't work in a fork of such a process, although torch.cuda.is_initialized() is still False in it.",
-        "--start_method spawn; or set PYTORCH_NVML_BASED_CUDA_CHECK=1 before the kernel starts, with which "
-        "torch.cuda.is_available() leaves the driver asleep",
-    )
-
-
-def _threads() -> Finding | None:
-    names = [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]
-    if not names:
-        return None
-    return Finding(
-        f"Threads run in this kernel: {', '.join(names)}.",
-        "Forks of it don't have them. A lock that a thread holds at that moment stays locked in the ranks, and a rank "
-        "that takes it waits for ever.",
-        "end them before the launch, or --start_method spawn",
-        refuses=False,
-    )
+def _state_of_the_kernel() -> Iterator[Finding]:
+    """Yield findings about what a fork inherits from this process, or lacks of it."""
+    if names := [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]:
+        yield Finding(
+            f"Threads run in this kernel: {', '.join(names)}.",
+            "Forks of it don't have them. A lock that a thread holds at that moment stays locked in the ranks, and a "
+            "rank that takes it waits for ever.",
+            "end them before the launch, or --start_method spawn",
+            refuses=False,
+        )
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        yield Finding(
+            "The kernel itself is in a process group of torch.distributed.",
+            "Ranks that are forked from it would use it as theirs.",
+            "torch.distributed.destroy_process_group(), or --start_method spawn",
+        )
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if getattr(state, "_shared_state", None):
+        yield Finding(
+            "There is an Accelerator of the accelerate library in this kernel.",
+            "Ranks that are forked from it would inherit its state, in which there is only one process.",
+            "AcceleratorState._reset_state(True) (from accelerate.state), or --start_method spawn",
+        )
+    if found := {name: why for name, why in _BREAK_FORKING.items() if name in sys.modules}:
+        yield Finding(
+            f"This kernel has imported {', '.join(found)}.",
+            "; ".join(f"{name}: {why}" for name, why in found.items()) + ". A fork may crash or wait for ever.",
+            "import it only inside the cell or function, or --start_method spawn",
+            refuses=False,
+        )
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
@@ -332,37 +331,3 @@ def _is_harmless(thread: threading.Thread) -> bool:
     runs = getattr(thread, "_target", None) or type(thread)
     package = (getattr(runs, "__module__", None) or "").partition(".")[0]
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
-
-
-def _group_of_the_kernel() -> Finding | None:
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return Finding(
-        "The kernel itself is in a process group of torch.distributed.",
-        "Ranks that are forked from it would use it as theirs.",
-        "torch.distributed.destroy_process_group(), or --start_method spawn",
-    )
-
-
-def _accelerator_of_the_kernel() -> Finding | None:
-    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    if not getattr(state, "_shared_state", None):
-        return None
-    return Finding(
-        "There is an Accelerator of the accelerate library in this kernel.",
-        "Ranks that are forked from it would inherit its state, in which there is only one process.",
-        "AcceleratorState._reset_state(True) (from accelerate.state), or --start_method spawn",
-    )
-
-
-def _libraries() -> Finding | None:
-    found = {name: why for name, why in _BREAK_FORKING.items() if name in sys.modules}
-    if not found:
-        return None
-    return Finding(
-        f"This kernel has imported {', '.join(found)}.",
-        "; ".join(f"{name}: {why}" for name, why in found.items()) + ". A fork may crash or wait for ever.",
-        "import it only inside the cell or function, or --start_method spawn",
-        refuses=False,
-    )

@@ -74,6 +74,15 @@ def variable_label(name: str) -> str:
     return f'global "{name}"'
 
 
+def call_roots(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects of a call by the words that a message uses for them."""
+    return {
+        f'function "{getattr(function, "__name__", type(function).__name__)}"': function,
+        **{f"argument {index}": value for index, value in enumerate(args)},
+        **{f'argument "{name}"': value for name, value in kwargs.items()},
+    }
+
+
 def report_large(sizes_bytes: Mapping[str, int]) -> None:
     """Print the large objects of a pickle, since the user may not want to send them."""
     large = {label: size for label, size in sizes_bytes.items() if size >= _LISTED_BYTES}

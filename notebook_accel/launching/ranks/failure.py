@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from notebook_accel import code_places, environment
@@ -28,6 +30,55 @@ _LOST_PEER = re.compile(
 _FOLDED = "<folded>"
 _FOLDED_LINE = re.compile(rf'^  File "{_FOLDED}", line (\d+), in (.*)$', re.MULTILINE)
 _FEWEST_FOLDED = 3
+# torch's message for an exception of a DataLoader worker or of another thread: torch._utils.ExceptionWrapper.reraise.
+_FORWARDED = re.compile(r"Caught \w+ (.+)\.\nOriginal (Traceback \(most recent call last\):\n.+)", re.DOTALL)
+_CHAINED = re.compile(
+    r"\n\n(?:During handling of the above exception, another exception occurred"
+    r"|The above exception was the direct cause of the following exception):\n\n"
+)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forwarded:
+    """An exception that torch raises again in the rank, with the text of a worker's traceback for its message.
+
+    Attributes:
+        message: The original message, and a line that says where it was raised.
+        frames: The worker's frames.
+    """
+
+    message: str
+    frames: Sequence[traceback.FrameSummary]
+
+    @classmethod
+    def read(cls, error: BaseException) -> _Forwarded | None:
+        """Return the exception that torch has raised again as this one, ``None`` if this one is raised for itself."""
+        found = _FORWARDED.fullmatch(_message(error))
+        if found is None:
+            return None
+        where, text = found.groups()
+        *causes, last = _CHAINED.split(text.rstrip("\n"))
+        frames = list(_FRAME.finditer(last))
+        if not frames:
+            return None
+        own = re.search(r"^\S.*", last[frames[-1].end() :], re.MULTILINE | re.DOTALL)
+        # The class's name stays in the message where torch couldn't make an exception of that class.
+        said = own[0].removeprefix(f"{type(error).__name__}: ") if own else ""
+        summaries = [
+            traceback.FrameSummary(file, int(line), name, lookup_line=False)
+            for file, line, name in (frame.groups() for frame in frames)
+        ]
+        return cls("\n\n".join([f"{said}\nIt was raised {where}.", *causes]), summaries)
+
+    def stand_in(self, error: BaseException) -> BaseException:
+        """Return an exception that a traceback shows as the one that was raised again, with the original message."""
+        kind = type(error)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        stand_in: Exception = type(kind.__name__, (Exception,), names)(self.message)
+        stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
+        stand_in.__suppress_context__ = error.__suppress_context__
+        return stand_in
 
 
 def describe(
@@ -42,7 +93,8 @@ def describe(
         saved: Whether the names to be pulled were saved.
     """
     text = _user_traceback(error)
-    message = _message(error)
+    forwarded = _Forwarded.read(error)
+    message = _message(error) if forwarded is None else forwarded.message
     return events.Failed(
         kind=type(error).__name__,
         message=message,
@@ -74,7 +126,11 @@ def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
 
 
 def _user_traceback(error: BaseException) -> traceback.TracebackException:
-    text = traceback.TracebackException(type(error), error, without_our_frames(error.__traceback__))
+    forwarded = _Forwarded.read(error)
+    shown = error if forwarded is None else forwarded.stand_in(error)
+    text = traceback.TracebackException(type(shown), shown, without_our_frames(error.__traceback__))
+    if forwarded is not None:
+        text.stack += forwarded.frames
     if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
         _end_at_the_users_line(text)
     if not environment.is_debugging():

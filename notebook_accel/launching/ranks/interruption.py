@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from notebook_accel import nccl
+from notebook_accel.launching import processes
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
@@ -98,12 +99,18 @@ def _on_sigint(*_: object) -> None:
 
 
 def prefer_interrupt(error: BaseException) -> BaseException:
-    """Return what has ended the user's code: an interrupt that was pending when C++ code failed, or else the error."""
+    """Return what has ended the user's code: the error, or the interrupt behind it.
+
+    An interrupt is behind an error if it was pending when C++ code failed, or if a library exits because of it, as
+    Lightning does.
+    """
     try:
         defer()
     except KeyboardInterrupt as interrupt:
         defer()
         return interrupt.with_traceback(error.__traceback__)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        return error.__context__
     return error
 
 
@@ -171,7 +178,7 @@ class _Wait:
         """Return whether the main thread sleeps in that call after a moment. Waits while the thread computes."""
         time.sleep(_PATIENCE_S)
         while self.is_in_the_same_call():
-            if _main_thread_sleeps():
+            if processes.state(os.getpid()) in {"S", "D"}:  # a process's state is that of its main thread
                 return True
             time.sleep(_POLL_S)
         return False
@@ -194,11 +201,6 @@ class _Wait:
 
     def _current(self) -> Any:
         return sys._current_frames().get(self._main or 0)
-
-
-def _main_thread_sleeps() -> bool:
-    with open("/proc/self/stat", "rb") as file:  # a process's state is that of its main thread
-        return file.read().rpartition(b") ")[2][:1] in (b"S", b"D")
 
 
 def _connections(store_port: int, *, is_of_store: bool) -> list[int]:

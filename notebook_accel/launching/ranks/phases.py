@@ -75,6 +75,7 @@ class StepClock:
         self._seen_comm: Any = None
         self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         self._collecting_since_s = 0.0
+        self._trail: list[tuple[float, str]] | None = None
 
     def start(self) -> None:
         """Begin to measure, in the process of a rank."""
@@ -91,6 +92,8 @@ class StepClock:
         if self.phase:
             self._times[self.phase] += now_s - self._since_s
         self._since_s, self.phase = now_s, phase
+        if self._trail is not None:
+            self._trail.append((now_s, phase))
         if self.is_marking:
             self._device.mark(phase)
         return now_s
@@ -103,7 +106,7 @@ class StepClock:
 
     def _look_closely(self, batch: Any, workers: int | None) -> None:
         counts, torch = self._counts, sys.modules["torch"]
-        if self._is_rest_due and not self.is_marking:
+        if self._is_rest_due and not self.is_marking and self._trail is None:
             self._resting_since_s = self.enter("")
             self._is_rest_due = self.is_on = False
             return
@@ -113,6 +116,16 @@ class StepClock:
             counts.threads = torch.get_num_threads()
             counts.add_batch(batch)
         self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
+
+    def begin_trail(self) -> None:
+        """Note each phase with the time of its begin, until ``end_trail``."""
+        self._wake()
+        self._trail = [(time.perf_counter(), self.phase)]
+
+    def end_trail(self) -> list[tuple[float, str]]:
+        """Return the phases since ``begin_trail``, each with the ``time.perf_counter()`` of its begin."""
+        trail, self._trail = self._trail, None
+        return trail or []
 
     def stop(self) -> None:
         """Send the times, and stop the clock until the next phase begins. The running phase belongs to no step."""
@@ -173,7 +186,7 @@ class StepClock:
         if phase:
             frame = sys._current_frames().get(self._main or 0)
             if frame is not None:
-                activity, place, text = _place(frame)
+                activity, place, text = place_of(frame)
                 del frame  # it keeps its variables alive, and who drops it last ends them, in this thread
                 self._lines[phase, activity, place, text] += 1
         if time.perf_counter() - self._sent_s >= _SEND_PERIOD_S:
@@ -354,7 +367,7 @@ def _split_by_samples(seconds: dict[str, float], lines: Mapping[tuple[str, str, 
         seconds[phase] *= 1 - taken / count
 
 
-def _place(frame: types.FrameType) -> tuple[str, str, str]:
+def place_of(frame: types.FrameType) -> tuple[str, str, str]:
     """Return a thread's activity in libraries, the user's innermost line such as ``In[7], line 12``, and its text."""
     activity = ""
     current: types.FrameType | None = frame

@@ -17,12 +17,13 @@ import types
 from typing import Any
 
 from notebook_accel import environment, reporting
-from notebook_accel.launching.ranks import loops
+from notebook_accel.launching.ranks import loops, profiling
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
 _main = threading.main_thread().ident
 _loops = loops.loops()
+_profiler = profiling.profiler()
 
 
 def install() -> None:
@@ -79,6 +80,8 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         if loop is not _loops.current:
             _loops.turn_to(loop, are_gradients_enabled())
         loop.step += 1
+        if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
+            _profiler.begin_step()
         if measures:
             _begin_step(clock, loop, batch, self._num_workers, is_evaluation)  # type: ignore[arg-type]
         return batch
@@ -161,6 +164,8 @@ def _hook_optimizers(module: types.ModuleType, clock: StepClock | None) -> None:
 
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         is_step = _loops.step_optimizer(optimizer)
+        if is_step and _profiler.is_due and threading.get_ident() == _main:
+            _profiler.begin_step()
         if clock is not None and clock.is_on and threading.get_ident() == _main:
             clock.enter("forward" if _loops.is_alone else "other")
             if is_step:

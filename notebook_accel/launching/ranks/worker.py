@@ -27,7 +27,16 @@ from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.processes import arm_stacks, set_title
-from notebook_accel.launching.ranks import displays, failure, gathering, interruption, ipython_shims, store, streams
+from notebook_accel.launching.ranks import (
+    displays,
+    failure,
+    gathering,
+    interruption,
+    ipython_shims,
+    profiling,
+    store,
+    streams,
+)
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
@@ -85,6 +94,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
+    profiling.profiler().listen(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
     last, status = _run_user_code(spec, order, payload, result, listening, inherited)

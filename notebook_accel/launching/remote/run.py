@@ -331,6 +331,9 @@ class RemoteRun(abc.ABC):
             part.dumps = None
         self._tell_parts(lambda part_id: messages.Inspect(job_id=part_id))
 
+    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
+        self._tell_parts(message_to)
+
     def respawn(self, rank: int) -> None:
         raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
 

@@ -273,7 +273,8 @@ def explain_exception(
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
     """Return advice for a variable that the notebook has and the rank lacks."""
-    found = re.fullmatch(r"name '(\w+)' is not defined", failed.message) if failed.kind == "NameError" else None
+    message = first_line(failed.message)
+    found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
     if found is None or found[1] not in vars(sys.modules["__main__"]):
         return ""
     if found[1] in unsent:

@@ -15,12 +15,13 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.payload import memory_files, serialization
+from notebook_accel.payload.unpicklable import global_names
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.ranks.namespace import SealedDelivery
@@ -243,10 +244,7 @@ def _pickled(
 def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -> serialization.Pickled:
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
     if inputs.call is not None:
-        function, args, kwargs = inputs.call
-        roots |= {f'function "{getattr(function, "__name__", type(function).__name__)}"': function}
-        roots |= {f"argument {index}": value for index, value in enumerate(args)}
-        roots |= {f'argument "{key}"': value for key, value in kwargs.items()}
+        roots |= run_payload.call_roots(*inputs.call)
     shared = [part for value in names.values() for part in _shareable(value)]
     contents: SealedDelivery = names, shared, inputs.submodules, inputs.call
     return _by_value(contents, roots, origins)
@@ -316,3 +314,55 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
+    """Return these names and, transitively, those that the functions and classes among their values use."""
+    found: dict[str, None] = {}
+    waiting = [name for name in names if name in namespace]
+    while waiting:
+        name = waiting.pop(0)
+        if name not in found:
+            found[name] = None
+            waiting += [
+                used for used in _names_in(namespace[name], namespace) if used in namespace and used not in found
+            ]
+    return list(found)
+
+
+def dependencies_of(value: Any, namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names that a value uses, transitively."""
+    return with_dependencies(_names_in(value, namespace), namespace)
+
+
+def _names_in(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
+    if isinstance(value, types.FunctionType):
+        if value.__globals__ is namespace:
+            yield from global_names(value.__code__)
+        for cell in value.__closure__ or ():
+            contents = _contents(cell)
+            if isinstance(contents, types.FunctionType) and contents is not value:
+                yield from _names_in(contents, namespace)
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            yield from _names_in(wrapped, namespace)
+    elif isinstance(value, type):
+        for base in value.__mro__:
+            if base.__module__ == "__main__":
+                for part in vars(base).values():
+                    for function in _functions_of(part):
+                        yield from _names_in(function, namespace)
+    elif type(value).__module__ == "__main__":
+        yield from _names_in(type(value), namespace)
+
+
+def _functions_of(part: Any) -> list[types.FunctionType]:
+    parts = [part.fget, part.fset, part.fdel] if isinstance(part, property) else [getattr(part, "__func__", part)]
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

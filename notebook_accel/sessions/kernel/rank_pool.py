@@ -19,7 +19,7 @@ from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
-from notebook_accel.sessions.kernel.group_recovery import GroupRecovery
+from notebook_accel.sessions.kernel.failures import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
 from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words

@@ -18,8 +18,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.dependencies import dependencies_of, with_dependencies
-from notebook_accel.sessions.kernel.namespace_sync import Inputs
+from notebook_accel.sessions.kernel.namespace_sync import Inputs, dependencies_of, with_dependencies
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import RankPool
 from notebook_accel.sessions.kernel.session_job import SessionJob
@@ -83,56 +82,31 @@ class Session:
             RankFailedError: A rank raised an error, or died. The others were interrupted and keep their variables.
             KeyboardInterrupt: The kernel was interrupted, and so were the ranks. All keep their variables.
         """
-        return self._cell(_parsed(source), sys.modules["__main__"].__dict__, ranks).run().shown
+        main = sys.modules["__main__"].__dict__
+        return self.cell_job(_parsed(source), main, ranks=ranks, wants_value=False).run().shown
 
     def start(self, source: str, *, ranks: Sequence[int] | None = None) -> SessionJob:
         """Run code without waiting for its end: ``session.start("train()").results(timeout_s=60)``."""
-        return self.start_cell(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks)
+        return self.cell_job(_parsed(source), sys.modules["__main__"].__dict__, ranks=ranks).start()
 
-    def run_cell(
+    def cell_job(
         self,
         cell: Cell,
         namespace: Mapping[str, Any],
         *,
         ranks: Sequence[int] | None = None,
         push: Sequence[str] = (),
-        wants_values: bool = False,
-    ) -> tuple[Shown, Results]:
-        """Run a cell, as ``execute`` does.
+        wants_value: bool = True,
+    ) -> SessionJob:
+        """Return the job of a cell, to run or to start. It has the notebook's variables as they are now.
 
         Args:
             cell: The cell.
             namespace: The notebook's variables.
             ranks: The ranks to run on. Default: all.
             push: Names that replace whatever the ranks have under them.
-            wants_values: Whether to return the values themselves too.
-
-        Returns:
-            The values as they are shown, and the values themselves; ``None`` for each if they aren't wanted.
+            wants_value: Whether the results are to have the values themselves, besides how they are shown.
         """
-        job = self._cell(cell, namespace, ranks, push, wants_value=wants_values).run()
-        return job.shown, job.results()
-
-    def start_cell(
-        self, cell: Cell, namespace: Mapping[str, Any], *, ranks: Sequence[int] | None = None, push: Sequence[str] = ()
-    ) -> SessionJob:
-        """Run a cell in the background, with the notebook's variables as they are now.
-
-        Raises:
-            PayloadError: Something that the cell needs can't be sent.
-        """
-        return self._cell(cell, namespace, ranks, push, wants_value=True).start()
-
-    def _cell(
-        self,
-        cell: Cell,
-        namespace: Mapping[str, Any],
-        ranks: Sequence[int] | None,
-        push: Sequence[str] = (),
-        *,
-        wants_value: bool = False,
-    ) -> SessionJob:
-        """Return the job of a cell, with the notebook's variables that it needs."""
         captured = cell.captured(namespace, push)
         names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
         inputs = Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))

@@ -7,6 +7,7 @@ code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, streams, worker
+from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -37,11 +38,32 @@ def serve(folder: str, secret: bytes) -> None:
     """Join the session and carry out its requests, until it is over or its kernel is gone."""
     interruption.defer()
     nccl.let_ranks_survive()
+    _let_cells_make_their_group_again()
     rank = int(os.environ["RANK"])
     with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
         os.register_at_fork(after_in_child=connection.close)  # a DataLoader worker must not hold the connection open
         with contextlib.suppress(ClosedError):
             _SessionRank(rank, connection).serve()
+
+
+def _let_cells_make_their_group_again() -> None:
+    """Let a cell that makes the default process group run again: the group that is there serves it.
+
+    This holds for calls with the arguments of the call that made the group. torch refuses all others.
+    """
+    distributed: Any = importlib.import_module("torch.distributed")
+    if not distributed.is_available():  # as in some builds for macOS
+        return
+    make_group = distributed.init_process_group
+    made_with: list[Any] = []
+
+    @functools.wraps(make_group)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not (distributed.is_initialized() and made_with == [args, kwargs]):
+            make_group(*args, **kwargs)
+            made_with[:] = args, kwargs
+
+    distributed.init_process_group = init_process_group
 
 
 class _SessionRank:
@@ -208,6 +230,7 @@ class _SessionRank:
             displays.end()
         finally:
             displays.redirect(None)
+            profiling.profiler().end("the cell ended", is_final=False)
 
     def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
         values = {name: self._namespace[name] for name in request.names if name in self._namespace}

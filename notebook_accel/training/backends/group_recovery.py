@@ -82,7 +82,8 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     if not (dist.is_available() and dist.is_initialized()):
         _forget_all()
         return []
-    backend = dist.get_backend_config()
+    # Libraries ask for the name: Lightning takes another way to a mean if it is "gloo". torch's own choice has none.
+    backend = None if dist.get_backend() == "undefined" else dist.get_backend()
     members, others = torch_group.break_up()
     groups = "a process group" if others == 1 else f"{others} process groups"
     lost = [f"{groups} that the code has made itself"] if others else []
@@ -109,10 +110,11 @@ def _forget_all() -> None:
     _states.clear()
 
 
-def _rejoin(members: Sequence[torch_group.Member], backend: str) -> list[str]:
+def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[str]:
     """Make the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
-        dist.init_process_group(backend)
+        # A session compares the calls of cells with each other; this one isn't a cell's.
+        dist.distributed_c10d.init_process_group(backend)
         return []
     for member in members:
         member.rejoin()

@@ -13,19 +13,25 @@ from notebook_accel.training.backends.devices import TorchDevice
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
 
-class SingleProcess(TorchDevice):
-    """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""
+class _Alone(TorchDevice):
+    """The part of a ``Backend`` that doesn't depend on what a process without a group does in collectives."""
 
     compares_calls = False
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
-        assert place.world_size == 1
         self.place = place
         self.device = device
         self.has_left = False
 
     def explain(self, error: RuntimeError) -> None:
         pass
+
+    def leave(self) -> None:
+        self.has_left = True
+
+
+class SingleProcess(_Alone):
+    """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""
 
     def barrier(self) -> None:
         pass
@@ -58,25 +64,15 @@ class SingleProcess(TorchDevice):
     def background_group(self) -> Any:
         return None
 
-    def leave(self) -> None:
-        self.has_left = True
 
-
-class WorkerProcess(TorchDevice):
+class WorkerProcess(_Alone):
     """A ``Backend`` of a data loader's worker process, which has its rank's place and refuses collectives.
 
     The rank itself takes part in collectives; no rank waits for a worker.
     """
 
-    compares_calls = False
-
     def __init__(self, place: RankPlace) -> None:
-        self.place = place
-        self.device = torch.device("cpu")
-        self.has_left = False
-
-    def explain(self, error: RuntimeError) -> None:
-        pass
+        super().__init__(place, torch.device("cpu"))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TrainingError(
@@ -87,6 +83,3 @@ class WorkerProcess(TorchDevice):
 
     barrier = all_gather = all_reduce = broadcast = _refuse
     all_gather_object = broadcast_object = scatter_object = data_parallel = mesh = background_group = _refuse
-
-    def leave(self) -> None:
-        self.has_left = True

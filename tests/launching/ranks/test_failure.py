@@ -16,13 +16,14 @@ class Numbers(Dataset):
         return 4
     def __getitem__(self, index):
         {line}
-for batch in DataLoader(Numbers(), batch_size=2):
+for batch in DataLoader(Numbers(), batch_size=2, num_workers={workers}):
     pass
 """
 
 
-def test_librarys_lines_between_the_users_are_counted(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run(CELL.format(line="raise ValueError('no such number')"))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_librarys_lines_between_the_users_are_counted(notebook: kernels.Kernel, workers: int) -> None:
+    outcome = notebook.run(CELL.format(line="raise ValueError('no such number')", workers=workers))
     shown = re.sub(r"In\[\d+\]", "In", outcome.error_value)
     assert shown.startswith("rank 0 of 1 failed at In, line 7: ValueError: no such number")
     pattern = (
@@ -30,10 +31,34 @@ def test_librarys_lines_between_the_users_are_counted(notebook: kernels.Kernel) 
     )
     assert re.search(pattern, shown), shown
     assert "site-packages" not in shown
+    assert ("It was raised in DataLoader worker process 0." in shown) == (workers > 0)
+
+
+def test_error_of_a_worker_keeps_its_causes_and_its_class(notebook: kernels.Kernel) -> None:
+    """torch makes a RuntimeError of an exception whose class takes two arguments."""
+    cell = """%%distributed -n 1
+from torch.utils.data import DataLoader, Dataset
+class OddError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        try:
+            {}["image"]
+        except KeyError:
+            raise OddError(1, 2)
+next(iter(DataLoader(Numbers(), num_workers=1)))
+"""
+    shown = re.sub(r"In\[\d+\]", "In", notebook.run(cell).error_value)
+    assert re.match(r"rank 0 of 1 failed at In, line 13: RuntimeError: \S*OddError: 1 and 2\n", shown), shown
+    assert "KeyError: 'image'" in shown
+    assert re.search(r'File "In", line 11, in __getitem__', shown), shown
 
 
 def test_librarys_lines_below_the_users_stay(notebook: kernels.Kernel) -> None:
-    shown = notebook.run(CELL.format(line="import json; return json.loads('{')")).error_value
+    shown = notebook.run(CELL.format(line="import json; return json.loads('{')", workers=0)).error_value
     assert "lines of torch]" in shown
     assert "json/decoder.py" in shown
 
@@ -48,7 +73,7 @@ def test_traceback_without_a_call_back_is_whole(notebook: kernels.Kernel, code: 
 def test_debugging_shows_all_lines(notebook: kernels.Kernel) -> None:
     notebook.run("os.environ['NOTEBOOK_ACCEL_DEBUG'] = '1'")
     try:
-        shown = notebook.run(CELL.format(line="raise ValueError('no such number')")).error_value
+        shown = notebook.run(CELL.format(line="raise ValueError('no such number')", workers=0)).error_value
     finally:
         notebook.run("del os.environ['NOTEBOOK_ACCEL_DEBUG']")
     assert "torch/utils/data/dataloader.py" in shown

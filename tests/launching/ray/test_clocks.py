@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from notebook_accel.errors import RankFailedError, RunStoppedError
-from notebook_accel.launching.state.silence import Silence
+from notebook_accel.launching.state.stacks import Silence
 from notebook_accel.protocol import events
 from tests import processes
 from tests.launching.ray import clusters, work

@@ -8,13 +8,15 @@ import pytest
 
 from notebook_accel import notebook_launcher
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ray import connection, options
+from notebook_accel.launching.ray import cluster, connection
 from tests.launching import functions
 
 
 def test_options_are_read_from_texts() -> None:
-    read = options.read(("strategy=SPREAD", "gpus_per_rank=0.5", "resources={fast: 1}", "nodes=2", "address=a:1"))
-    assert read == options.RayOptions(
+    read = cluster.read_options(
+        ("strategy=SPREAD", "gpus_per_rank=0.5", "resources={fast: 1}", "nodes=2", "address=a:1")
+    )
+    assert read == cluster.RayOptions(
         strategy="SPREAD", gpus_per_rank=0.5, resources={"fast": 1.0}, nodes=2, address="a:1"
     )
 
@@ -29,7 +31,7 @@ def test_options_are_read_from_texts() -> None:
 ])  # fmt: skip
 def test_option_that_cannot_be_is_named(pair: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        options.read((pair,))
+        cluster.read_options((pair,))
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import pytest
 from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.launching.state.silence import Silence
-from notebook_accel.launching.state.stacks import Frame, RankStack, Stacks, read_dump
+from notebook_accel.launching.state.stacks import Frame, RankStack, Silence, Stacks, read_dump
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.training.backends import torch_group

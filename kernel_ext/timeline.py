@@ -1,0 +1,166 @@
+"""Draw a profile: a lane with phases, collectives and operators for each rank, and what takes most below it.
+
+Pure functions of a ``Profile``. The text is complete without the style sheet, as in ``render``.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from kernel_ext.front_end import STYLE
+from kernel_ext.step_view import milliseconds
+from notebook_accel.launching.state.diagnosis import PHASES
+from notebook_accel.launching.state.profiles import Profile, RankProfile
+from notebook_accel.protocol.events import Span, SpanKind
+
+_WIDTH = 10_000  # of a lane, in units that stretch with it
+_LEAST_UNITS = 4
+_FEW_RANKS, _MOST_TITLED = 4, 16
+_LABELLED_EVERY = 8
+_TICKS = 8
+_Strip = tuple[SpanKind, int]
+# The strips of a lane from top to bottom, with their heights in pixels, for few, some and many ranks.
+_STRIPS: dict[int, tuple[_Strip, ...]] = {
+    _FEW_RANKS: (("phase", 16), ("collective", 7), ("operator", 7), ("kernel", 7)),
+    _MOST_TITLED: (("phase", 12), ("collective", 6), ("kernel", 6)),
+}
+_DENSE: tuple[_Strip, ...] = (("phase", 6), ("collective", 3))
+_STRIP_NAMES: dict[SpanKind, str] = {"collective": "collectives", "operator": "operators", "kernel": "kernels"}
+
+
+def profile_html(profile: Profile) -> str:
+    """Return a profile as HTML that needs nothing else on the page."""
+    head = (
+        f'<div class="nba-top"><div class="nba-header"><span class="nba-name">{html.escape(profile.title)}</span> '
+        f'<span class="nba-faint">{milliseconds(profile.step_s)} each</span></div></div>'
+    )
+    return f'<div class="nba-panel"><style>{STYLE}</style>{head}{body_html(profile)}</div>'
+
+
+def latest_html(profile: Profile | None, said: str) -> str:
+    """Return the panel's latest profile, and a line above it such as that another one is being made."""
+    above = f'<p class="nba-said" role="status">{html.escape(said)}</p>' if said else ""
+    return above + ("" if profile is None else body_html(profile))
+
+
+def body_html(profile: Profile) -> str:
+    """Return the timeline, what takes most, and where the traces are, for an element of class ``nba-panel``."""
+    notes = "".join(f'<p class="nba-said">{html.escape(note)}</p>' for note in profile.notes)
+    trace = ""
+    if profile.trace is not None:
+        path = f"<code>{html.escape(str(profile.trace))}</code>"
+        trace = f'<p class="nba-said">All of it: open {path} at ui.perfetto.dev or chrome://tracing.</p>'
+    return f'<div class="nba-profile">{notes}{_timeline_html(profile)}{_tables_html(profile)}{trace}</div>'
+
+
+def _timeline_html(profile: Profile) -> str:
+    ranks, end_us = profile.measured, profile.end_us
+    strips = next((strips for most, strips in _STRIPS.items() if len(ranks) <= most), _DENSE)
+    there = {span.kind for rank in ranks for span in rank.spans}
+    strips = tuple((kind, height) for kind, height in strips if kind in there)
+    if not strips or not end_us:
+        return ""
+    are_few = len(ranks) <= _MOST_TITLED
+    rows = "".join(
+        _lane_html(rank, end_us, strips, _label(index, ranks), is_titled=are_few) for index, rank in enumerate(ranks)
+    )
+    dense = "" if are_few else " nba-dense"
+    return (
+        f'{_key_html(ranks, [kind for kind, _ in strips])}<div class="nba-lanes{dense}">'
+        f'<span></span><div class="nba-ticks">{_ticks_html(end_us)}</div>{rows}</div>'
+    )
+
+
+def _label(index: int, ranks: Sequence[RankProfile]) -> str:
+    """Return a lane's label. Of many ranks, only some have one."""
+    is_labelled = len(ranks) <= _MOST_TITLED or index % _LABELLED_EVERY == 0
+    return f"rank {ranks[index].rank}" if is_labelled else ""
+
+
+def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
+    """Return the meaning of the colours and strips, as far as they occur."""
+    phases = {span.name for rank in ranks for span in rank.of_kind("phase")}
+    colours = [(f"nba-p-{name}", name) for name in PHASES if name in phases and "phase" in kinds]
+    colours += [(f"nba-k-{kind}", _STRIP_NAMES[kind]) for kind in kinds if kind in _STRIP_NAMES]
+    items = "".join(f'<span><i class="nba-key {style}"></i>{name}</span> ' for style, name in colours)
+    return f'<p class="nba-said nba-keys">{items}</p>'
+
+
+def _ticks_html(end_us: float) -> str:
+    """Return round times along the lanes."""
+    raw = end_us / _TICKS
+    size = 10 ** math.floor(math.log10(raw))
+    apart_us = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= raw)
+    times = [number * apart_us for number in range(int(end_us / apart_us) + 1)]
+    digits = max(0, -math.floor(math.log10(apart_us / 1000)))
+    return "".join(
+        f'<span style="left:{time_us / end_us:.2%}">{time_us / 1000:,.{digits}f}{" ms" if time_us else ""}</span>'
+        for time_us in times
+        if time_us < 0.95 * end_us
+    )
+
+
+def _lane_html(rank: RankProfile, end_us: float, strips: Sequence[_Strip], label: str, *, is_titled: bool) -> str:
+    height = sum(height for _, height in strips)
+    top, parts = 0, []
+    for kind, strip_height in strips:
+        for span in rank.of_kind(kind):
+            parts.append(_bar(rank.begin_us + span.begin_us, span, end_us, top, strip_height, is_titled=is_titled))
+        top += strip_height
+    begins = [(rank.begin_us + span.begin_us) / end_us * _WIDTH for span in rank.of_kind("step")]
+    lines = "".join(f"M{begin:.0f} 0V{height}" for begin in begins)
+    about = f"rank {rank.rank}: {rank.steps} steps, {milliseconds(rank.took_us / rank.steps / 1e6)} each"
+    return (
+        f'<span class="nba-lane-label">{label}</span><svg viewBox="0 0 {_WIDTH} {height}" style="height:{height}px" '
+        f'preserveAspectRatio="none" role="img" aria-label="{about}">{"".join(parts)}'
+        f'<path class="nba-step-line" d="{lines}" vector-effect="non-scaling-stroke"/></svg>'
+    )
+
+
+def _bar(begin_us: float, span: Span, end_us: float, top: int, height: int, *, is_titled: bool) -> str:
+    """Return a span as a rectangle; nothing for what nobody could see."""
+    width = span.took_us / end_us * _WIDTH
+    if width < _LEAST_UNITS:
+        return ""
+    style = f"nba-p-{span.name}" if span.kind == "phase" and span.name in PHASES else f"nba-k-{span.kind}"
+    title = f"<title>{html.escape(span.name)}: {_time(span.took_us)}</title>" if is_titled else ""
+    gap = 0 if span.kind == "phase" else 1
+    return (
+        f'<rect class="{style}" x="{begin_us / end_us * _WIDTH:.0f}" y="{top + gap}" width="{width:.0f}" '
+        f'height="{height - gap}">{title}</rect>'
+    )
+
+
+def _tables_html(profile: Profile) -> str:
+    tables = []
+    for kernels, head in ((False, "operator"), (True, "kernel of the device")):
+        rows = [(_time(each.self_us), f"{each.calls:,}", each.name) for each in profile.costliest(kernels=kernels)]
+        tables.append(_table_html(("a step", "calls", head), rows))
+    lines = [(f"{line.share:.0%}", line.place, line.text) for line in profile.lines]
+    tables.append(_table_html(("of the time", "line", ""), lines))
+    return f'<div class="nba-costliest">{"".join(tables)}</div>'
+
+
+def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column has numbers; nothing without rows."""
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col"{_number(index)}>{name}</th>' for index, name in enumerate(heads))
+    body = "".join(
+        f"<tr>{''.join(f'<td{_number(index)}>{html.escape(cell)}</td>' for index, cell in enumerate(row))}</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="nba-scroll"><table class="nba-ranks nba-steps"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _time(time_us: float) -> str:
+    return milliseconds(time_us / 1e6) if time_us >= 1000 else f"{time_us:,.0f} µs"
+
+
+def _number(column: int) -> str:
+    return ' class="nba-number"' if column == 0 else ""

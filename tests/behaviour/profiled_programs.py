@@ -1,0 +1,65 @@
+"""Training programs that are profiled while they run. Run in ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+_STEPS_IN_PROFILE = 20
+
+
+def _model() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    model = torch.nn.Linear(8, 8)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_loader() -> None:
+    model, optimizer = _model()
+    while True:
+        _step(model, optimizer, torch.ones(4, 8))
+        time.sleep(0.001)
+
+
+def ends_while_it_is_profiled(is_failing: bool) -> str:
+    """Ends after some steps for which torch's profiler is on."""
+    model, optimizer = _model()
+    profiled = 0
+    while True:
+        for (x,) in DataLoader(TensorDataset(torch.ones(64, 8)), batch_size=4):
+            profiled += torch.autograd._profiler_enabled()
+            _step(model, optimizer, x)
+            if profiled == _STEPS_IN_PROFILE:
+                if is_failing:
+                    raise ValueError("the last step")
+                return "done"
+
+
+def stands_still_when_it_is_profiled() -> None:
+    """Trains until torch's profiler is on, and on rank 1 does no further step then."""
+    model, optimizer = _model()
+    while True:
+        _step(model, optimizer, torch.ones(4, 8))
+        while os.environ["RANK"] == "1" and torch.autograd._profiler_enabled():
+            time.sleep(0.01)
+
+
+def profiles_itself() -> None:
+    model, optimizer = _model()
+    with torch.profiler.profile():
+        while True:
+            _step(model, optimizer, torch.ones(4, 8))
+            time.sleep(0.01)
+
+
+def does_no_step() -> None:
+    while True:
+        time.sleep(0.01)
