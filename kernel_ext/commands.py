@@ -1,8 +1,8 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | why | profile | runs | attach | again | config | doctor``. The first six
-take ``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a detached
-run's name.
+``%distributed status | stop | logs | stacks | why | profile | compare | runs | attach | again | config | doctor``. The
+first six take ``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a
+detached run's name, ``compare`` two names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from notebook_accel.formatting import aligned, format_count, format_duration, fo
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.state.comparison import Side, compare_sides
+from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import Profile
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
+_COMPARED = 2
 _CLEAN = "--clean"
 _JSON = "--json"
 _STEPS = "--steps"
@@ -44,6 +47,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
     %distributed profile         profile the next steps of a run that goes on, and show them as a timeline
+    %distributed compare [A [B]] print two runs' phases side by side, the last two or those of these names
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
     %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
@@ -60,6 +64,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
       %distributed why --json            the reason and the phases of a step, as JSON
+      %distributed compare one two       say why two ranks (the run "two") aren't twice as fast as one
       %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
@@ -84,6 +89,7 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
     Returns:
         A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all. For
         ``runs``, the flag. In place of the rank, ``why`` has 1 if the answer is to be JSON, ``profile`` the steps.
+        ``compare`` has one or two names, as a shell's words.
     """
     name, rank = "", None
     waiting = [
@@ -101,6 +107,8 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             if not (waiting and waiting[0].isdecimal()):
                 raise UsageError("%distributed profile: --steps needs a number.")
             rank = int(waiting.pop(0))
+        elif command == "compare" and word[:1] != "-" and len(shlex.split(name)) < _COMPARED:
+            name = shlex.join([*shlex.split(name), word])
         elif word.isdecimal() and command in _OF_A_RANK and rank is None:
             rank = int(word)
         elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
@@ -192,15 +200,29 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
 
 
 def _why(name: str, as_json: int | None) -> None:
-    entry = registry.find(name)
-    job = entry.job
-    found = entry.ending.diagnosis if job is None else job.diagnosis()
+    found = _diagnosis(registry.find(name))
     print(json.dumps(found.to_dict()) if as_json else found)
+
+
+def _diagnosis(entry: registry.Entry) -> Diagnosis:
+    job = entry.job
+    return entry.ending.diagnosis if job is None else job.diagnosis()
 
 
 def _profile(name: str, steps: int | None) -> Profile:
     job = _running(name)
     return job.profile() if steps is None else job.profile(steps)
+
+
+def _compare(words: str, _: int | None) -> None:
+    entries = [registry.find(name) for name in shlex.split(words)]
+    missing = _COMPARED - len(entries)
+    if missing:
+        others = [entry for entry in registry.latest(_COMPARED) if entry not in entries]
+        entries = [*others[-missing:], *entries]
+    if len(entries) < _COMPARED:
+        raise NotebookAccelError("There are no two runs to compare.", fix="run the cell with -n 1, and with -n 2")
+    print(compare_sides(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
 
 
 def _runs(flag: str, _: int | None) -> None:
@@ -232,6 +254,7 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | Profile | Non
     "stacks": _stacks,
     "why": _why,
     "profile": _profile,
+    "compare": _compare,
     "runs": _runs,
     "attach": _attach,
     "again": _again,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kernel_ext import commands
+from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.protocol import events
 from tests import kernels
@@ -83,6 +84,29 @@ def test_why_says_where_the_time_goes_also_after_the_run(
     assert said["steps"]["0"]["data"] == pytest.approx(0.045)
 
 
+def test_two_runs_are_compared_also_after_their_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    with pytest.raises(NotebookAccelError, match="There are no two runs to compare"):
+        commands.run("compare")
+    for world_size, seconds in ((1, {"forward": 0.4}), (2, {"forward": 0.4, "communication": 1.6})):
+        job = make_job(world_size)
+        job.name = f"{world_size} ranks"
+        registry.add(job)
+        for rank, _ in itertools.product(range(world_size), range(9)):
+            job.deliver(rank, events.Progress(step=20, steps=20))
+            job.deliver(rank, events.StepTimes(steps=20, seconds=seconds, rows=8, gradient_bytes=1 << 30))
+        job.end("stopped")
+        del job
+    gc.collect()
+    for line in ("compare", "compare 1", "compare '2 ranks' 1"):
+        commands.run(line)
+        shown = capsys.readouterr().out
+        assert shown.startswith("2 ranks do 0.40 times the work of 1 rank in the same time; 2.00 is the most.")
+        assert "Most of the difference is exchanging gradients: 80 ms of a step of 100 ms in '2 ranks'" in shown
+
+
 def test_ranks_that_are_still_to_come_have_printed_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
@@ -135,7 +159,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
     [
         (
             "stpo",
-            "no command 'stpo'; there are status, stop, logs, stacks, why, profile, runs, attach, again, config",
+            "no command 'stpo'; there are status, stop, logs, stacks, why, profile, compare, runs, attach",
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
@@ -146,6 +170,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("logs --run", "--run needs a run's name or number"),
         ("logs 'first", "a quote is not closed"),
         ("doctor 1", "%distributed doctor: unexpected argument '1'."),
+        ("compare first first first", "%distributed compare: unexpected argument 'first'."),
         ("profile --steps", "%distributed profile: --steps needs a number."),
         ("profile --steps many", "%distributed profile: --steps needs a number."),
         ("profile --memory", "%distributed profile: unexpected argument '--memory'."),

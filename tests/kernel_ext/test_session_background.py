@@ -91,3 +91,22 @@ def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(
     assert len(places) == 1 and outcome.displays[-1]["data"]["text/plain"].count("step 8/8") == 2
     # What a cell has counted is not the next one's.
     assert notebook.run("%%distributed\ntime.sleep(1.5)").displays == ()
+
+
+def test_cell_in_the_background_is_profiled_as_far_as_it_goes(notebook: kernels.Kernel) -> None:
+    cell = """%%distributed --background --out trained
+import os, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+profiled = 0
+while profiled < 9:
+    for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4):
+        profiled += torch.autograd._profiler_enabled()
+        model(x).sum().backward()
+        optimizer.step()
+"""
+    assert notebook.run(cell).status == "ok"
+    profile = notebook.run("%distributed profile --steps 100 --run session", 180)  # in which the cell ends
+    assert profile.result.startswith("100 steps of 'session' on "), profile.traceback
+    assert "the cell ended after " in profile.result
+    assert shown(notebook, "trained.results(60).__len__()") == "2"

@@ -74,12 +74,16 @@ class Diagnosis:
         steps: The mean seconds of a step on each rank, by the rank's number and the phase.
         wasted_s: Time of the whole run that went into the first reason.
         run_s: Time of all steps of the run.
+        world_size: Number of ranks of the whole run.
+        rows: Mean number of rows in a rank's batch, 0 if unknown.
     """
 
     verdicts: tuple[Verdict, ...] = ()
     steps: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     wasted_s: float = 0.0
     run_s: float = 0.0
+    world_size: int = 1
+    rows: float = 0.0
 
     @property
     def sentence(self) -> str:
@@ -100,6 +104,8 @@ class Diagnosis:
             "steps": {str(rank): dict(phases) for rank, phases in self.steps.items()},
             "wasted_s": self.wasted_s,
             "run_s": self.run_s,
+            "world_size": self.world_size,
+            "rows": self.rows,
         }
 
     def __str__(self) -> str:
@@ -130,7 +136,9 @@ def diagnose(state: RunState) -> Diagnosis:
     found.sort(key=lambda verdict: -verdict.share)
     run_s = max(rank.state.step_history.total.wall_s for rank in measured)
     wasted_s = found[0].share * run_s if found else 0.0
-    return Diagnosis(tuple(found), {rank.number: run.phases(rank) for rank in measured}, wasted_s, run_s)
+    phases = {rank.number: run.phases(rank) for rank in measured}
+    rows = statistics.fmean(rank.last.rows for rank in measured)
+    return Diagnosis(tuple(found), phases, wasted_s, run_s, world_size=state.total_ranks, rows=rows)
 
 
 def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
