@@ -47,7 +47,7 @@ def _steps_together(left_s: float) -> tuple[int, bool]:
 
 
 def test_all_ranks_stop_at_the_same_step(three_ranks: Ranks) -> None:
-    (first, *others) = three_ranks.run(_steps_together, 1.0)
+    (first, *others) = three_ranks.run(_steps_together, 3.0)
     assert first[0] > 0
     assert first[1], "the ranks have stopped before the time"
     assert others == [first, first]
