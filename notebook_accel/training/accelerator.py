@@ -98,7 +98,7 @@ class Accelerator(ProcessState):
         deepspeed_plugins: Refused.
         parallelism_config: Refused.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
-        save_on_end: Before the session's end, save the state and end this rank's code: the folder of the checkpoint, or
+        save_on_end: Before the time limit, save the state and end this rank's code: the folder of the checkpoint, or
             ``True`` for the next one of ``project_config``. It happens after a batch of a prepared loader on which
             ``backward`` was called, on all ranks after the same one.
 
@@ -531,13 +531,13 @@ class Accelerator(ProcessState):
         clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
         clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
 
-    # The session's end
+    # The time limit
 
     @property
     def should_stop(self) -> bool:
-        """True from some step on, the same for all ranks, if the session ends soon.
+        """True from some step on, the same for all ranks, if the time limit is near.
 
-        The end is what ``--end_at`` states, or the time limit of a Slurm job; it becomes true ``end_margin_s`` before.
+        The limit is what ``--end_at`` states, or a Slurm job's; this becomes true ``end_margin_s`` seconds before it.
         All ranks have to read it equally often, such as once a step. Then save the state and leave the loop.
         """
         return self._stopping.ask()

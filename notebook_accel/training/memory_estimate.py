@@ -11,10 +11,12 @@ import torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.formatting import format_number, format_size
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
+from notebook_accel.training.model_files import size_bytes
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
 _DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DOUBLINGS = 9  # of the number of ranks, when one is looked for that is large enough
 _GATHERED_BLOCKS = 2  # fully_shard gathers the next block while one computes
 
 
@@ -30,6 +32,8 @@ class MemoryEstimate:
         gradient_bytes: Bytes of their gradients, with the buckets in which DistributedDataParallel averages them.
         optimizer_bytes: Bytes of the optimizer's state.
         gathered_bytes: Bytes of the whole blocks that a rank of a sharded model holds for a moment.
+        device_bytes: Bytes of the device's memory that the estimate is compared with, ``None`` for no comparison.
+        fits_with: Changes with which it would fit there, empty if it fits, or if none of those that are tried helps.
     """
 
     parameters: int
@@ -39,6 +43,8 @@ class MemoryEstimate:
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
+    device_bytes: int | None = None
+    fits_with: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -57,8 +63,18 @@ class MemoryEstimate:
         listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
         return (
             f"{format_number(self.parameters)} parameters, {ranks}: about {format_size(self.total_bytes)} a rank and "
-            f"the activations ({listed})"
+            f"the activations ({listed}){self._comparison()}"
         )
+
+    def _comparison(self) -> str:
+        if self.device_bytes is None:
+            return ""
+        if self.total_bytes <= self.device_bytes:
+            return (
+                f". Of {format_size(self.device_bytes)} that leaves {format_size(self.device_bytes - self.total_bytes)}"
+            )
+        fits = f"it fits {', or '.join(self.fits_with)}" if self.fits_with else "nothing that was tried makes it fit"
+        return f". That is more than {format_size(self.device_bytes)}: {fits}"
 
 
 def estimate_memory(
@@ -68,6 +84,7 @@ def estimate_memory(
     sharded: bool = False,
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
     mixed_precision: str = "no",
+    device_memory: int | str | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of training on each rank, without activations and without allocating the model.
 
@@ -79,6 +96,8 @@ def estimate_memory(
         optimizer: The class of the optimizer, or a function that makes one for a list of parameters. It takes a step
             on the meta device, so that the size of its state isn't guessed.
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
+        device_memory: Memory of a rank's GPU, in bytes or as text such as ``"24GiB"``. The estimate is compared with
+            it, and says what would make it fit.
 
     Raises:
         ConfigError: An argument has a value that can't be used.
@@ -92,27 +111,58 @@ def estimate_memory(
             model = model()
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    held_bytes = _bytes(parameters)
-    state_bytes = _state_bytes(optimizer, trained)
-    buffer_bytes = _bytes(model.buffers())
-    gradient_bytes = _bytes(trained)
-    gathered_bytes = 0
-    if sharded and num_processes > 1:
-        held_bytes, gradient_bytes, state_bytes = (
-            -(-whole // num_processes) for whole in (held_bytes, gradient_bytes, state_bytes)
-        )
-        gathered_bytes = _GATHERED_BLOCKS * _largest_block_bytes(model, _DTYPES[mixed_precision])
-    elif num_processes > 1 and not DistributedDataParallelKwargs().gradient_as_bucket_view:
-        gradient_bytes *= 2  # the buckets hold a copy
-    return MemoryEstimate(
+    whole = _Whole(
         parameters=sum(parameter.numel() for parameter in parameters),
-        num_processes=num_processes,
-        is_sharded=sharded,
-        parameter_bytes=held_bytes + buffer_bytes,
-        gradient_bytes=gradient_bytes,
-        optimizer_bytes=state_bytes,
-        gathered_bytes=gathered_bytes,
+        parameter_bytes=_bytes(parameters),
+        buffer_bytes=_bytes(model.buffers()),
+        gradient_bytes=_bytes(trained),
+        optimizer_bytes=_state_bytes(optimizer, trained),
+        gathered_bytes=_GATHERED_BLOCKS * _largest_block_bytes(model, _DTYPES[mixed_precision]),
     )
+    device_bytes = None if device_memory is None else size_bytes(device_memory, "device_memory")
+    estimate = dataclasses.replace(whole.on_rank(num_processes, sharded=sharded), device_bytes=device_bytes)
+    return dataclasses.replace(estimate, fits_with=tuple(_remedies(whole, estimate)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """The sizes of a whole model in training."""
+
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+
+    def on_rank(self, ranks: int, *, sharded: bool) -> MemoryEstimate:
+        """Return the estimate for one of so many ranks."""
+        is_shared = sharded and ranks > 1
+        share = ranks if is_shared else 1
+        has_copies = ranks > 1 and not is_shared and not DistributedDataParallelKwargs().gradient_as_bucket_view
+        return MemoryEstimate(
+            parameters=self.parameters,
+            num_processes=ranks,
+            is_sharded=sharded,
+            parameter_bytes=-(-self.parameter_bytes // share) + self.buffer_bytes,
+            gradient_bytes=-(-self.gradient_bytes // share) * (2 if has_copies else 1),  # the buckets hold a copy
+            optimizer_bytes=-(-self.optimizer_bytes // share),
+            gathered_bytes=self.gathered_bytes if is_shared else 0,
+        )
+
+
+def _remedies(whole: _Whole, estimate: MemoryEstimate) -> Iterator[str]:
+    """Yield changes with which a model fits into a device's memory that is too small for it."""
+    limit_bytes, ranks = estimate.device_bytes, estimate.num_processes
+    if limit_bytes is None or estimate.total_bytes <= limit_bytes:
+        return
+    if ranks > 1 and whole.buffer_bytes + whole.gathered_bytes <= limit_bytes:
+        yield "with cpu_offload=True" if estimate.is_sharded else "sharded with cpu_offload=True"
+    more = (ranks << doublings for doublings in range(0 if ranks > 1 else 1, _DOUBLINGS))
+    fitting = (n for n in more if whole.on_rank(n, sharded=True).total_bytes <= limit_bytes)
+    enough = next(fitting, None)
+    if enough is not None:
+        yield f"sharded (--fsdp) on {enough} ranks" if not estimate.is_sharded else f"on {enough} ranks"
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

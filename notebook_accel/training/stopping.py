@@ -1,4 +1,4 @@
-"""Stopping before the session's end, on all ranks at the same step.
+"""Stopping before the time limit, on all ranks at the same step.
 
 Ranks count how often they have asked whether to stop. When the time has come, a thread of each rank notes that number,
 and from then on its rank's questions wait for an answer. The threads exchange their numbers through the ranks' store.
@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import session_end
+from notebook_accel import time_limit
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends.backend import Backend
@@ -48,7 +48,7 @@ class Stopping:
     Args:
         place: The rank's place.
         store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
-        end_s: When the session ends, in seconds since the epoch; ``None`` if it has no known end.
+        end_s: The time limit in seconds since the epoch, ``None`` if there is none.
         margin_s: How many seconds before that the ranks stop.
     """
 
@@ -99,7 +99,7 @@ class Stopping:
             self._first_yes = 1 + (own if trains_alone else max(numbers))
         except RuntimeError as error:  # a rank hasn't answered, or the one that serves the store has ended
             _logger.warning(
-                "Rank %d stops before the session's end without knowing when the others do: %s", self._place.rank, error
+                "Rank %d stops before the time limit without knowing when the others do: %s", self._place.rank, error
             )
             self._first_yes = 1 + own
         self._is_agreed.set()
@@ -125,12 +125,12 @@ class Stopping:
 
     def _tell(self) -> None:
         if self._place.rank == 0 and self._end_s is not None:
-            end = session_end.in_words(self._end_s)
-            print(f"[training stops here, since the session ends at {end}]", file=sys.stderr, flush=True)
+            end = time_limit.in_words(self._end_s)
+            print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
 
 
 def check_folder(save_on_end: str | os.PathLike[str] | bool, project: ProjectConfiguration) -> str | None:
-    """Return the folder for the state before the session's end: empty for the next numbered one, None for no folder.
+    """Return the folder for the state before the time limit: empty for the next numbered one, None for no folder.
 
     Raises:
         ConfigError: No folder is known.
@@ -157,11 +157,11 @@ def _answer_in_time(stopping: Stopping, stop_s: float, owner: weakref.ref[Any]) 
 
 
 def of_rank(backend: Backend, owner: object) -> Stopping:
-    """Return what answers the questions of ``owner``, given what its environment says about the session's end.
+    """Return what answers the questions of ``owner``, given what its environment says about the time limit.
 
     All ranks call this.
     """
-    end_s, margin_s = session_end.end_of(""), session_end.margin_of()
+    end_s, margin_s = time_limit.end_of(""), time_limit.margin_of()
     if isinstance(backend, WorkerProcess):  # the rank itself answers for its loaders' workers
         end_s = None
     store = None

@@ -146,6 +146,16 @@ class Lab:
             return "version" in self._ask("GET", "api")
         return False
 
+    def kill(self) -> None:
+        """Kill the server and its kernels, and wait until all that they have started is gone."""
+        below = processes.descendants(self._process.pid)
+        self._process.kill()
+        self._process.wait(_STOP_TIMEOUT_S)
+        for process in below:
+            if "ipykernel" in process.command:
+                processes.kill(process)
+        processes.wait_until(lambda: not any(process.is_alive for process in below), "nothing of the server is left")
+
     def close(self) -> None:
         """End the server and its kernels."""
         self._process.terminate()

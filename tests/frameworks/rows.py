@@ -151,16 +151,6 @@ ROWS = [
         checkpoints="epoch_*",
     ),
     Row(
-        'Transformers `Trainer` with `fsdp="full_shard"`',
-        "trainer_fsdp",
-        ("transformers", "accelerate"),
-        (_TRAINER, "sklearn.datasets"),
-        world_size="trainer.args.world_size",
-        users_line='return {"input_ids"',
-        evaluation="eval_loss",
-        checkpoints="checkpoint-*",
-    ),
-    Row(
         "TRL `SFTTrainer`",
         "trl_sft",
         ("trl", "transformers", "datasets"),

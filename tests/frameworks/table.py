@@ -15,8 +15,9 @@ _HEAD = """\
 # Libraries
 
 Programs of the libraries that people train with, as their documentation writes them and without a line for this
-package. Each runs on two ranks in a real notebook on the CPU, with gloo. `.ci/frameworks` runs them and writes this
-page; [the programs](../tests/frameworks/programs) are tiny, and nothing is downloaded.
+package; only the two with sharded models use its `Accelerator`. Each runs on two ranks in a real notebook on the CPU,
+with gloo. `.ci/frameworks` runs them and writes this page; [the programs](../tests/frameworks/programs) are tiny, and
+nothing is downloaded.
 
 """
 _PASSED, _FAILED, _NOT_RUN = "yes", "**no**", "not run"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,3 +97,30 @@ def test_it_says_the_sizes() -> None:
 def test_what_cannot_be_estimated_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         estimate_memory(Blocks(), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("settings", "device_memory", "words"), [
+    ({"num_processes": 2}, "1GiB", "Of 1.0 GiB that leaves 1023 MiB"),
+    ({"num_processes": 2}, "1000KiB", "more than 1000 KiB: it fits sharded with cpu_offload=True, or sharded (--fsdp)"),
+    ({"num_processes": 2, "sharded": True}, "400KiB", "400 KiB: it fits with cpu_offload=True, or on 4 ranks"),
+    ({}, "300KiB", "300 KiB: it fits sharded (--fsdp) on 8 ranks"),
+    ({"num_processes": 2, "sharded": True}, 1000, "1 KiB: nothing that was tried makes it fit"),
+])  # fmt: skip
+def test_it_says_what_makes_a_model_fit(settings: dict[str, Any], device_memory: int | str, words: str) -> None:
+    estimate = estimate_memory(Blocks, **settings, device_memory=device_memory)
+    assert words in str(estimate)
+
+
+def test_what_it_advises_fits() -> None:
+    """The advice for a device of any size is true of an estimate for that, and for no smaller number of ranks."""
+    for size in range(150_000, 1_300_000, 50_000):
+        advised = re.search(r"on (\d+) ranks", str(estimate_memory(Blocks, num_processes=2, device_memory=size))[60:])
+        if advised is not None:
+            ranks = int(advised[1])
+            assert estimate_memory(Blocks, num_processes=ranks, sharded=True).total_bytes <= size
+            assert ranks == 2 or estimate_memory(Blocks, num_processes=ranks // 2, sharded=True).total_bytes > size
+
+
+def test_a_device_memory_that_is_no_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device_memory is 'plenty'"):
+        estimate_memory(Blocks, device_memory="plenty")

@@ -1,4 +1,4 @@
-"""Ranks that stop before the session's end: at the same step, and with their state saved."""
+"""Ranks that stop before the time limit: at the same step, and with their state saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, ProjectConfiguration, session_end
+from notebook_accel import Accelerator, ProjectConfiguration, time_limit
 from notebook_accel.errors import ConfigError
 from notebook_accel.utils import set_seed
 from tests.training.ranks import Ranks
@@ -22,14 +22,14 @@ _STOPS_IN = 3
 
 
 def _accelerator(left_s: float, **options: Any) -> Accelerator:
-    """Return the Accelerator of a rank whose session has so many seconds left, once all ranks are here."""
+    """Return the Accelerator of a rank that has so many seconds left, once all ranks are here."""
     Accelerator(cpu=True).wait_for_everyone()
-    os.environ[session_end.SESSION_END] = str(time.time() + left_s)
-    os.environ[session_end.END_MARGIN] = "0"
+    os.environ[time_limit.TIME_LIMIT] = str(time.time() + left_s)
+    os.environ[time_limit.END_MARGIN] = "0"
     try:
         return Accelerator(cpu=True, **options)
     finally:
-        del os.environ[session_end.SESSION_END], os.environ[session_end.END_MARGIN]
+        del os.environ[time_limit.TIME_LIMIT], os.environ[time_limit.END_MARGIN]
 
 
 def _steps_together(left_s: float) -> tuple[int, bool]:
@@ -47,7 +47,7 @@ def _steps_together(left_s: float) -> tuple[int, bool]:
 
 
 def test_all_ranks_stop_at_the_same_step(three_ranks: Ranks) -> None:
-    (first, *others) = three_ranks.run(_steps_together, 1.0)
+    (first, *others) = three_ranks.run(_steps_together, 3.0)
     assert first[0] > 0
     assert first[1], "the ranks have stopped before the time"
     assert others == [first, first]
@@ -84,7 +84,7 @@ def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks) 
 
 
 def test_ranks_that_do_not_train_together_stop_each_at_its_own_step(two_ranks: Ranks) -> None:
-    """The slow rank could not take as many steps as the fast one before the session's end."""
+    """The slow rank could not take as many steps as the fast one before the time limit."""
     fast, slow = two_ranks.run(_steps_apart)
     assert fast > slow
 

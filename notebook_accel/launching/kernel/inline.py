@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import environment, reporting, session_end
+from notebook_accel import environment, reporting, time_limit
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
 from notebook_accel.launching.kernel import run_payload
@@ -94,7 +94,7 @@ class _InlineRun:
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self.listening.getsockname()[1])
         config = self.job.config
         wanted = {**self.spec.environment, **place.variables(), **store.VARIABLES}
-        wanted |= session_end.variables(config.end_at, config.end_margin_s)
+        wanted |= time_limit.variables(config.end_at, config.end_margin_s)
         wanted |= environment.tasks_of_schedulers(wanted)
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         with environment.patched(changed), store.serving(place, self.listening.detach()):

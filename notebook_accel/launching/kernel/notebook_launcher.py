@@ -95,8 +95,8 @@ def notebook_launcher(
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
         timeout_s: Seconds after which the run is stopped.
-        end_at: When the session ends, so that training stops and saves before: ``23:30``, ``11.5h`` from now, or a date
-            with a time. Default: the time limit of a Slurm job.
+        end_at: The time limit, so that training stops and saves before: ``23:30``, ``11.5h`` from now, or a date
+            with a time. Default: that of a Slurm job.
         end_margin_s: Seconds before ``end_at`` at which ``Accelerator.should_stop`` becomes true.
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.

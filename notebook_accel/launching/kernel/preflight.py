@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from notebook_accel import host_memory, session_end
+from notebook_accel import host_memory, time_limit
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_size
@@ -46,7 +46,7 @@ def check(
         captured: The objects that are sent to the ranks, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
-    findings = [devices.finding, *_options(config, devices), *_end_of_session(config), _port(config)]
+    findings = [devices.finding, *_options(config, devices), *_time_limit(config), _port(config)]
     if config.start_method == "inline":
         findings += _inline(config)
     else:
@@ -114,17 +114,17 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
         yield Finding("fsdp was asked for, and the ranks run on TPUs.", why, "leave out --fsdp")
 
 
-def _end_of_session(config: LaunchConfig) -> Iterator[Finding]:
-    end_s, now_s = session_end.end_of(config.end_at), time.time()
+def _time_limit(config: LaunchConfig) -> Iterator[Finding]:
+    end_s, now_s = time_limit.end_of(config.end_at), time.time()
     if end_s is not None and end_s - config.end_margin_s <= now_s:
         source = f"end_at={config.end_at}" if config.end_at else "The time limit of the Slurm job"
         yield Finding(
-            f"{source} is {'past' if end_s <= now_s else 'near'}: {session_end.in_words(end_s)}.",
+            f"{source} is {'past' if end_s <= now_s else 'near'}: {time_limit.in_words(end_s)}.",
             f"Accelerator.should_stop is true from {config.end_margin_s:g} s before it, and so from the first step.",
             "a later --end_at, or an --end_margin_s that is less than the time that is left",
             refuses=bool(config.end_at),
         )
-    if config.num_nodes != "1" and session_end.is_duration(config.end_at):
+    if config.num_nodes != "1" and time_limit.is_duration(config.end_at):
         yield Finding(
             f"end_at={config.end_at} is a duration, and the run has several nodes.",
             "Each node would count it from its own launch, and all have to stop at the same step.",

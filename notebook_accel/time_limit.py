@@ -1,7 +1,7 @@
-"""The end of the session in which a run trains: the time that ``end_at`` states, or the time limit of a Slurm job.
+"""The time limit of a run: the time that ``end_at`` states, or the limit of a Slurm job.
 
-A session ends whatever its processes do. Before it, ``Accelerator.should_stop`` becomes true, in time for a checkpoint.
-The kernel works out the time, and its ranks get it in an environment variable.
+The machine or the notebook is gone then, whatever its processes do. Before that, ``Accelerator.should_stop`` becomes
+true, in time for a checkpoint. The kernel works out the time, and its ranks get it in an environment variable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from notebook_accel.errors import ConfigError
 
-SESSION_END = "NOTEBOOK_ACCEL_SESSION_END"  # seconds since the epoch; empty: the session has no known end
+TIME_LIMIT = "NOTEBOOK_ACCEL_TIME_LIMIT"  # seconds since the epoch; empty: there is none
 END_MARGIN = "NOTEBOOK_ACCEL_END_MARGIN_S"
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since the epoch (https://slurm.schedmd.com/sbatch.html)
 DEFAULT_MARGIN_S = 120.0
@@ -61,7 +61,7 @@ def is_duration(text: str) -> bool:
 
 
 def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when the session of a launch ends, in seconds since the epoch; ``None`` if that isn't known.
+    """Return a launch's time limit in seconds since the epoch, ``None`` if there is none.
 
     Args:
         end_at: The option; if it is empty, the environment tells.
@@ -69,7 +69,7 @@ def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None
     """
     if end_at:
         return parse(end_at)
-    told = environ.get(SESSION_END, environ.get(SLURM_END, ""))
+    told = environ.get(TIME_LIMIT, environ.get(SLURM_END, ""))
     try:
         return float(told) if told else None
     except ValueError:
@@ -77,13 +77,13 @@ def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None
 
 
 def variables(end_at: str, margin_s: float) -> dict[str, str]:
-    """Return the environment variables from which ranks know when the session ends."""
+    """Return the environment variables from which ranks know the time limit."""
     end_s = end_of(end_at)
-    return {SESSION_END: "" if end_s is None else f"{end_s:.3f}", END_MARGIN: f"{margin_s:g}"}
+    return {TIME_LIMIT: "" if end_s is None else f"{end_s:.3f}", END_MARGIN: f"{margin_s:g}"}
 
 
 def margin_of(environ: Mapping[str, str] = os.environ) -> float:
-    """Return how many seconds before the session's end a rank should stop."""
+    """Return how many seconds before the time limit a rank should stop."""
     try:
         return float(environ.get(END_MARGIN) or DEFAULT_MARGIN_S)
     except ValueError:

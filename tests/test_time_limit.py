@@ -1,4 +1,4 @@
-"""When a session ends: what the option and the environment say."""
+"""The time limit of a run: what the option and the environment say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 
-from notebook_accel import config, session_end
+from notebook_accel import config, time_limit
 from notebook_accel.errors import ConfigError
 
 _NOON_S = datetime.datetime(2026, 5, 1, 12, 0).timestamp()
@@ -30,12 +30,12 @@ _NOON_S = datetime.datetime(2026, 5, 1, 12, 0).timestamp()
     ],
 )
 def test_a_time_is_the_one_that_its_text_states(text: str, after_s: float) -> None:
-    assert session_end.parse(text, _NOON_S) == pytest.approx(_NOON_S + after_s)
+    assert time_limit.parse(text, _NOON_S) == pytest.approx(_NOON_S + after_s)
 
 
 def test_a_time_with_a_zone_is_in_that_zone() -> None:
-    assert session_end.parse("1970-01-01T01:00Z") == 3600.0
-    assert session_end.parse("1970-01-01T01:00+01:00") == 0.0
+    assert time_limit.parse("1970-01-01T01:00Z") == 3600.0
+    assert time_limit.parse("1970-01-01T01:00+01:00") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,19 @@ def test_what_is_no_time_is_refused_with_the_ways_to_state_one(text: str) -> Non
 
 
 def test_the_option_comes_before_the_limit_of_the_slurm_job() -> None:
-    slurm = {session_end.SLURM_END: "1000"}
-    assert session_end.end_of("", slurm) == 1000.0
-    assert session_end.end_of("1970-01-01T00:00Z", slurm) == 0.0
-    assert session_end.end_of("", {}) is None
-    assert session_end.end_of("", {session_end.SLURM_END: "Unknown"}) is None
+    slurm = {time_limit.SLURM_END: "1000"}
+    assert time_limit.end_of("", slurm) == 1000.0
+    assert time_limit.end_of("1970-01-01T00:00Z", slurm) == 0.0
+    assert time_limit.end_of("", {}) is None
+    assert time_limit.end_of("", {time_limit.SLURM_END: "Unknown"}) is None
 
 
 def test_a_rank_believes_its_launch_and_not_the_slurm_job_of_an_earlier_one() -> None:
-    slurm = {session_end.SLURM_END: "1000"}
-    assert session_end.end_of("", {**slurm, session_end.SESSION_END: ""}) is None
-    assert session_end.end_of("", {**slurm, session_end.SESSION_END: "2000"}) == 2000.0
+    slurm = {time_limit.SLURM_END: "1000"}
+    assert time_limit.end_of("", {**slurm, time_limit.TIME_LIMIT: ""}) is None
+    assert time_limit.end_of("", {**slurm, time_limit.TIME_LIMIT: "2000"}) == 2000.0
 
 
 def test_the_margin_of_a_rank_is_that_of_its_launch() -> None:
-    assert session_end.margin_of(session_end.variables("1h", 7.5)) == 7.5
-    assert session_end.margin_of({}) == session_end.DEFAULT_MARGIN_S
+    assert time_limit.margin_of(time_limit.variables("1h", 7.5)) == 7.5
+    assert time_limit.margin_of({}) == time_limit.DEFAULT_MARGIN_S

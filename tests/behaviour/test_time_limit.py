@@ -1,4 +1,4 @@
-"""Runs that stop before their session ends, with their state saved, and that the next launch resumes."""
+"""Runs that stop before their time limit, with their state saved, and that the next launch resumes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from notebook_accel import notebook_launcher
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.session_end import SLURM_END
+from notebook_accel.time_limit import SLURM_END
 from tests import kernels, processes
 
 _LONG_S = 100.0
-_STOPS = "[training stops here, since the session ends at "
+_STOPS = "[training stops here, since the time limit is "
 _CELL = """
 import os, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,7 +63,7 @@ def test_a_cell_saves_before_the_end_and_goes_on_when_it_is_run_again(
 
 
 def counts_until_the_end() -> tuple[int, bool]:
-    """Train without anything prepared, as long as the session lets it; the steps, and whether the time had come."""
+    """Train without anything prepared, until it should stop; the steps, and whether the time had come."""
     from notebook_accel import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -71,7 +71,7 @@ def counts_until_the_end() -> tuple[int, bool]:
     while not accelerator.should_stop:
         accelerator.wait_for_everyone()
         steps += 1
-    return steps, time.time() > float(os.environ["NOTEBOOK_ACCEL_SESSION_END"]) - 1
+    return steps, time.time() > float(os.environ["NOTEBOOK_ACCEL_TIME_LIMIT"]) - 1
 
 
 @pytest.mark.parametrize("how", ["foreground", "background", "detach"])
