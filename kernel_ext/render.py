@@ -142,6 +142,9 @@ def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     rows = [["rank", *(column.head for column in columns)]]
     rows += [[str(rank.number), *(column.text(rank) for column in columns)] for rank in state.ranks]
     notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
+    sharded = _largest_share(state)
+    if sharded is not None:
+        notes.append(f"Each rank holds at most {sharded.in_words}")
     why = list(filter(None, (facts.diagnosis.sentence, facts.diagnosis.cost)))
     lines = [first, *state.restarts_why, *state.nodes, *why, *aligned(rows), *notes]
     return "\n".join([*lines, *output_lines(output, facts.log_folder)])
@@ -159,9 +162,20 @@ def _about_run(facts: RunFacts, state: RunState) -> list[str]:
     if epochs:
         epoch, of = min(epochs, key=lambda pair: pair[0])  # the slowest rank's
         about.append(f"epoch {epoch}" if of is None else f"epoch {epoch} of {of}")
+    sharded = _largest_share(state)
+    if sharded is not None:
+        about.append(f"{sharded.share} a rank")
     if state.restarts:
         about.append(counted(state.restarts, "restart"))
     return about
+
+
+def _largest_share(state: RunState) -> events.ModelMemory | None:
+    """Return the memory of the rank that holds most of the models, ``None`` if nothing is sharded."""
+    known = [rank.model_memory for rank in state.ranks if rank.model_memory is not None]
+    if not any(memory.is_sharded for memory in known):
+        return None
+    return max(known, key=lambda memory: memory.held_parameters)
 
 
 def _traceback_html(facts: RunFacts) -> str:
@@ -354,7 +368,10 @@ class _Table:
     def _about(self, rank: RankState) -> str:
         waits = f"waits in {rank.silent.waits_in}" if rank.silent is not None and rank.silent.waits_in else ""
         behind = f"{self._behind[rank.rank]:,} steps behind the others" if rank.rank in self._behind else ""
-        return ", ".join(filter(None, (_shortened(rank.device, 100), _shortened(rank.label, 100), waits, behind)))
+        model = "" if rank.model_memory is None else rank.model_memory.in_words
+        return ", ".join(
+            filter(None, (_shortened(rank.device, 100), _shortened(rank.label, 100), waits, behind, model))
+        )
 
 
 def _note(rank: RankState, now_s: float) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from notebook_accel import config_file
+from notebook_accel import config_file, session_end
 from notebook_accel.environment import fsdp_variables, is_false, is_true
 from notebook_accel.errors import ConfigError
 
@@ -83,6 +83,17 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Annotated[
         Annotated[float, msgspec.Meta(gt=0)] | None, _help("Stop the run after so many seconds. Default: no limit.")
     ] = None
+    end_at: Annotated[
+        str,
+        _help(
+            "When the session ends: 23:30, 11.5h from now, 2026-05-01T08:00. Before, Accelerator.should_stop is true. "
+            "Default: the time limit of a Slurm job."
+        ),
+    ] = ""
+    end_margin_s: Annotated[
+        Annotated[float, msgspec.Meta(ge=0)],
+        _help("Seconds before the session's end at which Accelerator.should_stop becomes true, to save the state."),
+    ] = session_end.DEFAULT_MARGIN_S
     grace_s: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=3600)],
         _help("Seconds that a rank has to end by itself after an interrupt, and again after SIGTERM, before SIGKILL."),
@@ -327,6 +338,8 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
     for name, value in values.items():
         if name == "fsdp_options" and isinstance(value, (list, tuple)):
             fsdp_variables([str(setting) for setting in value])
+        if name == "end_at" and isinstance(value, str) and value:
+            session_end.parse(value)
         if name not in known:
             raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
         option = known[name]

@@ -32,6 +32,14 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def format_number(number: int) -> str:
+    """Return a number in words, such as ``7.2 B``."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
 def format_size(size_bytes: int) -> str:
     """Return ``1.5 GiB``, ``24 GiB``, ``240 MiB``, ``3 KiB``."""
     for unit, factor in _UNITS:

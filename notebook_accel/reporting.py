@@ -263,6 +263,10 @@ class Reporter:
             with contextlib.suppress(ClosedError, TimeoutError):
                 self._connection.send(events.encode(event))
 
+    def report_model_memory(self, **fields: int) -> None:
+        """Send the memory that the rank's models take, with the fields of ``ModelMemory``, without a wait."""
+        self.post(events.ModelMemory(**fields))
+
     def position(self) -> str:
         """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
         progress = self._progress()

@@ -16,8 +16,12 @@ _CELL_TIMEOUT_S = 100.0
 
 def _run(path: pathlib.Path, kernel: kernels.Kernel) -> list[kernels.Outcome]:
     """Run the code cells, and fail at the first that fails."""
+    return _run_cells(nbformat.read(path, as_version=4).cells, kernel)
+
+
+def _run_cells(cells: list[nbformat.NotebookNode], kernel: kernels.Kernel) -> list[kernels.Outcome]:
     outcomes: list[kernels.Outcome] = []
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in cells:
         if cell.cell_type == "code":
             outcomes.append(kernel.run(cell.source, _CELL_TIMEOUT_S))
             assert outcomes[-1].status == "ok", f"{cell.source}\n{outcomes[-1].traceback}"
@@ -111,6 +115,28 @@ def test_eighth_notebook_trains_a_model_that_is_larger_than_a_rank(kernel: kerne
     assert "within the budget: True" in sharded.stdout
     assert "within the budget: False" in whole.stdout
     assert re.findall(r"epoch (\d+): loss", sharded.stdout + whole.stdout) == [*map(str, range(1, 13))]
+    accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
+    assert accuracy is not None, test.stdout
+    assert float(accuracy[1]) >= 95
+
+
+@pytest.mark.usefixtures("state_home")
+def test_ninth_notebook_finds_its_run_again_after_a_restart(tmp_path: pathlib.Path) -> None:
+    path = next(path for path in _NOTEBOOKS if path.name == "09_detach_and_find_again.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    [restart] = [number for number, cell in enumerate(cells) if "restart-kernel" in cell.metadata.get("tags", ())]
+    folders = [tmp_path / "before", tmp_path / "after"]
+    for folder in folders:
+        folder.mkdir()
+    with kernels.running(folders[0]) as kernel:
+        _run_cells(cells[:restart], kernel)
+        kernel.kill()
+    with kernels.running(folders[1]) as kernel:
+        runs, _, results, test = _run_cells(cells[restart:], kernel)
+    assert "overnight" in runs.stdout
+    steps = re.search(r"^steps of each rank: (\d+) (\d+)$", results.stdout, re.MULTILINE)
+    assert steps is not None, results.stdout
+    assert steps[1] == steps[2]
     accuracy = re.fullmatch(r"test accuracy: (\d+\.\d) %\n", test.stdout)
     assert accuracy is not None, test.stdout
     assert float(accuracy[1]) >= 95

@@ -5,7 +5,8 @@ agent has told, so that a kernel that attaches again leaves out what it knows. A
 isn't whole, such as the last one of a machine that has lost its power.
 
 The journal is bounded, however long the run is. Samples are written less and less often, as a curve in the panel has
-only so many points: in a run of a week, some thousand of each kind. Output and displays have an allowance, after which
+only so many points: in a run of a week, some thousand of each kind. Times of steps are added up meanwhile, so that
+their sums stay right. Output and displays have an allowance, after which
 only their latest is kept. What isn't written is kept in memory, the latest of each kind, until it may be written.
 """
 
@@ -173,7 +174,7 @@ class Journal:
 
     def _add_sample(self, number: int, message: messages.Said, event: events.Event) -> None:
         key = message.rank, type(event)
-        if isinstance(event, events.Metrics) and key in self._waiting:
+        if isinstance(event, (events.Metrics, events.StepTimes)) and key in self._waiting:
             message = _merged(self._waiting[key][1], message)
         self._waiting[key] = number, message
         self._write_if_due(key)
@@ -262,8 +263,10 @@ def _said(body: bytes) -> messages.Said:
 
 
 def _merged(before: messages.Said, now: messages.Said) -> messages.Said:
-    """Return the later of two messages with metrics, with the values of the earlier one that it doesn't have."""
+    """Return one message in place of two: the times of all steps, or the latest value of each metric."""
     earlier, later = events.decode(bytes(before.event)), events.decode(bytes(now.event))
+    if isinstance(earlier, events.StepTimes) and isinstance(later, events.StepTimes):
+        return _with_event(now, earlier.followed_by(later))
     assert isinstance(earlier, events.Metrics)
     assert isinstance(later, events.Metrics)
     return _with_event(now, msgspec.structs.replace(later, values={**earlier.values, **later.values}))

@@ -104,7 +104,8 @@ def write_result_file(
     rank: int,
     advice: str,
     origins: serialization.Origins = (),
-    missing: Mapping[str, str] | None = None,
+    wholes: Mapping[int, Any] | None = None,
+    refused: Mapping[str, PayloadError] | None = None,
 ) -> int:
     """Write objects into a memory file; for one that can't be pickled, the reason.
 
@@ -114,7 +115,8 @@ def write_result_file(
         rank: The rank's number, for messages.
         advice: Advice in errors about what to send instead.
         origins: The same as for ``serialization.pickle_by_value``.
-        missing: Further names, each with the reason why it has no object.
+        wholes: The same as for ``serialization.pickle_by_value``.
+        refused: Errors for names whose objects aren't written.
 
     Returns:
         The file's length in bytes.
@@ -122,22 +124,22 @@ def write_result_file(
     Raises:
         PayloadError: There isn't even the memory for a file without objects.
     """
-    refused = {key: _Refused(why, _label(key, rank)) for key, why in (missing or {}).items()}
-    roots = {key: (_label(key, rank), obj) for key, obj in values.items()}
+    left_out = {key: _refused(error, error.path) for key, error in (refused or {}).items()}
+    roots = {key: (_label(key, rank), obj) for key, obj in values.items() if key not in left_out}
     while True:
-        pickling = _Pickling(roots, origins, advice)
+        pickling = _Pickling(roots, origins, advice, wholes)
         entries, pickled = pickling.all_entries()
-        refused |= pickling.refused
+        left_out |= pickling.refused
         os.ftruncate(descriptor, 0)
         try:
-            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(entries, refused)))
+            return serialization.dump(descriptor, pickled, msgspec.msgpack.encode(_Index(entries, left_out)))
         except PayloadError as error:  # too large: without the largest object the others may fit
-            sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in refused}
+            sizes_bytes = {key: pickled.sizes_bytes[label] for key, (label, _) in roots.items() if key not in left_out}
             if not sizes_bytes:
                 raise
             largest = max(sizes_bytes, key=lambda key: sizes_bytes[key])
-            refused[largest] = _refused(error, roots[largest][0])
-            roots = {key: root for key, root in roots.items() if key not in refused}
+            left_out[largest] = _refused(error, roots[largest][0])
+            roots = {key: root for key, root in roots.items() if key not in left_out}
 
 
 def _refused(error: PayloadError, label: str) -> _Refused:
@@ -151,10 +153,17 @@ class _Pickling:
         refused: The objects that can't be pickled.
     """
 
-    def __init__(self, roots: Mapping[str, tuple[str, Any]], origins: serialization.Origins, advice: str) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, tuple[str, Any]],
+        origins: serialization.Origins,
+        advice: str,
+        wholes: Mapping[int, Any] | None,
+    ) -> None:
         self._roots = roots
         self._origins = origins
         self._advice = advice
+        self._wholes = wholes
         has_several = sum(obj is not None for _, obj in roots.values()) > 1
         self._shared = SharedPickling(device_tensors_to_cpu=True, keeps_memo=has_several)
         self.refused: dict[str, _Refused] = {}
@@ -172,6 +181,7 @@ class _Pickling:
             origins=self._origins,
             device_tensors_to_cpu=True,
             shared=self._shared,
+            wholes=self._wholes,
             advice=self._advice,
         )
 

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeAlias
 import cloudpickle
 
 from notebook_accel import host_memory
-from notebook_accel.payload import memory_files, unpicklable
+from notebook_accel.payload import memory_files, sharded_tensors, unpicklable
 from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
@@ -96,6 +96,7 @@ def pickle_by_value(
     origins: Origins = (),
     device_tensors_to_cpu: bool = False,
     shared: SharedPickling | None = None,
+    wholes: Mapping[int, Any] | None = None,
     advice: str = "make it inside the cell or the function instead, or keep it out of what the ranks use",
 ) -> Pickled:
     """Pickle an object.
@@ -109,12 +110,14 @@ def pickle_by_value(
             their place in its ``Pickled.by_value``. They travel as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
         shared: The part that this pickle has in common with others.
+        wholes: Whole copies of tensors that are sharded over ranks, by the tensors' ids. Others are refused.
         advice: An error's advice for what to do instead.
 
     Raises:
         PayloadError: An object can't be pickled. The message has the path to it.
     """
-    options = _Options(namespace, {id(origin): number for number, origin in _numbered(origins)}, device_tensors_to_cpu)
+    numbers = {id(origin): number for number, origin in _numbered(origins)}
+    options = _Options(namespace, numbers, device_tensors_to_cpu, wholes or {})
     pickler = _LinkingPickler(options, shared) if shared and shared.links else _Pickler(options, shared)
     try:
         pickler.dump_with(value, roots)
@@ -126,6 +129,20 @@ def pickle_by_value(
     output = pickler.output
     memoized = pickler.memoized() if shared is not None and shared.keeps_memo else ()
     return Pickled(output.data, tuple(output.buffers), by_value, output.sizes_bytes, memoized)
+
+
+def find_sharded(value: Any, *, origins: Origins = ()) -> list[Any]:
+    """Return the tensors of an object that are sharded over ranks, in the order in which it is pickled.
+
+    Blocks of ``fully_shard`` that are gathered are freed. For an object that can't be pickled, nothing is found.
+    """
+    options = _Options(None, {id(origin): number for number, origin in _numbered(origins)}, True, {})
+    finder = _Finder(options)
+    try:
+        finder.dump_with(value, {})
+    except Exception:  # noqa: BLE001 - pickling in earnest reports it
+        return []
+    return list(finder.found.values())
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
@@ -184,6 +201,7 @@ class _Options:
     namespace: Mapping[str, Any] | None
     origins: Mapping[int, int]
     device_tensors_to_cpu: bool
+    wholes: Mapping[int, Any]
 
 
 class _TooLargeError(pickle.PicklingError):
@@ -266,6 +284,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._options = options
         shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
         self._blocks = shared.blocks
+        self._sharded_types = sharded_tensors.types()
         self.output = _PickleOutput(self._blocks)
         self.by_value: list[tuple[str | None, Any]] = []
         super().__init__(self.output.stream, protocol=5, buffer_callback=self.output.take)
@@ -295,6 +314,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             self.output.begin(obj.label)
             return tuple, ()
         reduced = self._blocks.reduce(obj)
+        if reduced is NotImplemented and isinstance(obj, self._sharded_types):
+            reduced = sharded_tensors.reduce(obj, self._options.wholes, pickle.HIGHEST_PROTOCOL)
         if reduced is not NotImplemented:
             return reduced
         reduced = reduce_definition(obj)
@@ -310,6 +331,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         name: str | None = getattr(obj, "__name__", None)
         namespace = self._options.namespace or {}
         return name if name is not None and namespace.get(name) is obj else None
+
+
+class _Finder(_Pickler):
+    """A pickler that collects sharded tensors and leaves out all other tensors.
+
+    Attributes:
+        found: The sharded tensors, in order, by their ids.
+    """
+
+    def __init__(self, options: _Options) -> None:
+        super().__init__(options)
+        self.found: dict[int, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if sharded_tensors.is_sharded_tensor(obj):
+            self.found[id(obj)] = obj
+            return tuple, ()
+        if self._blocks.is_of_tensors(obj):
+            return tuple, ()
+        if sharded_tensors.is_sharded_module(obj):
+            obj.reshard()  # a block that a forward pass has gathered has whole parameters until the backward pass
+        return super().reducer_override(obj)
 
 
 class _LinkingPickler(_Pickler):

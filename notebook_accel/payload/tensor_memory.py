@@ -93,6 +93,10 @@ class Blocks:
         """Return whether the object is a torch storage. torch makes a new object for each access to it."""
         return isinstance(obj, _storage_types())
 
+    def is_of_tensors(self, obj: Any) -> bool:
+        """Return whether the object is a torch tensor of any class, or a torch storage."""
+        return self._tensor_type is not None and isinstance(obj, (self._tensor_type, *self._storage_types))
+
     def reduce(self, obj: Any) -> Any:
         """Reduce a tensor, a storage or an array, for ``reducer_override``."""
         kind = type(obj)

@@ -91,7 +91,8 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
     this node's part of a run on several nodes, the elastic process decides that. A run with ``places`` is a part too:
-    its ranks have these places and variables, and stay until ``Release``.
+    its ranks have these places and variables, and stay until ``Release``. ``variables`` are for all ranks: those that
+    the payload can't have, since it may be launched once more.
 
     Descriptors: the payload, then one result file for each rank. With a ``template_pid``, the process of a template for
     this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
@@ -110,6 +111,7 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     max_restarts: int = 0
     elastic: ElasticOptions | None = None
     places: list[Place] = []
+    variables: dict[str, str] = {}
 
 
 class Interrupt(_AgentMessage, frozen=True, kw_only=True):

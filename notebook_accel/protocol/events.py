@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from notebook_accel.formatting import plain_text
+from notebook_accel.formatting import format_number, format_size, plain_text
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -33,6 +33,7 @@ class Started(_Event, frozen=True, kw_only=True):
     node: int = 0
 
 
+_MOST_LINES = 100  # of several events that became one
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -119,6 +120,31 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     is_on_device: bool = False
     samples: int = 0
     lines: list[SampledLine] = []
+
+    def followed_by(self, later: StepTimes) -> StepTimes:
+        """Return one event for the steps of this one and of a later one."""
+        steps = self.steps + later.steps
+        seen: dict[tuple[str, str, str, str], int] = {}
+        for line in (*self.lines, *later.lines):
+            key = line.phase, line.activity, line.place, line.text
+            seen[key] = seen.get(key, 0) + line.samples
+        most_seen = sorted(seen.items(), key=lambda item: -item[1])[:_MOST_LINES]
+        return msgspec.structs.replace(
+            later,  # what doesn't add up is that of the later one
+            steps=steps,
+            seconds={
+                phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0)
+                for phase in self.seconds.keys() | later.seconds.keys()
+            },
+            evaluations=self.evaluations + later.evaluations,
+            collecting_s=self.collecting_s + later.collecting_s,
+            compilations=self.compilations + later.compilations,
+            rows=(self.rows * self.steps + later.rows * later.steps) / steps,
+            smallest_batch=min(filter(None, (self.smallest_batch, later.smallest_batch)), default=0),
+            largest_batch=max(self.largest_batch, later.largest_batch),
+            samples=self.samples + later.samples,
+            lines=[SampledLine(*key, samples) for key, samples in most_seen],
+        )
 
 
 SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel"]
@@ -234,6 +260,49 @@ class Memory(_Event, frozen=True, kw_only=True):
     total_bytes: int
     kind: Literal["host", "device"]
     utilisation: float | None = None
+
+
+class ModelMemory(_Event, frozen=True, kw_only=True):
+    """The part of its memory that a rank's models take.
+
+    Attributes:
+        parameters: Number of all parameters of the models.
+        held_parameters: Number of those that the rank holds; fewer where models are sharded.
+        parameter_bytes: Bytes of the parameters that the rank holds.
+        gradient_bytes: Bytes of their gradients, 0 before the first step.
+        optimizer_bytes: Bytes of the optimizers' state, 0 before the first step.
+        peak_bytes: Most bytes that the device has held of all tensors, 0 where nothing measures it.
+    """
+
+    parameters: int
+    held_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if other ranks hold parameters that this one doesn't."""
+        return self.held_parameters < self.parameters
+
+    @property
+    def share(self) -> str:
+        """The parameters that the rank holds, such as ``3.6 B of 7.2 B parameters``."""
+        of = f" of {format_number(self.parameters)}" if self.is_sharded else ""
+        return f"{format_number(self.held_parameters)}{of} parameters"
+
+    @property
+    def in_words(self) -> str:
+        """All of it in one line. The peak's rest are activations and what the program holds besides."""
+        known_bytes = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        parts = {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations and others at the peak": max(self.peak_bytes - known_bytes, 0),
+        }
+        return f"{self.share}: {', '.join(f'{name} {format_size(size)}' for name, size in parts.items() if size)}"
 
 
 class Failed(_Event, frozen=True, kw_only=True):
@@ -378,6 +447,7 @@ Event: TypeAlias = (
     | Output
     | Display
     | Memory
+    | ModelMemory
     | Failed
     | Finished
     | Ended

@@ -89,9 +89,17 @@ class Push(_Request, frozen=True, kw_only=True):
 
 
 class Pull(_Request, frozen=True, kw_only=True):
-    """Send back the values of names."""
+    """Send back the values of names, whole where they are sharded over the ranks.
+
+    Attributes:
+        names: The names.
+        answering: The ranks that send values. All others only help to gather them.
+        gathers: Whether all ranks have the request, so that they can gather.
+    """
 
     names: list[str]
+    answering: list[int]
+    gathers: bool
 
 
 class LookUp(_Request, frozen=True, kw_only=True):

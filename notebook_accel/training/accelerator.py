@@ -36,6 +36,7 @@ from notebook_accel.training import (
     process_group,
     random_state,
     refusals,
+    stopping,
     tracking,
     unprepared_warnings,
 )
@@ -49,6 +50,7 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
+from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
@@ -96,6 +98,9 @@ class Accelerator(ProcessState):
         deepspeed_plugins: Refused.
         parallelism_config: Refused.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
+        save_on_end: Before the session's end, save the state and end this rank's code: the folder of the checkpoint, or
+            ``True`` for the next one of ``project_config``. It happens after a batch of a prepared loader on which
+            ``backward`` was called, on all ranks after the same one.
 
     Attributes:
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
@@ -138,6 +143,7 @@ class Accelerator(ProcessState):
         parallelism_config: object = None,
         *,
         downcast_bf16: bool = False,
+        save_on_end: _Path | bool = False,
     ) -> None:
         refusals.refuse(
             deepspeed_plugin=deepspeed_plugin,
@@ -155,6 +161,8 @@ class Accelerator(ProcessState):
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
         self._open_project(project_dir, project_config, log_with)
+        self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
+        self._stopping = stopping.of_rank(self._backend, self)
         self._precision = Precision(
             mixed_precision,
             self._backend.device,
@@ -169,6 +177,7 @@ class Accelerator(ProcessState):
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._memory_reports = ModelMemoryReports(self._backend.device)
         self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
         self._has_begun = False
         self._saving: checkpoint_saving.Saving | None = None
@@ -268,6 +277,7 @@ class Accelerator(ProcessState):
             prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
+        self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
@@ -436,6 +446,8 @@ class Accelerator(ProcessState):
         scaled: Any = divided if self._precision.scaler is None else self._precision.scaler.scale(divided)
         if scaled is not loss:
             setattr(scaled, reporting.LOSS_ATTRIBUTE, loss.detach())
+        if self._save_on_end is not None:
+            ACTIVE_ITERATIONS.before_next(self._save_if_at_end)
         ACTIVE_ITERATIONS.upload_next()
         try:
             scaled.backward(**kwargs)
@@ -518,6 +530,23 @@ class Accelerator(ProcessState):
         """Clip gradients to ``[-clip_value, clip_value]`` where they sync; it can be called for every micro-batch."""
         clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
         clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+
+    # The session's end
+
+    @property
+    def should_stop(self) -> bool:
+        """True from some step on, the same for all ranks, if the session ends soon.
+
+        The end is what ``--end_at`` states, or the time limit of a Slurm job; it becomes true ``end_margin_s`` before.
+        All ranks have to read it equally often, such as once a step. Then save the state and leave the loop.
+        """
+        return self._stopping.ask()
+
+    def _save_if_at_end(self) -> None:
+        if self.should_stop:
+            folder = self.save_state(self._save_on_end or None)
+            self.print(f"[its state is in {folder}: run it again to go on from there]")
+            raise SystemExit
 
     # Collectives
 

@@ -17,6 +17,7 @@ import torch
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import KwargsHandler
@@ -379,7 +380,7 @@ def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
 def _sharded_no_sync(model: torch.nn.Module) -> Iterator[None]:
     with fsdp.no_sync(model), contextlib.ExitStack() as left:
         for parameter in model.parameters():
-            if not fsdp.is_sharded_tensor(parameter):  # of an ignored module
+            if not is_sharded_tensor(parameter):  # of an ignored module
                 left.enter_context(_left_local(parameter))
         yield
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from notebook_accel.errors import CheckpointError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.backends.backend import Backend
@@ -222,7 +223,7 @@ def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft
         shares.taken_out_of(states, "states"),
         shares.taken_out_of(own, "own"),
         shares,
-        {number for number, of_one in enumerate(weights) if any(map(fsdp.is_sharded_tensor, of_one.values()))},
+        {number for number, of_one in enumerate(weights) if any(map(is_sharded_tensor, of_one.values()))},
         [fingerprint_of(of_model) for of_model in weights],
     )
 

@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -28,12 +29,6 @@ from notebook_accel.training.trees import map_leaves
 _replaced: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Return whether a value is a ``DTensor``. As long as nobody has imported that class, nothing is."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def is_sharded(model: object) -> bool:

@@ -74,6 +74,7 @@ class LoaderIteration:
         moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
         loader: The loader.
         undealt: Batches of the sampler that were left out before the rest was dealt out to the ranks.
+        before_next: A function to call when the loop over this iteration asks for its next batch; ``None``: none.
     """
 
     counter: Counter
@@ -85,6 +86,7 @@ class LoaderIteration:
     moment: int = 0
     loader: Any = None
     undealt: int = 0
+    before_next: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -133,6 +135,11 @@ class ActiveIterations:
         """Start the transfer of the next batch. Call it when the device has work during which the transfer can run."""
         if self.current is not None and self.current.upload_next is not None:
             self.current.upload_next()
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once the loop that trains asks for its next batch: it is done with the one that is out."""
+        if self.training is not None:
+            self.training.before_next = function
 
     def hand_out(self, current: LoaderIteration) -> None:
         """Make ``current`` the iteration whose batch came out last."""

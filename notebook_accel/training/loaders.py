@@ -194,6 +194,8 @@ class DataLoaderShard(DataLoader[Any]):
                     current.ends_window = True
                 ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
+                if current.before_next is not None:
+                    current.before_next()
 
     def __len__(self) -> int:
         length = super().__len__()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.formatting import format_size
+from notebook_accel.formatting import format_number, format_size
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
@@ -56,8 +56,8 @@ class MemoryEstimate:
         }
         listed = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
         return (
-            f"{_short(self.parameters)} parameters, {ranks}: about {format_size(self.total_bytes)} a rank and the "
-            f"activations ({listed})"
+            f"{format_number(self.parameters)} parameters, {ranks}: about {format_size(self.total_bytes)} a rank and "
+            f"the activations ({listed})"
         )
 
 
@@ -152,11 +152,3 @@ def _largest_block_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> i
     parts = [list(block.parameters()) for block in blocks]
     parts.append([parameter for parameter in model.parameters() if parameter not in inside])
     return max(sum(p.numel() * (dtype or p.dtype).itemsize for p in part) for part in parts)
-
-
-def _short(number: int) -> str:
-    """Return a number in words, such as ``7.2 B``."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return str(number)

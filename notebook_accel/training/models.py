@@ -17,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend
@@ -148,7 +149,7 @@ def _taken(
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
     """Raise ``TrainingError`` for a model with sharded parameters that don't average their gradients."""
-    if any(map(fsdp.is_sharded_tensor, model.parameters())):
+    if any(map(is_sharded_tensor, model.parameters())):
         raise _shared_samples_error(model)
 
 

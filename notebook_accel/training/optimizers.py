@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.errors import TrainingError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
@@ -267,7 +268,7 @@ def clip_grad_norm(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
         unscale(optimizers, scaler)
-        if any(map(fsdp.is_sharded_tensor, parameters)):
+        if any(map(is_sharded_tensor, parameters)):
             return fsdp.clip_grad_norm(parameters, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from notebook_accel.errors import CheckpointError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 
 FOLDER = "sharded"
@@ -76,7 +77,7 @@ class Shares:
         keys: dict[int, str] = {}
 
         def taken(node: Any, path: _Path) -> Any:
-            if not fsdp.is_sharded_tensor(node):
+            if not is_sharded_tensor(node):
                 return None
             key = keys.setdefault(id(node), ".".join(map(str, (name, *path))))
             self.tensors[key] = node
@@ -145,7 +146,7 @@ class ShardedFiles:
             key = node[_REFERENCE]
             saved, own = self._index[key], like(path)
             if key not in to_read:
-                is_own = in_place and fsdp.is_sharded_tensor(own) and own.shape == saved.size
+                is_own = in_place and is_sharded_tensor(own) and own.shape == saved.size
                 to_read[key] = own if is_own else fsdp.empty_like(own, saved.size, saved.properties.dtype)
             return to_read[key]
 

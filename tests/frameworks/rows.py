@@ -13,6 +13,7 @@ _PROGRAMS = pathlib.Path(__file__).parent / "programs"
 CHECKS: Mapping[str, str] = {
     "trains": "trains in a cell and by `notebook_launcher`, and both ranks end with the same model",
     "again": "runs again in the same notebook, also after a failure and after an interrupt",
+    "session": "trains twice in a session, with a failure in between, and again after an interrupt",
     "progress": "moves its rows: step, total, rate and loss; evaluation apart from training",
     "error": "an exception in the user's code is raised in the cell, with the user's lines",
     "interrupt": "an interrupt leaves no process; a program that can resume does so from its checkpoint",
@@ -87,6 +88,7 @@ class Row:
 
 _TRAINER = "transformers.trainer"
 _WATCHER = "self.steps = state.global_step"
+_TOKENS = 'return {"input_ids": tokens'
 _STATE_DICT = "model.load_state_dict(torch.load(f'{folder}/digits.pt')) and model"
 
 ROWS = [
@@ -126,6 +128,36 @@ ROWS = [
         (_TRAINER, "peft", "sklearn.datasets"),
         world_size="trainer.args.world_size",
         users_line='return {"input_ids"',
+        checkpoints="checkpoint-*",
+    ),
+    Row(
+        "Transformers: a causal LM, sharded by our `Accelerator`",
+        "causal_lm_fsdp",
+        ("transformers",),
+        ("transformers.models.llama.modeling_llama",),
+        world_size="accelerator.num_processes",
+        users_line=_TOKENS,
+        evaluation="evaluation",
+        checkpoints="epoch_*",
+        load="__import__('transformers').LlamaForCausalLM.from_pretrained(f'{folder}/model')",
+    ),
+    Row(
+        "PEFT: LoRA of a causal LM, sharded by our `Accelerator`",
+        "peft_lora_fsdp",
+        ("peft", "transformers"),
+        ("transformers.models.llama.modeling_llama", "peft"),
+        world_size="accelerator.num_processes",
+        users_line=_TOKENS,
+        checkpoints="epoch_*",
+    ),
+    Row(
+        'Transformers `Trainer` with `fsdp="full_shard"`',
+        "trainer_fsdp",
+        ("transformers", "accelerate"),
+        (_TRAINER, "sklearn.datasets"),
+        world_size="trainer.args.world_size",
+        users_line='return {"input_ids"',
+        evaluation="eval_loss",
         checkpoints="checkpoint-*",
     ),
     Row(

@@ -67,8 +67,9 @@ def call(folder: str, pause_s: float = 0.0) -> int:
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of all of a model's parameters."""
+    """Return a hash of all of a model's parameters. If it is sharded, all ranks call it."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

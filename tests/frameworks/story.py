@@ -1,4 +1,4 @@
-"""One row in one notebook: trained in a cell, failed, interrupted, and launched as a function."""
+"""One row in one notebook: trained in a cell, failed, interrupted, launched as a function, and in a session."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ class Run:
         folder: Its folder.
         ends: The library's number of ranks and the model's fingerprint, from each rank that has returned.
         rows: What the ranks' rows have shown.
-        below: The processes below the kernel afterwards, other than those that wait for the next launch.
     """
 
     outcome: kernels.Outcome
     folder: pathlib.Path
     ends: list[tuple[int, str]]
     rows: dict[str, Any]
-    below: list[processes.Process]
 
     def calls(self) -> int:
         """Number of times that rank 0 ran the user's line."""
@@ -74,16 +72,17 @@ class Story:
         self._folder = folder
         self._kernel = kernel
         self._must_run("resume = None")
-        self.cell = self._run_cell("cell", f"{_SPY}.call(folder, {row.pause_s})", "--pull model")
+        self.cell = self._run_cell("cell", f"{_SPY}.call(folder, {row.pause_s})", f"{_OPTIONS} --pull model")
         if self.cell.outcome.status != "ok":
             raise CannotTrainError(self.cell.outcome.traceback)
         self.pulled = self._fingerprint("model")
         self.loaded = self._fingerprint(row.load) if row.load else ""
-        fault = f"if {_SPY}.call(folder) == {self._failing_call}: raise ValueError({FAULT!r})"
-        self.failed = self._run_cell("failed", fault)
+        self.failed = self._fail()
         self.interrupted = self._interrupt()
+        self.left = self._left()
         self.resume = next(iter(self._checkpoints(self.interrupted.folder)), None)
         self.launched = self._launch()
+        self.session = self._session()
 
     @property
     def _failing_call(self) -> int:
@@ -103,15 +102,19 @@ class Story:
     def _last(self) -> str:
         return f"({self.row.world_size}, {_SPY}.fingerprint(model))"
 
-    def _run_cell(self, name: str, before_users_line: str, options: str = "") -> Run:
+    def _run_cell(self, name: str, before_users_line: str = f"{_SPY}.call(folder)", options: str = _OPTIONS) -> Run:
         folder = self._start(name, 1)
         cell = self.row.cell(before_users_line, self._last)
-        return self._end(folder, self._kernel.run(f"%%distributed {_OPTIONS} {options} --out ends\n{cell}", _TIMEOUT_S))
+        return self._end(folder, self._kernel.run(f"%%distributed {options} --out ends\n{cell}", _TIMEOUT_S))
 
-    def _interrupt(self) -> Run:
-        folder = self._start("interrupted", _MANY_EPOCHS)
+    def _fail(self, prefix: str = "", options: str = _OPTIONS) -> Run:
+        fault = f"if {_SPY}.call(folder) == {self._failing_call}: raise ValueError({FAULT!r})"
+        return self._run_cell(f"{prefix}failed", fault, options)
+
+    def _interrupt(self, prefix: str = "", options: str = _OPTIONS) -> Run:
+        folder = self._start(f"{prefix}interrupted", _MANY_EPOCHS)
         code = self.row.cell(f"{_SPY}.call(folder)", self._last)
-        cell = self._kernel.start(f"%%distributed {_OPTIONS}\n{code}")
+        cell = self._kernel.start(f"%%distributed {options}\n{code}")
 
         def is_in_the_middle() -> bool:
             # The first of two checkpoints is complete.
@@ -130,6 +133,22 @@ class Story:
         call = f"ends = notebook_launcher(train, num_processes=2, preload={list(PRELOAD)})"
         return self._end(folder, self._kernel.run(call, _TIMEOUT_S))
 
+    def _session(self) -> list[Run]:
+        """Return the runs in a session, the last one if it failed: one, one after a failure, one after an interrupt."""
+        self._must_run("resume = None")
+        self._must_run(f"%distributed start {_OPTIONS}")
+        runs = []
+        try:
+            for name, disturb in (("session", self._fail), ("again", self._interrupt), ("at_last", None)):
+                runs.append(self._run_cell(name, options=""))
+                if runs[-1].outcome.status != "ok":
+                    break
+                if disturb is not None:
+                    disturb("session_", "")
+        finally:
+            self._must_run("%distributed stop")
+        return runs
+
     def _checkpoints(self, folder: pathlib.Path) -> list[pathlib.Path]:
         """Return the checkpoints, the oldest first."""
         found = folder.glob(self.row.checkpoints) if self.row.checkpoints else []
@@ -138,10 +157,13 @@ class Story:
     def _end(self, folder: pathlib.Path, outcome: kernels.Outcome) -> Run:
         ends = ast.literal_eval(self._kernel.value("list(ends)"))
         rows = json.loads(ast.literal_eval(self._kernel.value("spy.rows()")))
-        return Run(outcome, folder, ends, rows, self._left())
+        return Run(outcome, folder, ends, rows)
 
     def _left(self) -> list[processes.Process]:
-        """Return what is left of a run once its ranks have had the time to go."""
+        """Return the processes below the kernel, other than those that wait for the next launch.
+
+        The ranks of the last run get the time to go.
+        """
 
         def left() -> list[processes.Process]:
             agents = [process for process in processes.children(self._kernel.pid) if processes.is_agent(process)]

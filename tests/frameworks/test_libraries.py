@@ -97,6 +97,12 @@ def test_again(story: Story) -> None:
     assert_trained(story.launched)
 
 
+def test_session(story: Story) -> None:
+    """The runs stand before a failure, after it, and after an interrupt."""
+    for run in story.session:
+        assert_trained(run)
+
+
 def test_progress(story: Story) -> None:
     assert story.cell.outcome.status == "ok", story.cell.outcome.traceback
     for rank in story.cell.rows["ranks"]:
@@ -127,7 +133,7 @@ def test_interrupt(story: Story) -> None:
     outcome = story.interrupted.outcome
     assert outcome.status == "error"
     assert "KeyboardInterrupt" in outcome.error_name, outcome.traceback
-    assert story.interrupted.below == []
+    assert story.left == []
     assert_trained(story.launched)
     if story.row.checkpoints:
         assert story.resume is not None, "it saved no checkpoint"

@@ -450,3 +450,22 @@ def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:
     assert "accuracy over" in chart_html(state, "accuracy")
     assert "loss over" in chart_html(state, "no such metric")
     assert "nba-chart-title" not in chart_html(state, is_titled=False)
+
+
+def test_share_of_a_sharded_model_is_in_the_header_the_rows_and_the_summary() -> None:
+    run = FakeRun(2)
+    whole = events.ModelMemory(parameters=3000, held_parameters=3000, parameter_bytes=12 << 10)
+    for rank in range(2):
+        run.apply(rank, whole)
+    assert "parameters" not in Document(header_html(fake_runs.facts(), run, 0.0)).text
+    assert "holds at most" not in summary_text(fake_runs.facts(), run, 0.0)
+    assert 'title="3.0 k parameters: parameters 12 KiB"' in table_html(run.state, 0.0)
+    sizes = {"parameter_bytes": 3 << 30, "gradient_bytes": 3 << 30, "optimizer_bytes": 6 << 30}
+    for rank, held in enumerate([800_000_000, 799_999_000]):
+        run.apply(rank, events.ModelMemory(parameters=1_600_000_000, held_parameters=held, **sizes))
+    assert "800.0 M of 1.6 B parameters a rank" in Document(header_html(fake_runs.facts(), run, 0.0)).text
+    words = "800.0 M of 1.6 B parameters: parameters 3.0 GiB, gradients 3.0 GiB, optimizer 6.0 GiB"
+    assert f"Each rank holds at most {words}" in summary_text(fake_runs.facts(), run, 0.0)
+    assert f'title="{words}"' in table_html(run.state, 0.0)
+    run.apply(0, events.ModelMemory(parameters=9, held_parameters=9, **sizes, peak_bytes=20 << 30))
+    assert "activations and others at the peak 8.0 GiB" in table_html(run.state, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -17,6 +18,7 @@ from hypothesis import strategies
 from notebook_accel.launching import journal
 from notebook_accel.launching.journal import Journal
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
@@ -115,6 +117,39 @@ def test_metric_that_was_reported_between_two_written_samples_is_not_lost(book: 
     book.tell(events.Finished(result_bytes=1))
     values = [event.values for event in book.kept() if isinstance(event, events.Metrics)]
     assert values == [{"loss": 1.0}, {"accuracy": 0.5, "loss": 0.9}]
+
+
+def test_times_of_steps_are_added_up_where_they_are_thinned(book: Book) -> None:
+    def line(text: str, samples: int) -> events.SampledLine:
+        return events.SampledLine("forward", "", f"line {text}", text, samples)
+
+    whole, told = StepHistory(), 2000
+    for number in range(told):
+        book.clock.now_s = 50_000.0 + number  # a run that has taken hours writes one of a hundred
+        event = events.StepTimes(
+            steps=2,
+            seconds={"forward": 0.5, "data": 0.25 * (number % 3)},
+            evaluations=number % 2,
+            collecting_s=0.125,
+            compilations=1,
+            rows=float(number),
+            smallest_batch=3 + number % 7,
+            largest_batch=10 + number % 5,
+            samples=3,
+            lines=[line("a", 1), line(f"b{number % 4}", 2)],
+        )
+        book.tell(event)
+        whole.add(event)
+    book.journal.close()
+    book.descriptor = os.open(book.path, os.O_RDONLY)
+    kept = [event for event in book.kept() if isinstance(event, events.StepTimes)]
+    assert 10 < len(kept) < told / 2
+    replayed = StepHistory()
+    for event in kept:
+        replayed.add(event)
+    assert dataclasses.replace(replayed.total, last=None) == dataclasses.replace(whole.total, last=None)
+    rows = sum(event.rows * event.steps for event in kept) / sum(event.steps for event in kept)
+    assert rows == pytest.approx((told - 1) / 2)
 
 
 def test_output_beyond_the_allowance_is_counted_and_its_end_is_kept(book: Book) -> None:

@@ -169,7 +169,11 @@ def test_only_the_parts_that_names_look_at_are_in_the_file(file: int) -> None:
 
 
 def test_what_cannot_be_pickled_is_left_out_and_said(file: int) -> None:
-    opening = sent(file, {"": {"lock": threading.Lock()}, "weights": torch.ones(3)}, missing={"late": "it is late"})
+    opening = sent(
+        file,
+        {"": {"lock": threading.Lock()}, "weights": torch.ones(3)},
+        refused={"late": PayloadError("it is late", path="late")},
+    )
     assert opening.values["weights"].tolist() == [1, 1, 1]
     assert [problem.what for problem in opening.problems.values()] == [
         "it is late", "the result of rank 0 -> item 'lock' can't be sent to another process: it is a lock.",
@@ -247,7 +251,9 @@ def test_variables_of_the_first_rank_of_another_machine_are_not_asked_for() -> N
     bound: dict[str, Any] = {}
     write_result_file(descriptors[0], {"": 7, "x": 0}, rank=0, advice="")
     values = {"": shared, "x": Bad(shared=shared), "lock": threading.Lock()}
-    write_result_file(descriptors[1], values, rank=1, advice="", missing={"late": "there is none"})
+    write_result_file(
+        descriptors[1], values, rank=1, advice="", refused={"late": PayloadError("there is none", path="late")}
+    )
     assert ResultFiles(descriptors, (), bound.update).read(0) == [7, [1]]
     assert bound == {"x": 0}
 

@@ -99,6 +99,17 @@ def goes_on(session: Session) -> bool:
     )
 
 
+def test_library_that_exits_at_an_interrupt_leaves_a_group_that_goes_on(prepared: Session) -> None:
+    source = (
+        "import sys\ntry:\n    torch.distributed.recv(torch.ones(1), 1 - rank)\n"
+        "except KeyboardInterrupt:\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    sys.exit(1)"
+    )
+    for _ in range(2):  # with the cell's handler, the second interrupt would do nothing
+        with interrupted(prepared, waits):
+            prepared.execute(source)
+    assert goes_on(prepared)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -227,7 +238,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
-parallel.module.weight.grad[0, 0].item()
+parallel.module.weight.grad[0, 0].item(), dist.get_backend()
 """
 
 
@@ -235,10 +246,10 @@ def test_cell_that_makes_the_group_runs_again(engine: local.LocalEngine) -> None
     with Session(num_processes=2, use_cpu=True, view="none") as session:
         session.execute("import datetime, os, torch\nrank = int(os.environ['RANK'])")
         for _ in range(2):
-            assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: 1.5"
+            assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
         with interrupted(session, waits):
             session.execute(f"{_OWN_GROUP}\ndist.recv(torch.ones(1), 1 - rank)")
-        assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: 1.5"
+        assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
         with pytest.raises(RankFailedError, match="default process group twice"):
             session.execute("dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))")
 

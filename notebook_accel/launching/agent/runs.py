@@ -172,11 +172,12 @@ class Run:
     def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
         """Return a rank's place among all ranks and its further environment variables."""
         if self.places:
-            return self.places[number]
+            place, variables = self.places[number]
+            return place, {**self.launch.variables, **variables}
         assert self.store is not None
         size = self.launch.world_size
         place = RankPlace(number, size, number, size, "127.0.0.1", self.store.getsockname()[1])
-        return place, {"TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
+        return place, {**self.launch.variables, "TORCHELASTIC_RESTART_COUNT": str(self.restarts)}
 
     @property
     def _restarts_left(self) -> int:

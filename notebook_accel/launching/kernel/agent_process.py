@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from notebook_accel import environment, uninterruptible
+from notebook_accel import environment, session_end, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunHandle
@@ -108,6 +108,7 @@ class AgentLink(Generic[_Handle]):
             max_restarts=0 if elastic is not None or places else job.config.max_restarts,
             elastic=elastic,
             places=list(places),
+            variables=session_end.variables(job.config.end_at, job.config.end_margin_s),
         )
 
     # What differs with where the agent is ---------------------------------------------------------------------------

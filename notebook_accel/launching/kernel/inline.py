@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import environment, reporting
+from notebook_accel import environment, reporting, session_end
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
 from notebook_accel.launching.kernel import run_payload
@@ -92,7 +92,9 @@ class _InlineRun:
     def _as_rank(self) -> Iterator[None]:
         """Give this process a rank's environment, store and reporter, and take them away on leaving."""
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self.listening.getsockname()[1])
+        config = self.job.config
         wanted = {**self.spec.environment, **place.variables(), **store.VARIABLES}
+        wanted |= session_end.variables(config.end_at, config.end_margin_s)
         wanted |= environment.tasks_of_schedulers(wanted)
         changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
         with environment.patched(changed), store.serving(place, self.listening.detach()):

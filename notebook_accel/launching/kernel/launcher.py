@@ -312,7 +312,7 @@ def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
     """Return options for one short run on this machine alone."""
     alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
     alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
-    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", **alone)
+    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", end_at="", **alone)
 
 
 def _use_device() -> str:

@@ -45,6 +45,8 @@ def notebook_launcher(
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
     timeout_s: float | None = None,
+    end_at: str = "",
+    end_margin_s: float | None = None,
     grace_s: float | None = None,
     log_dir: str = "",
     name: str = "",
@@ -93,6 +95,9 @@ def notebook_launcher(
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
         timeout_s: Seconds after which the run is stopped.
+        end_at: When the session ends, so that training stops and saves before: ``23:30``, ``11.5h`` from now, or a date
+            with a time. Default: the time limit of a Slurm job.
+        end_margin_s: Seconds before ``end_at`` at which ``Accelerator.should_stop`` becomes true.
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.

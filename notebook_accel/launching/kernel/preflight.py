@@ -13,10 +13,11 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from notebook_accel import host_memory
+from notebook_accel import host_memory, session_end
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_size
@@ -45,7 +46,7 @@ def check(
         captured: The objects that are sent to the ranks, by the words that a message uses for them.
     """
     devices = devices or Devices.find(config)
-    findings = [devices.finding, *_options(config, devices), _port(config)]
+    findings = [devices.finding, *_options(config, devices), *_end_of_session(config), _port(config)]
     if config.start_method == "inline":
         findings += _inline(config)
     else:
@@ -111,6 +112,24 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
     if config.fsdp and devices.platform is not None:
         why = "torch's fully_shard is for GPUs and CPUs."
         yield Finding("fsdp was asked for, and the ranks run on TPUs.", why, "leave out --fsdp")
+
+
+def _end_of_session(config: LaunchConfig) -> Iterator[Finding]:
+    end_s, now_s = session_end.end_of(config.end_at), time.time()
+    if end_s is not None and end_s - config.end_margin_s <= now_s:
+        source = f"end_at={config.end_at}" if config.end_at else "The time limit of the Slurm job"
+        yield Finding(
+            f"{source} is {'past' if end_s <= now_s else 'near'}: {session_end.in_words(end_s)}.",
+            f"Accelerator.should_stop is true from {config.end_margin_s:g} s before it, and so from the first step.",
+            "a later --end_at, or an --end_margin_s that is less than the time that is left",
+            refuses=bool(config.end_at),
+        )
+    if config.num_nodes != "1" and session_end.is_duration(config.end_at):
+        yield Finding(
+            f"end_at={config.end_at} is a duration, and the run has several nodes.",
+            "Each node would count it from its own launch, and all have to stop at the same step.",
+            "--end_at with a time of day such as 23:30, on every node",
+        )
 
 
 def _inline(config: LaunchConfig) -> Iterator[Finding]:

@@ -99,12 +99,18 @@ def _on_sigint(*_: object) -> None:
 
 
 def prefer_interrupt(error: BaseException) -> BaseException:
-    """Return what has ended the user's code: an interrupt that was pending when C++ code failed, or else the error."""
+    """Return what has ended the user's code: the error, or the interrupt behind it.
+
+    An interrupt is behind an error if it was pending when C++ code failed, or if a library exits because of it, as
+    Lightning does.
+    """
     try:
         defer()
     except KeyboardInterrupt as interrupt:
         defer()
         return interrupt.with_traceback(error.__traceback__)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        return error.__context__
     return error
 
 

@@ -27,6 +27,7 @@ VARIABLES = {
 }
 
 _stores: dict[int, Any] = {}  # a store serves for as long as it is referred to
+_latest: Any = None  # this rank's connection to the store, from its last process group
 
 
 def serve(place: RankPlace, listening: int) -> Callable[[], None]:
@@ -83,7 +84,9 @@ def join() -> Callable[[], None]:
     groups: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        global _latest
         for store, rank, world_size in from_environment(url, **kwargs):
+            _latest = store
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             prefix = f"group_{restarts}_{next(groups[restarts])}"
             yield distributed.PrefixStore(prefix, store), rank, world_size
@@ -93,6 +96,11 @@ def join() -> Callable[[], None]:
 
     rendezvous._rendezvous_handlers["env"] = handler  # a second registration of a scheme is refused
     return undo
+
+
+def latest() -> Any:
+    """Return this rank's connection to the store, which outlives process groups; ``None`` before the first group."""
+    return _latest
 
 
 @contextlib.contextmanager

@@ -25,8 +25,18 @@ from typing import Any
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import PayloadError
 from notebook_accel.launching.processes import arm_stacks, set_title
-from notebook_accel.launching.ranks import displays, failure, interruption, ipython_shims, profiling, store, streams
+from notebook_accel.launching.ranks import (
+    displays,
+    failure,
+    gathering,
+    interruption,
+    ipython_shims,
+    profiling,
+    store,
+    streams,
+)
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
@@ -151,8 +161,7 @@ def _run_user_code(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        values, missing = _look_up(namespace, spec.pull if place.local_rank == 0 else ())
-        result_bytes = _write_result(result, place.rank, {"": value, **values}, by_value, missing)
+        result_bytes = _send(value, spec, place, result, namespace, by_value)
         finished = events.Finished(result_bytes=result_bytes)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
@@ -164,11 +173,28 @@ def _run_user_code(
     return finished, 0
 
 
+def _send(
+    value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: list[Any]
+) -> int:
+    """Write the rank's value and, on each machine's first rank, the names to be pulled. Return the file's length."""
+    pulled, missing = _look_up(namespace, spec.pull)
+    values = {"": value, **(pulled if place.local_rank == 0 else {})}
+    # Every rank has a share of a sharded model, so all of them look for what the first ones send.
+    gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
+    refused = gathered.refused | (_absent(missing, place.rank) if place.local_rank == 0 else {})
+    return _write_result(result, place.rank, values, by_value, gathered.wholes, refused)
+
+
+def _absent(missing: Mapping[str, str], rank: int) -> dict[str, PayloadError]:
+    return {name: PayloadError(why, path=f'name "{name}" of rank {rank}') for name, why in missing.items()}
+
+
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
     pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
-        return bool(pulled) and _write_result(result, rank, pulled, by_value) > 0
+        refused = gathering.refuse(pulled, "all ranks have to take part, and the run has failed", by_value)
+        return bool(pulled) and _write_result(result, rank, pulled, by_value, refused=refused) > 0
     return False
 
 
@@ -321,7 +347,12 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 
 
 def _write_result(
-    result: int, rank: int, values: Mapping[str, Any], by_value: list[Any], missing: Mapping[str, str] | None = None
+    result: int,
+    rank: int,
+    values: Mapping[str, Any],
+    by_value: list[Any],
+    wholes: Mapping[int, Any] | None = None,
+    refused: Mapping[str, PayloadError] | None = None,
 ) -> int:
     return write_result_file(
         result,
@@ -329,7 +360,8 @@ def _write_result(
         rank=rank,
         origins=by_value,
         advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
-        missing=missing,
+        wholes=wholes,
+        refused=refused,
     )
 
 

@@ -125,6 +125,7 @@ class RankState:
         is_compiling: Whether the device's compiler works on the running step.
         metrics: The latest value of each metric.
         memory: The memory that it last reported, ``None`` before.
+        model_memory: The memory that its models last took, ``None`` before.
         last_line: The last non-empty line of its output.
         last_lines: The last few lines of its output, up to a crash of native code.
         crash: The report of Python's fault handler after a crash of native code; else empty.
@@ -154,6 +155,7 @@ class RankState:
     is_compiling: bool = False
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: events.Memory | None = None
+    model_memory: events.ModelMemory | None = None
     last_line: str = ""
     last_lines: collections.deque[str] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_LAST_LINES)
@@ -311,6 +313,8 @@ class RankState:
                     self.metrics[name] = value
         elif isinstance(event, events.Memory):
             self.memory = event
+        elif isinstance(event, events.ModelMemory):
+            self.model_memory = event
         elif isinstance(event, events.Output):
             self._take_output(event.text)
 

@@ -92,6 +92,25 @@ class RankPool:
     def alive(self) -> list[int]:
         return self._connections.ranks
 
+    @property
+    def is_whole(self) -> bool:
+        """True if all ranks are alive."""
+        return len(self.alive) == self.job.world_size
+
+    def chosen(self, ranks: Sequence[int] | None) -> list[int]:
+        """Return these ranks in order, by default all.
+
+        Raises:
+            ConfigError: There is no such rank.
+            RunError: A rank is dead.
+        """
+        self._refuse_ended()
+        chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
+        for rank in chosen:
+            if rank not in self.alive:
+                raise self._death_error(rank)
+        return chosen
+
     def ask(
         self,
         make: Callable[..., messages.ToRank],
@@ -111,9 +130,9 @@ class RankPool:
             PayloadError: Something that the ranks need can't be sent.
             RunError: A rank is dead.
         """
-        self._check_alive(ranks)  # refuse before waiting
+        self.chosen(ranks)  # refuse before waiting
         with self._turn(title, note):
-            chosen = self._check_alive(ranks)
+            chosen = self.chosen(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
             again = sorted({name for parcel in parcels for name in parcel.again})
             if again:
@@ -138,10 +157,10 @@ class RankPool:
         """
         if rank is None and self._failed_rank is None:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
-        [rank] = self._check_alive([self._failed_rank or 0 if rank is None else rank])
+        [rank] = self.chosen([self._failed_rank or 0 if rank is None else rank])
         console = Console()
         with self._turn("the debugger") as interrupts:
-            self._check_alive([rank])
+            self.chosen([rank])
             request = self._request(messages.Debug, [rank], is_users=True, console=console)
             self._output.start()
             self._ask_and_settle(request)
@@ -232,14 +251,6 @@ class RankPool:
             death = self.job.death(rank)
             if death is not None:
                 raise death
-
-    def _check_alive(self, ranks: Sequence[int] | None) -> list[int]:
-        self._refuse_ended()
-        chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
-        for rank in chosen:
-            if rank not in self.alive:
-                raise self._death_error(rank)
-        return chosen
 
     def _death_error(self, rank: int) -> RunError:
         return failures.death_error(self.job, rank, was_killed=rank in self._killed)

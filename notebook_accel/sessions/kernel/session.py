@@ -164,8 +164,21 @@ class Session:
         return values[names[0]] if len(names) == 1 else tuple(values[name] for name in names)
 
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
-        """Return the ranks' values of some names: a dictionary for each rank."""
-        return self._job(messages.Pull, f"pull of {', '.join(names)}", ranks, names=list(names)).run().results()
+        """Return the ranks' values of some names: a dictionary for each rank, in order of rank.
+
+        Sharded tensors and models arrive whole, for which all ranks have to be alive.
+        """
+        answering = self._pool.chosen(ranks)
+        gathers = self._pool.is_whole
+        job = self._job(
+            messages.Pull,
+            f"pull of {', '.join(names)}",
+            None if gathers else answering,
+            names=list(names),
+            answering=answering,
+            gathers=gathers,
+        ).run()
+        return Results([value for value in job.results() if value is not None])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Start ranks again as fresh processes without variables; the others keep theirs. No process group is left.

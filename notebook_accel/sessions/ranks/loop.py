@@ -18,7 +18,7 @@ from typing import Any
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, interruption, loops, profiling, streams, worker
+from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
@@ -163,7 +163,7 @@ class _SessionRank:
             self._traceback = tb
 
     def _sealed(self, fields: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
-        values = fields.pop("values")
+        values, gathered = fields.pop("values"), fields.pop("gathered", None) or gathering.Gathered()
         try:
             descriptor = memory_files.memory_file("notebook-accel-value")
             opened.callback(os.close, descriptor)
@@ -173,6 +173,8 @@ class _SessionRank:
                 rank=self._rank,
                 origins=self._tracker.definitions,
                 advice="take something else of it, such as numbers, tensors or a state_dict()",
+                wholes=gathered.wholes,
+                refused=gathered.refused,
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
             return {**fields, **self._failed(error)}, []
@@ -231,10 +233,25 @@ class _SessionRank:
             profiling.profiler().end("the cell ended", is_final=False)
 
     def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
+        values = {name: self._namespace[name] for name in request.names if name in self._namespace}
+        is_answering = self._rank in request.answering
+        gathered = gathering.Gathered()
+        if request.gathers:  # before an error: the others wait for what this rank has
+            gathered = gathering.gather(
+                values,
+                kept=values if is_answering else (),
+                occasion=f"request {request.number}",
+                origins=self._tracker.definitions,
+            )
+        else:
+            why = "all ranks have to take part, and not all are alive"
+            gathered.refused = gathering.refuse(values, why, self._tracker.definitions)
+        if not is_answering:
+            return {}
         for name in request.names:
-            if name not in self._namespace:
+            if name not in values:
                 raise NameError(f"name {name!r} is not defined", name=name)
-        return {"values": {name: self._namespace[name] for name in request.names}}
+        return {"values": values, "gathered": gathered}
 
     def _look_up(self, request: messages.LookUp, _: None) -> dict[str, Any]:
         answer = description if request.describes else completions

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import itertools
 import os
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.trees import map_leaves, send_to_device
@@ -82,7 +82,8 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     if not (dist.is_available() and dist.is_initialized()):
         _forget_all()
         return []
-    backend = dist.get_backend_config()
+    # Libraries ask for the name: Lightning takes another way to a mean if it is "gloo". torch's own choice has none.
+    backend = None if dist.get_backend() == "undefined" else dist.get_backend()
     members, others = torch_group.break_up()
     groups = "a process group" if others == 1 else f"{others} process groups"
     lost = [f"{groups} that the code has made itself"] if others else []
@@ -94,7 +95,7 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     lost += [
         f"{name}, which is sharded over the ranks: make it, prepare it and load a checkpoint again"
         for name, value in namespace.items()
-        if isinstance(value, torch.nn.Module) and any(map(_is_shard, value.parameters()))
+        if isinstance(value, torch.nn.Module) and any(map(is_sharded_tensor, value.parameters()))
     ]
     if rejoins:
         lost += _rejoin(members, backend)
@@ -109,7 +110,7 @@ def _forget_all() -> None:
     _states.clear()
 
 
-def _rejoin(members: Sequence[torch_group.Member], backend: str) -> list[str]:
+def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[str]:
     """Make the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
         # A session compares the calls of cells with each other; this one isn't a cell's.
@@ -228,12 +229,7 @@ def _copy_state_of_rank_0(backend: Backend) -> bool:
 def _is_of_shards(stateful: Any) -> bool:
     """Return whether this is the optimizer of a sharded model, which is lost with its group."""
     groups = stateful.param_groups if isinstance(stateful, torch.optim.Optimizer) else []
-    return any(_is_shard(parameter) for group in groups for parameter in group["params"])
-
-
-def _is_shard(value: object) -> bool:
-    tensors: Any = sys.modules.get("torch.distributed.tensor")  # as long as it isn't imported, nothing is sharded
-    return tensors is not None and isinstance(value, tensors.DTensor)
+    return any(is_sharded_tensor(parameter) for group in groups for parameter in group["params"])
 
 
 def _digest(state: Any) -> int:

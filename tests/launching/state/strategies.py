@@ -34,6 +34,7 @@ any_event: st.SearchStrategy[events.Event] = st.one_of(
     st.builds(events.Output, time_s=times, text=texts, left_out=counts),
     st.builds(events.Display, time_s=times, data=st.just({"text/plain": "x"})),
     st.builds(events.Memory, time_s=times, used_bytes=counts, total_bytes=counts, kind=st.just("host")),
+    st.builds(events.ModelMemory, time_s=times, parameters=counts, held_parameters=counts, parameter_bytes=counts),
     st.builds(events.Failed, time_s=times, kind=texts, message=texts, traceback=texts, lost_peer=st.booleans()),
     st.builds(events.Finished, time_s=times, result_bytes=counts),
     st.builds(events.Silent, time_s=times, since_s=times, at=texts, waits_in=texts),

@@ -1,0 +1,111 @@
+"""Tensors that are sharded over the ranks, and the models of ``fully_shard`` that hold them.
+
+A share is of no use outside its process group. So a whole copy travels in its place, which the ranks have gathered
+before. A module travels as it was before ``fully_shard``: an object of its own class, without torch's hooks.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from notebook_accel.payload.unpicklable import StaysError
+
+_HOOKS_OF = ("torch.distributed.", "notebook_accel.training.fsdp")  # modules whose hooks work in the ranks only
+_HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Return whether a value is a ``DTensor``. As long as nobody has imported that class, nothing is."""
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, getattr(tensors, "DTensor", ()))
+
+
+def is_sharded_module(value: object) -> bool:
+    """Return whether ``fully_shard`` was applied to a module itself, rather than to a part of it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(value, getattr(fsdp, "FSDPModule", ()))
+
+
+def types() -> tuple[type, ...]:
+    """Return the classes whose objects ``reduce`` looks at; none as long as nothing can be sharded."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return ()
+    torch: Any = sys.modules["torch"]
+    return (sys.modules["torch.distributed.tensor"].DTensor, torch.nn.Module)
+
+
+def reduce(obj: Any, wholes: Mapping[int, Any], protocol: int) -> Any:
+    """Reduce a sharded tensor, or a module with parts of ``fully_shard``, for ``reducer_override``.
+
+    Args:
+        obj: The object, of one of the ``types``.
+        wholes: The whole copies, on the CPU, by the ids of the sharded tensors.
+        protocol: pickle's protocol.
+
+    Raises:
+        StaysError: The ranks haven't gathered the tensor.
+    """
+    return _reduce_tensor(obj, wholes) if is_sharded_tensor(obj) else _reduce_module(obj, protocol)
+
+
+def _reduce_tensor(tensor: Any, wholes: Mapping[int, Any]) -> Any:
+    whole = wholes.get(id(tensor))
+    if whole is None:
+        raise StaysError(tensor, "this tensor is one rank's share, and can be gathered only where all ranks take part")
+    torch: Any = sys.modules["torch"]
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch._utils._rebuild_parameter, (whole, tensor.requires_grad, collections.OrderedDict())
+    return _whole, (whole, tensor.requires_grad)
+
+
+def _whole(tensor: Any, requires_grad: bool) -> Any:
+    return tensor.requires_grad_(requires_grad)
+
+
+def _reduce_module(module: Any, protocol: int) -> Any:
+    theirs = _hooks_of_ranks(vars(module))
+    own = kind = type(module)
+    if is_sharded_module(module):
+        own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as FSDPModule.__new__ finds it
+    elif not theirs:
+        return NotImplemented
+    object.__setattr__(module, "__class__", own)  # bypasses the module's own __setattr__
+    try:
+        reduced = module.__reduce_ex__(protocol)
+    finally:
+        object.__setattr__(module, "__class__", kind)
+    if not isinstance(reduced, tuple):
+        return reduced
+    make, args, *rest = reduced
+    if getattr(make, "__name__", "") == "__newobj__":  # pickle insists that the object is of the class that it makes
+        make = args[0].__new__
+    if rest and isinstance(rest[0], dict):
+        rest[0] = _without(rest[0], theirs)
+    return make, args, *rest
+
+
+def _hook_dicts(attributes: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+    """Return the dictionaries in which a module keeps its hooks, and facts about them, by numbers."""
+    named = ((name, value) for name, value in attributes.items() if name.endswith(_HOOK_DICTS))
+    return {name: value for name, value in named if isinstance(value, dict)}
+
+
+def _hooks_of_ranks(attributes: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of a module's hooks that are torch's or this package's, and work in the ranks only."""
+    found = (entry for hooks in _hook_dicts(attributes).values() for entry in hooks.items())
+    return {number for number, hook in found if str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF)}
+
+
+def _without(attributes: Mapping[str, Any], hooks: set[int]) -> dict[str, Any]:
+    """Return a module's attributes without some hooks and without the state of ``fully_shard``."""
+    contract: Any = importlib.import_module("torch.distributed._composable.contract")
+    dropped = (contract.STATE_KEY, contract.REGISTRY_KEY, *_MARKS)
+    kept = {name: value for name, value in attributes.items() if name not in dropped}
+    for name, found in _hook_dicts(kept).items():
+        kept[name] = type(found)((number, hook) for number, hook in found.items() if number not in hooks)
+    return kept

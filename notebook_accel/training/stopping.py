@@ -1,0 +1,180 @@
+"""Stopping before the session's end, on all ranks at the same step.
+
+Ranks count how often they have asked whether to stop. When the time has come, a thread of each rank notes that number,
+and from then on its rank's questions wait for an answer. The threads exchange their numbers through the ranks' store.
+The first question that no rank had asked yet is the first that is answered with yes, on every rank.
+
+So a question costs a lock and an addition until then, and half a millisecond or so at the end. No rank waits for what
+another one trains: the threads answer, whatever their ranks do, and also when a rank has left its loop.
+
+Ranks that are thousands of questions apart don't train together. Each of them stops by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
+
+from notebook_accel import session_end
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError
+from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.single_process import WorkerProcess
+from notebook_accel.training.checkpoint_folders import ProjectConfiguration
+
+_LOOK_PERIOD_S = 30.0  # between two looks at the clock, which somebody may set
+_ANSWER_DEADLINE_S = 60.0
+_MOST_APART = 1000  # questions; a GPU's queue lets ranks that train together be a few steps apart
+
+_logger = logging.getLogger(__name__)
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()  # for each default group
+
+
+class Stopping:
+    """Answers whether a rank should stop.
+
+    Args:
+        place: The rank's place.
+        store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
+        end_s: When the session ends, in seconds since the epoch; ``None`` if it has no known end.
+        margin_s: How many seconds before that the ranks stop.
+    """
+
+    def __init__(self, place: RankPlace, store: Any, end_s: float | None, margin_s: float) -> None:
+        self._place = place
+        self._store = store
+        self._end_s = end_s
+        self._margin_s = margin_s
+        self._lock = threading.Lock()
+        self._questions = 0
+        self._is_time = False
+        self._first_yes = 0
+        self._is_agreed = threading.Event()
+        self._is_told = False
+
+    def begin(self, owner: object) -> None:
+        """Start the thread, which lives until the time has come, or until ``owner`` has gone."""
+        if self._end_s is not None:
+            waits = (self, self._end_s - self._margin_s, weakref.ref(owner))
+            threading.Thread(target=_answer_in_time, args=waits, name="notebook-accel-end", daemon=True).start()
+
+    def ask(self) -> bool:
+        """Return whether to stop. All ranks ask equally often, and get the same answer to the same question."""
+        with self._lock:
+            self._questions += 1
+            number = self._questions
+            if not self._is_time:
+                return False
+        self._is_agreed.wait(2 * _ANSWER_DEADLINE_S)
+        if number < self._first_yes:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            self._tell()
+        return True
+
+    def leave(self) -> None:
+        """Have the other ranks not wait for this one, which asks no more."""
+        with contextlib.suppress(RuntimeError):  # nobody serves the store any more
+            self._publish(self._free_questions())
+
+    def agree(self) -> None:
+        """Find out which question is the first to be answered with yes."""
+        own = self._free_questions()
+        try:
+            numbers = self._exchange(own)
+            trains_alone = max(numbers) - min(numbers) > _MOST_APART
+            self._first_yes = 1 + (own if trains_alone else max(numbers))
+        except RuntimeError as error:  # a rank hasn't answered, or the one that serves the store has ended
+            _logger.warning(
+                "Rank %d stops before the session's end without knowing when the others do: %s", self._place.rank, error
+            )
+            self._first_yes = 1 + own
+        self._is_agreed.set()
+
+    def _free_questions(self) -> int:
+        """Return the number of questions so far. Further ones wait until the ranks have agreed."""
+        with self._lock:
+            self._is_time = True
+            return self._questions
+
+    def _publish(self, number: int) -> None:
+        if self._store is not None:
+            self._store.set(str(self._place.rank), str(number))
+
+    def _exchange(self, number: int) -> list[int]:
+        """Return how many questions each rank had asked when its time came."""
+        self._publish(number)
+        if self._store is None:
+            return [number]
+        keys = [str(rank) for rank in range(self._place.world_size)]
+        self._store.wait(keys, datetime.timedelta(seconds=_ANSWER_DEADLINE_S))
+        return [int(self._store.get(key)) for key in keys]
+
+    def _tell(self) -> None:
+        if self._place.rank == 0 and self._end_s is not None:
+            end = session_end.in_words(self._end_s)
+            print(f"[training stops here, since the session ends at {end}]", file=sys.stderr, flush=True)
+
+
+def check_folder(save_on_end: str | os.PathLike[str] | bool, project: ProjectConfiguration) -> str | None:
+    """Return the folder for the state before the session's end: empty for the next numbered one, None for no folder.
+
+    Raises:
+        ConfigError: No folder is known.
+    """
+    if save_on_end is True and not project.automatic_checkpoint_naming:
+        raise ConfigError(
+            "save_on_end=True has no folder to save to.",
+            fix='save_on_end="runs/first", or project_config=ProjectConfiguration("runs/first", '
+            "automatic_checkpoint_naming=True)",
+        )
+    if isinstance(save_on_end, bool):
+        return "" if save_on_end else None
+    return os.fspath(save_on_end)
+
+
+def _answer_in_time(stopping: Stopping, stop_s: float, owner: weakref.ref[Any]) -> None:
+    """Wait until it is time to stop, then agree with the other ranks. Runs in the thread."""
+    while (left_s := stop_s - time.time()) > 0:
+        time.sleep(min(left_s, _LOOK_PERIOD_S))
+        if owner() is None:  # it asks no more
+            stopping.leave()
+            return
+    stopping.agree()
+
+
+def of_rank(backend: Backend, owner: object) -> Stopping:
+    """Return what answers the questions of ``owner``, given what its environment says about the session's end.
+
+    All ranks call this.
+    """
+    end_s, margin_s = session_end.end_of(""), session_end.margin_of()
+    if isinstance(backend, WorkerProcess):  # the rank itself answers for its loaders' workers
+        end_s = None
+    store = None
+    if end_s is not None and backend.place.world_size > 1:
+        store = _own_connection()
+    stopping = Stopping(backend.place, store, end_s, margin_s)
+    stopping.begin(owner)
+    return stopping
+
+
+def _own_connection() -> Any:
+    """Return a connection to the store of the default group, with keys that no other object of this process uses."""
+    default = dist.distributed_c10d._get_default_store()
+    number = next(_numbers.setdefault(dist.group.WORLD, itertools.count()))
+    own: Any = default.clone()  # type: ignore[attr-defined]  # the other connection may be waiting
+    return PrefixStore(f"notebook_accel/stopping/{number}", own)

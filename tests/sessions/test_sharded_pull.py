@@ -1,0 +1,63 @@
+"""A session's %pull brings sharded models whole; a rank that is dead is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from notebook_accel.errors import RankFailedError, ResultError
+from notebook_accel.sessions.kernel.session import Session
+from tests import processes
+
+_PREPARE = """
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+sharding = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+model = sharding.prepare(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 2)))
+sums = {name: float(value.sum()) for name, value in sharding.get_state_dict(model).items()}
+own = rank
+"""
+
+
+@pytest.fixture
+def sharded(session: Session) -> Session:
+    session.execute(_PREPARE)
+    return session
+
+
+def test_pulled_model_is_whole(sharded: Session) -> None:
+    model, sums, own = sharded.pull("model", "sums", "own")
+    assert type(model) is torch.nn.Sequential
+    assert {name: float(value.sum()) for name, value in model.state_dict().items()} == pytest.approx(sums)
+    assert own == 0
+    [of_rank_1] = sharded.pull_all("model", "own", ranks=[1])
+    assert of_rank_1["own"] == 1
+    assert torch.equal(of_rank_1["model"][1].weight, model[1].weight)
+    both = sharded.pull_all("model")
+    assert [torch.equal(each["model"][0].weight, model[0].weight) for each in both] == [True, True]
+
+
+def test_a_name_that_only_one_rank_lacks_keeps_nobody_waiting(sharded: Session) -> None:
+    sharded.execute("if rank: del model")
+    with pytest.raises(ResultError, match="rank 0 and rank 1 differ, rank 1 has nothing sharded there"):
+        sharded.pull("model")
+    with pytest.raises(RankFailedError, match="name 'model' is not defined"):
+        sharded.pull("model", rank=1)
+    assert sharded.pull("own", rank=1) == 1
+    sharded.execute(_PREPARE)  # no group was broken
+    assert sharded.pull("model")[1].weight.shape == (2, 6)
+
+
+def test_without_a_rank_a_sharded_model_is_refused(session: Session) -> None:
+    with Session(num_processes=2, use_cpu=True, view="none") as own:
+        own.execute("import os, torch\nrank = int(os.environ['RANK'])")
+        own.execute(_PREPARE)
+        pid = own.job.ranks[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        processes.wait_until(lambda: own.job.ranks[1].state == "killed", "the session knows")
+        with pytest.raises(ResultError, match="all ranks have to take part, and not all are alive"):
+            own.pull("model")
+        assert own.pull("own") == 0

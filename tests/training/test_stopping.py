@@ -1,0 +1,158 @@
+"""Ranks that stop before the session's end: at the same step, and with their state saved."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator, ProjectConfiguration, session_end
+from notebook_accel.errors import ConfigError
+from notebook_accel.utils import set_seed
+from tests.training.ranks import Ranks
+
+_EPOCHS = 2
+_STEPS = 6  # of an epoch, on each of two ranks
+_STOPS_IN = 3
+
+
+def _accelerator(left_s: float, **options: Any) -> Accelerator:
+    """Return the Accelerator of a rank whose session has so many seconds left, once all ranks are here."""
+    Accelerator(cpu=True).wait_for_everyone()
+    os.environ[session_end.SESSION_END] = str(time.time() + left_s)
+    os.environ[session_end.END_MARGIN] = "0"
+    try:
+        return Accelerator(cpu=True, **options)
+    finally:
+        del os.environ[session_end.SESSION_END], os.environ[session_end.END_MARGIN]
+
+
+def _steps_together(left_s: float) -> tuple[int, bool]:
+    """Train in step with the other ranks until the end is near."""
+    end_s, steps = time.time() + left_s, 0
+    accelerator = _accelerator(left_s)
+    while not accelerator.should_stop:
+        accelerator.reduce(torch.ones(1))
+        steps += 1
+    is_in_time = time.time() >= end_s
+    accelerator.reduce(torch.ones(1))  # hangs if a rank has taken another number of steps
+    stays = accelerator.should_stop
+    accelerator.end_training()
+    return steps, is_in_time and stays
+
+
+def test_all_ranks_stop_at_the_same_step(three_ranks: Ranks) -> None:
+    (first, *others) = three_ranks.run(_steps_together, 1.0)
+    assert first[0] > 0
+    assert first[1], "the ranks have stopped before the time"
+    assert others == [first, first]
+
+
+def _clocks_differ() -> int:
+    """Train in step with ranks for which the time comes later."""
+    accelerator = _accelerator(0.3 * int(os.environ["RANK"]))
+    steps = 0
+    while not accelerator.should_stop:
+        accelerator.reduce(torch.ones(1))
+        steps += 1
+    accelerator.end_training()
+    return steps
+
+
+def test_ranks_whose_clocks_differ_stop_at_the_same_step(three_ranks: Ranks) -> None:
+    assert len(set(three_ranks.run(_clocks_differ))) == 1
+
+
+def _leave_early() -> int:
+    accelerator = _accelerator(1.0)
+    steps = 0
+    while not accelerator.should_stop:
+        steps += 1
+        if accelerator.process_index == 1 and steps == 5:
+            break
+    return steps
+
+
+def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks) -> None:
+    stays, leaves = two_ranks.run(_leave_early)
+    assert leaves <= 5 <= stays
+
+
+def test_ranks_that_do_not_train_together_stop_each_at_its_own_step(two_ranks: Ranks) -> None:
+    """The slow rank could not take as many steps as the fast one before the session's end."""
+    fast, slow = two_ranks.run(_steps_apart)
+    assert fast > slow
+
+
+def _steps_apart() -> int:
+    accelerator = _accelerator(2.0)
+    work = torch.ones(1, 1) if accelerator.is_main_process else torch.ones(400, 400)
+    steps = 0
+    while not accelerator.should_stop:
+        work @ work
+        steps += 1
+    return steps
+
+
+def test_without_an_end_nothing_stops_and_no_thread_waits(one_rank: Ranks) -> None:
+    assert one_rank.run(_ask_without_end) == [(False, [])]
+
+
+def _ask_without_end() -> tuple[bool, list[str]]:
+    import threading
+
+    accelerator = Accelerator(cpu=True)
+    asked = [accelerator.should_stop for _ in range(100)]
+    return any(asked), [thread.name for thread in threading.enumerate() if thread.name == "notebook-accel-end"]
+
+
+def _train(folder: str, stops: bool) -> tuple[list[float], int]:
+    """Train from the checkpoint, if there is one; return the weights, and how many batches this call has trained."""
+    set_seed(1)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = _accelerator(3600.0, project_config=project, save_on_end=True)
+    model = torch.nn.Linear(3, 1)
+    data = TensorDataset(torch.randn(4 * _STEPS, 3), torch.randn(4 * _STEPS, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2, shuffle=True))
+    if os.path.isdir(f"{folder}/checkpoints"):
+        accelerator.load_state()
+    trained = 0
+    try:
+        for _ in range(loader.epoch, _EPOCHS):
+            for x, y in loader:
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                trained += 1
+                if stops and trained == _STOPS_IN:
+                    accelerator._stopping.agree()  # the time has come
+            with torch.no_grad():
+                for x, _ in loader:  # an evaluation between the epochs never ends the run
+                    model(x)
+            loader.set_epoch(loader.epoch)
+    except SystemExit:
+        trained = -trained
+    weights = [float(weight) for weight in accelerator.unwrap_model(model).weight.flatten()]
+    accelerator.end_training()
+    return weights, trained
+
+
+def test_a_prepared_loop_saves_and_ends_by_itself_and_resumes(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    whole = two_ranks.run(_train, str(tmp_path / "whole"), False)
+    stopped = two_ranks.run(_train, str(tmp_path / "parts"), True)
+    assert [trained for _, trained in stopped] == [-_STOPS_IN, -_STOPS_IN]
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["checkpoint_0"]
+    resumed = two_ranks.run(_train, str(tmp_path / "parts"), False)
+    assert [trained for _, trained in resumed] == [_EPOCHS * _STEPS - _STOPS_IN] * 2
+    assert [weights for weights, _ in resumed] == [weights for weights, _ in whole]
+
+
+def test_a_folder_is_needed_to_save_at_the_end() -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        Accelerator(cpu=True, save_on_end=True)
