@@ -18,11 +18,22 @@ from notebook_accel.launching.state.profiles import Profile, RankProfile
 from tests import processes
 from tests.behaviour import profiled_programs, slow_programs
 
-_LONG_S = 60.0
+_LONG_S = 100.0
+
+pytestmark = pytest.mark.timeout(300)
 
 
 def has_stepped(job: Job, steps: int = 3) -> Job:
-    processes.wait_until(lambda: all((rank.steps or 0) >= steps for rank in job.ranks), "all ranks step", _LONG_S)
+    def do_all_step() -> bool:
+        assert not job.done, job.error
+        return all((rank.steps or 0) >= steps for rank in job.ranks)
+
+    try:
+        processes.wait_until(do_all_step, "all ranks step", _LONG_S)
+    except AssertionError:
+        print(job.stacks(), *(job.logs(rank) for rank in range(job.world_size)), sep="\n")
+        job.kill()
+        raise
     return job
 
 
