@@ -188,6 +188,8 @@ def _stacks(name: str, chosen: int | None) -> None:
     ranks = _ranks(chosen, job.name, job.world_size)
     stacks = job.stacks()
     print("\n".join(str(stacks[rank]) for rank in ranks))
+    if stacks.disagreement:
+        print(stacks.disagreement)
 
 
 def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:

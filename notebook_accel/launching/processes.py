@@ -11,6 +11,7 @@ import ctypes
 import errno
 import faulthandler
 import functools
+import json
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ STACKS_REQUEST = getattr(signal, "SIGRTMIN", 34) + 8
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 STACKS_MARK = "# stacks\n"
 """The line before and after the stacks that the thread writes."""
+COLLECTIVE_MARK = "# collective "
+"""The begin of a line with the number, name and process group of the rank's last collective."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same numbers on every architecture that torch has packages for
@@ -214,9 +217,26 @@ def _answer_requests(dump: int) -> None:
     while True:
         signal.sigwait({STACKS_REQUEST})
         with contextlib.suppress(OSError):
-            rest = memoryview(f"{STACKS_MARK}{_stacks()}{STACKS_MARK}".encode(errors="backslashreplace"))
+            text = f"{STACKS_MARK}{_last_collective()}{_stacks()}{STACKS_MARK}"
+            rest = memoryview(text.encode(errors="backslashreplace"))
             while rest:
                 rest = rest[os.write(dump, rest) :]
+
+
+def _last_collective() -> str:
+    """Return a line with the collective that this process has entered last, by torch's Flight Recorder.
+
+    The line has the collective's number in its process group, its name and the group's name. Empty where nothing was
+    recorded. The recorder is no public interface of torch, so nothing that goes wrong in it matters here.
+    """
+    with contextlib.suppress(Exception):
+        recorder = sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json
+        recorded = json.loads(recorder(True, False)).get("entries", ())
+        last = max((one for one in recorded if not one["is_p2p"]), key=lambda one: one["record_id"], default=None)
+        if last is not None:
+            name = last["profiling_name"].partition(":")[2]
+            return f"{COLLECTIVE_MARK}{last['collective_seq_id']} {name} {last['process_group'][1]}\n"
+    return ""
 
 
 def _stacks() -> str:

@@ -250,6 +250,20 @@ float(y.sum())""",
     assert "loss 16" in outcome.stdout
 
 
+def test_profile_has_the_kernels_of_the_device(notebook: kernels.Kernel) -> None:
+    notebook.run(TRAINING)
+    loop = LOOP.replace("range(8)", "range(1_000_000)")
+    assert notebook.run(f"%%distributed -n 1 --background --out trained --view none{loop}", LAUNCH_S).status == "ok"
+    notebook.run("while not all(rank.steps for rank in trained.ranks): time.sleep(0.05)", LAUNCH_S)
+    outcome = notebook.run("profile = trained.profile(3)", LAUNCH_S)
+    assert outcome.status == "ok", outcome.traceback
+    assert notebook.value("[rank.steps for rank in profile.ranks]") == "[3]"
+    assert notebook.value("len(profile.ranks[0].of_kind('kernel')) > 3, len(profile.costliest(kernels=True)) > 3") == (
+        "(True, True)"
+    )
+    notebook.run("trained.kill(); trained.wait(60)")
+
+
 @pytest.mark.skipif(gpus() < 2, reason="NOT TESTED: no two NVIDIA GPUs on this machine")
 def test_failure_is_said_although_a_reported_number_never_comes(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(

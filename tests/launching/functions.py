@@ -324,3 +324,14 @@ def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> 
 
 def raises() -> None:
     raise ValueError("its own reason")
+
+
+def is_alone_in_a_collective() -> None:
+    """Rank 0 enters a broadcast for which the other rank never comes."""
+    dist.init_process_group("gloo")
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    print("all have met", flush=True)
+    if os.environ["RANK"] == "0":
+        dist.broadcast(number, 1)
+    time.sleep(300)

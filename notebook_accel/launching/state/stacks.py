@@ -15,6 +15,8 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel import code_places
+from notebook_accel.formatting import rank_spans
+from notebook_accel.launching.processes import COLLECTIVE_MARK
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol.agent_messages import Condition, RankDump
@@ -58,6 +60,24 @@ class Frame:
 
 
 @dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has entered, and may have left again.
+
+    Attributes:
+        number: Its number among the collectives of its process group, from 1.
+        name: Its name, such as ``all_reduce``.
+        group: The name of its process group.
+    """
+
+    number: int
+    name: str
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, number {self.number}"
+
+
+@dataclasses.dataclass(frozen=True)
 class RankStack:
     """The stack of one rank.
 
@@ -67,6 +87,7 @@ class RankStack:
         condition: ``said`` if it has a stack; else the reason why it has none.
         frames: The calls of its main thread, the innermost first.
         threads: The calls of its other threads, without those of this package.
+        collective: The collective that it has entered last, ``None`` if none is known.
     """
 
     rank: int
@@ -74,6 +95,7 @@ class RankStack:
     condition: Condition
     frames: tuple[Frame, ...] = ()
     threads: tuple[tuple[Frame, ...], ...] = ()
+    collective: Collective | None = None
 
     @property
     def user_line(self) -> str:
@@ -112,6 +134,8 @@ class RankStack:
             lines += [f"    {_short(frame)}" for frame in below[:_MOST_LIBRARY_FRAMES]]
             more = len(below) - _MOST_LIBRARY_FRAMES
             lines += [f"    … and {more} more"] if more > 0 else []
+        if self.collective is not None:
+            lines.append(f"  its last collective: {self.collective}")
         for thread in self.threads:
             first = next((frame for frame in thread if frame.is_user), None)
             if first is not None:
@@ -124,8 +148,23 @@ class Stacks(tuple[RankStack, ...]):
 
     __slots__ = ()
 
+    @property
+    def disagreement(self) -> str:
+        """The ranks that aren't at the same collective of one process group, in a sentence; empty if all are."""
+        entered = {stack.rank: stack.collective for stack in self if stack.collective is not None}
+        if len(set(entered.values())) < 2 or len({collective.group for collective in entered.values()}) > 1:
+            return ""
+        by_collective: dict[str, list[int]] = {}
+        for rank, collective in entered.items():
+            by_collective.setdefault(str(collective), []).append(rank)
+        where = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_spans(ranks))}: {name}"
+            for name, ranks in by_collective.items()
+        )
+        return f"The ranks are not at the same collective. The last one of {where}."
+
     def __repr__(self) -> str:
-        return "\n".join(map(str, self))
+        return "\n".join([*map(str, self), *filter(None, [self.disagreement])])
 
 
 class StackRequest:
@@ -175,7 +214,11 @@ class StackRequest:
 def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
     """Return the stack that a rank's fault handler has written. ``sources`` are as for ``StackRequest``."""
     threads: list[list[Frame]] = []
+    collective = None
     for line in dump.text.splitlines():
+        if line.startswith(COLLECTIVE_MARK):
+            number, name, group = line.removeprefix(COLLECTIVE_MARK).split(" ", 2)
+            collective = Collective(int(number), name, group)
         frame = _FRAME.match(line)
         if frame and threads:
             threads[-1].append(_frame(frame[1], int(frame[2]), frame[3], sources))
@@ -183,7 +226,7 @@ def read_dump(dump: RankDump, sources: Mapping[str, Source]) -> RankStack:
             threads.append([])
     main = threads.pop() if threads else []  # the oldest thread comes last
     others = tuple(tuple(thread) for thread in threads if thread and not _is_ours(thread))
-    return RankStack(dump.rank, dump.pid, dump.condition, tuple(_without_ours(main)), others)
+    return RankStack(dump.rank, dump.pid, dump.condition, tuple(_without_ours(main)), others, collective)
 
 
 def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -> Frame:

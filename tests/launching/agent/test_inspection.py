@@ -9,17 +9,19 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
 from notebook_accel.launching.agent.runs import Rank
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import dump_file
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.protocol.channel import Connection
 from tests import kernels, processes
+from tests.launching import functions
 
 _HANGING = """%%distributed -n 4 --background --out hanging --view none --name hanging
 import threading, torch.distributed as dist
@@ -289,3 +291,22 @@ def test_logs_outlive_their_runs(notebook: kernels.Kernel, tmp_path: pathlib.Pat
         "rank_1.log": "from 1\n",
     }
     assert "from 1" in notebook.run("%distributed logs 1 --run kept").stdout
+
+
+def test_last_collective_of_each_rank_is_named(launch: Callable[..., Job]) -> None:
+    job = launch(functions.is_alone_in_a_collective)
+    stacks = processes.wait_until(
+        lambda: next((found for found in [job.stacks(60)] if found[0].waits_in == "broadcast" and found[1].collective),
+                     None), "rank 0 waits", 60, poll_s=0.1,
+    )  # fmt: skip
+    job.kill()
+    alone, other = stacks[0].collective, stacks[1].collective
+    assert alone is not None
+    assert other is not None
+    assert (alone.name, other.name) == ("broadcast", "all_reduce")
+    assert alone.number == other.number + 1
+    assert f"  its last collective: broadcast, number {alone.number}" in str(stacks[0])
+    assert repr(stacks).splitlines()[-1] == (
+        "The ranks are not at the same collective. The last one of "
+        f"rank 0: broadcast, number {alone.number}; rank 1: all_reduce, number {other.number}."
+    )

@@ -94,6 +94,18 @@ def test_dump_is_read_with_the_names_that_the_notebook_has() -> None:
     ]
 
 
+def test_ranks_agree_on_a_collective_unless_one_is_elsewhere_in_the_same_group() -> None:
+    def stacks(*lines: str) -> Stacks:
+        dumps = (RankDump(rank=rank, pid=1, condition="said", text=text) for rank, text in enumerate(lines))
+        return Stacks(read_dump(dump, {}) for dump in dumps)
+
+    assert stacks("# collective 7 all_reduce default_pg\n", "# collective 7 all_reduce default_pg\n").disagreement == ""
+    assert stacks("# collective 7 all_reduce default_pg\n", "").disagreement == ""
+    assert stacks("# collective 7 all_reduce default_pg\n", "# collective 2 all_gather tensor\n").disagreement == ""
+    apart = stacks(*["# collective 7 all_reduce default_pg\n"] * 3, "# collective 6 broadcast default_pg\n")
+    assert apart.disagreement.endswith("ranks 0-2: all_reduce, number 7; rank 3: broadcast, number 6.")
+
+
 def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> None:
     backward = stack(0, 9, ("_tensor.py", "backward"), ("autograd/graph.py", "_engine_run_backward"))
     assert backward.waits_in == "backward"
