@@ -81,10 +81,11 @@ def gather(
         origins: The same as for ``serialization.pickle_by_value``.
     """
     gathered = Gathered()
-    sharded = _find(values, origins)
     common = _store()
-    if common is not None:
-        _publish(common, occasion, _offer(sharded, kept))
+    if common is None:  # without a group nothing is sharded
+        return gathered
+    sharded = _find(values, origins)
+    _publish(common, occasion, _offer(sharded, kept))
     if not sharded:
         return gathered
     distributed: Any = sys.modules["torch.distributed"]
