@@ -115,6 +115,22 @@ def computes_until_it_is_interrupted(folder: str) -> str:
         return "KeyboardInterrupt"
 
 
+def finalizes_until_it_is_interrupted(folder: str) -> str:
+    """Is interrupted in a finalizer, whose exceptions Python ignores."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            note(folder, "finalizes")
+            time.sleep(1000)
+
+    try:
+        Finalized()
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    return "nothing"
+
+
 def goes_on_after_an_interrupt(folder: str) -> float:
     """Brought out of a collective, destroys the group, makes another, and uses it."""
     try:

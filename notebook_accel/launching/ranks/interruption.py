@@ -38,6 +38,7 @@ _ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
 _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
 _deferred_s: float | None = None  # when a SIGINT was deferred last
+_allowances = 0  # how often ``allow`` was called: an interrupt of one cell is not for the next
 _wakeups = -1  # descriptor with a byte for each signal, read without waiting
 _hearing = threading.Lock()  # held from reading a signal until the main thread's place is known
 
@@ -53,7 +54,8 @@ def allow() -> None:
     Raises:
         KeyboardInterrupt: A SIGINT was blocked or deferred.
     """
-    global _deferred_s
+    global _deferred_s, _allowances
+    _allowances += 1
     with _hearing:  # an earlier signal is raised here; the watcher must not take it for one to the next code
         _read_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,6 +125,28 @@ def watch(store_port: int) -> None:
     thread = threading.Thread(target=_end_waits, args=(store_port,), name="notebook-accel-interruption", daemon=True)
     thread.start()
     _raise_promptly()
+    _raise_again_what_python_ignores()
+
+
+def _raise_again_what_python_ignores() -> None:
+    """Raise an interrupt again that came in a finalizer or a callback, whose exceptions Python prints and ignores.
+
+    Otherwise the rank would go on, and be killed in the end.
+    """
+    rank_pid, report = os.getpid(), sys.unraisablehook
+
+    def interrupt_again(allowance: int) -> None:
+        time.sleep(_POLL_S)  # until the finalizer has returned
+        if allowance == _allowances and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            os.kill(rank_pid, signal.SIGINT)
+
+    def hook(unraisable: Any) -> None:
+        if os.getpid() == rank_pid and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Thread(target=interrupt_again, args=(_allowances,), daemon=True).start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _read_signals() -> bytes:

@@ -49,6 +49,14 @@ def test_rank_that_computes_is_interrupted(launch: Launch, tmp_path: pathlib.Pat
     assert job.results(timeout_s=30) == ["KeyboardInterrupt", "KeyboardInterrupt"]
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_interrupt_in_a_finalizer_is_raised_behind_it(launch: Launch, tmp_path: pathlib.Path, method: str) -> None:
+    job = launch(functions.finalizes_until_it_is_interrupted, str(tmp_path), start_method=method)
+    processes.wait_until(lambda: both(tmp_path, "finalizes"), "both are in the finalizer")
+    job.interrupt(escalate=False)
+    assert job.results(timeout_s=30) == ["KeyboardInterrupt", "KeyboardInterrupt"]
+
+
 def test_interrupt_that_does_not_escalate_leaves_ranks_alive_and_able_to_meet_again(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:
