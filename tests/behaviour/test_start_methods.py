@@ -394,6 +394,13 @@ results = notebook_launcher(give, start_method="inline")""")
     assert run("results[0] is box, len(results)").result == "(True, 1)"
 
 
+def test_fork_has_no_connection_of_an_inline_run(run: Run) -> None:
+    make_group = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()"
+    ok(run(f"%%distributed --start_method inline\n{make_group}"))
+    cell = "%%distributed -n 2 --start_method fork\ngiven = [os.open('/dev/null', os.O_RDONLY) for _ in range(50)]"
+    assert "TCPStore" not in ok(run(cell)).stdout
+
+
 def test_debugger_works_inline(run: Run, notebook: kernels.Kernel) -> None:
     cell = notebook.start(
         "%%distributed --start_method inline\nsecret = 41\nimport pdb; pdb.set_trace()\nsecret + 1", allow_stdin=True

@@ -77,6 +77,8 @@ def join() -> Callable[[], None]:
     Returns:
         A function that undoes this.
     """
+    global _latest
+    _latest = None  # a fork of the kernel has the one of an inline run, whose connection is closed
     distributed = importlib.import_module("torch.distributed")
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     from_environment = rendezvous._rendezvous_handlers["env"]
@@ -92,6 +94,8 @@ def join() -> Callable[[], None]:
             yield distributed.PrefixStore(prefix, store), rank, world_size
 
     def undo() -> None:
+        global _latest
+        _latest = None
         rendezvous._rendezvous_handlers["env"] = from_environment
 
     rendezvous._rendezvous_handlers["env"] = handler  # a second registration of a scheme is refused
