@@ -92,9 +92,7 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
         ``compare`` has one or two names, as a shell's words.
     """
     name, rank = "", None
-    waiting = [
-        part for word in words for part in (word.split("=", 1) if word.startswith(("--run=", "--steps=")) else [word])
-    ]
+    waiting = [part for word in words for part in (word.split("=", 1) if word.startswith(_WITH_VALUES) else [word])]
     while waiting:
         word = waiting.pop(0)
         if word == "--run" and command in _OF_A_RUN:

@@ -92,8 +92,8 @@ def describe(
         by_value: The functions and classes that came from the notebook.
         saved: Whether the names to be pulled were saved.
     """
-    text = _user_traceback(error)
     forwarded = _Forwarded.read(error)
+    text = _user_traceback(error, forwarded)
     message = _message(error) if forwarded is None else forwarded.message
     return events.Failed(
         kind=type(error).__name__,
@@ -120,13 +120,12 @@ def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
             if isinstance(error, SystemExit):
                 sys.stderr.write(f"{error.code}\n")
             else:
-                sys.stderr.write(_formatted(_with_cell_names(_user_traceback(error), spec)))
+                sys.stderr.write(_formatted(_with_cell_names(_user_traceback(error, _Forwarded.read(error)), spec)))
     streams.flush()
     os._exit(status & 0xFF)
 
 
-def _user_traceback(error: BaseException) -> traceback.TracebackException:
-    forwarded = _Forwarded.read(error)
+def _user_traceback(error: BaseException, forwarded: _Forwarded | None) -> traceback.TracebackException:
     shown = error if forwarded is None else forwarded.stand_in(error)
     text = traceback.TracebackException(type(shown), shown, without_our_frames(error.__traceback__))
     if forwarded is not None:

@@ -94,7 +94,7 @@ class Comparison:
 
     @property
     def cause(self) -> str:
-        """What takes most of the time that the run with more ranks, or else the slower one, needs on top."""
+        """The cause that takes most of the extra time of the run with more ranks, or else of the slower one."""
         base, other = self._ordered
         if any(verdict.cause == "straggler" for verdict in other.diagnosis.verdicts[:1]):
             return _LATE
