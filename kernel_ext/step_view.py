@@ -9,6 +9,7 @@ import html
 import statistics
 from collections.abc import Mapping, Sequence
 
+from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import PHASES, WAITING, Diagnosis
 
 _MOST_RANKS = 4
@@ -26,7 +27,7 @@ def step_text(phases: Phases | None) -> str:
     step_s = sum(phases.values())
     largest = sorted(phases.items(), key=lambda item: -item[1])
     parts = [f"{name} {seconds / step_s:.0%}" for name, seconds in largest if seconds >= _NAMED_SHARE * step_s]
-    return f"{milliseconds(step_s)}: {', '.join(parts)}"
+    return f"{format_milliseconds(step_s)}: {', '.join(parts)}"
 
 
 def bar_html(phases: Phases | None) -> str:
@@ -41,7 +42,7 @@ def bar_html(phases: Phases | None) -> str:
     )
     about = html.escape(step_text(phases))
     bar = f'<span class="nba-phases" role="img" aria-label="{about}" title="{about}">{parts}</span>'
-    return f"{bar}{milliseconds(step_s)}"
+    return f"{bar}{format_milliseconds(step_s)}"
 
 
 def mean_of(phases: Sequence[Phases]) -> Phases | None:
@@ -93,13 +94,8 @@ def _columns(steps: Mapping[int, Phases]) -> dict[str, Phases]:
 
 def _row_html(name: str, columns: Mapping[str, Phases]) -> str:
     cells = "".join(
-        f'<td class="nba-number">{milliseconds(phases.get(name, 0.0))} '
+        f'<td class="nba-number">{format_milliseconds(phases.get(name, 0.0))} '
         f'<span class="nba-faint nba-share">{phases.get(name, 0.0) / sum(phases.values()):.0%}</span></td>'
         for phases in columns.values()
     )
     return f'<tr><th scope="row"><i class="nba-key nba-p-{name}"></i>{name}</th>{cells}</tr>'
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a duration in milliseconds, with a digit after the point below ten."""
-    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"

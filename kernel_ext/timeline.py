@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from kernel_ext.front_end import STYLE
-from kernel_ext.step_view import milliseconds
+from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import PHASES
 from notebook_accel.launching.state.profiles import Profile, RankProfile
 from notebook_accel.protocol.events import Span, SpanKind
@@ -34,7 +34,7 @@ def profile_html(profile: Profile) -> str:
     """Return a profile as HTML that needs nothing else on the page."""
     head = (
         f'<div class="nba-top"><div class="nba-header"><span class="nba-name">{html.escape(profile.title)}</span> '
-        f'<span class="nba-faint">{milliseconds(profile.step_s)} each</span></div></div>'
+        f'<span class="nba-faint">{format_milliseconds(profile.step_s)} each</span></div></div>'
     )
     return f'<div class="nba-panel"><style>{STYLE}</style>{head}{body_html(profile)}</div>'
 
@@ -111,7 +111,7 @@ def _lane_html(rank: RankProfile, end_us: float, strips: Sequence[_Strip], label
         top += strip_height
     begins = [(rank.begin_us + span.begin_us) / end_us * _WIDTH for span in rank.of_kind("step")]
     lines = "".join(f"M{begin:.0f} 0V{height}" for begin in begins)
-    about = f"rank {rank.rank}: {rank.steps} steps, {milliseconds(rank.took_us / rank.steps / 1e6)} each"
+    about = f"rank {rank.rank}: {rank.steps} steps, {format_milliseconds(rank.took_us / rank.steps / 1e6)} each"
     return (
         f'<span class="nba-lane-label">{label}</span><svg viewBox="0 0 {_WIDTH} {height}" style="height:{height}px" '
         f'preserveAspectRatio="none" role="img" aria-label="{about}">{"".join(parts)}'
@@ -159,7 +159,7 @@ def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _time(time_us: float) -> str:
-    return milliseconds(time_us / 1e6) if time_us >= 1000 else f"{time_us:,.0f} µs"
+    return format_milliseconds(time_us / 1e6) if time_us >= 1000 else f"{time_us:,.0f} µs"
 
 
 def _number(column: int) -> str:

@@ -24,6 +24,11 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
 
 
+def format_milliseconds(seconds: float) -> str:
+    """Return a duration in milliseconds, with a digit after the point below ten: ``9.5 ms``, ``1,200 ms``."""
+    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+
+
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 

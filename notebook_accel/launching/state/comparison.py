@@ -7,7 +7,7 @@ import statistics
 from typing import Any, Protocol
 
 from notebook_accel.errors import RunError
-from notebook_accel.formatting import aligned, format_count
+from notebook_accel.formatting import aligned, format_count, format_milliseconds
 from notebook_accel.launching.state.diagnosis import PHASES, WAITING, Diagnosis
 
 _NEARLY = 0.9  # of the speed that so many ranks can have at best
@@ -128,8 +128,9 @@ class Comparison:
         took_s, before_s = self._seconds(other, self.cause), self._seconds(base, self.cause, as_in=other)
         work = "as many rows" if self.has_rows else "a step"
         reason = (
-            f"Most of the difference is {self.cause}: {_ms(took_s)} of a step of {_ms(other.step_s)} "
-            f"in {other.name!r}, where {base.name!r} needs {_ms(before_s)} for {work}."
+            f"Most of the difference is {self.cause}: {format_milliseconds(took_s)} of a step of "
+            f"{format_milliseconds(other.step_s)} in {other.name!r}, where {base.name!r} needs "
+            f"{format_milliseconds(before_s)} for {work}."
         )
         verdict = next((verdict.what for verdict in other.diagnosis.verdicts[:1] if self.cause == _LATE), "")
         return " ".join(filter(None, (reason, verdict, _CAUSES[self.cause][1])))
@@ -153,10 +154,10 @@ class Comparison:
         rows.append(
             ("rows a second" if self.has_rows else "steps a second", *(f"{self.per_s(side):,.1f}" for side in sides))
         )
-        rows.append(("step", *(_ms(side.step_s) for side in sides)))
+        rows.append(("step", *(format_milliseconds(side.step_s) for side in sides)))
         for phase in PHASES:
             if any(side.phases[phase] >= 5e-5 for side in sides):
-                rows.append((f"  {phase}", *(_ms(side.phases[phase]) for side in sides)))
+                rows.append((f"  {phase}", *(format_milliseconds(side.phases[phase]) for side in sides)))
         return "\n".join([self.sentence, *aligned(rows)])
 
     __repr__ = __str__
@@ -188,7 +189,3 @@ def compare_sides(first: Side, second: Side) -> Comparison:
                 fix="let it train for some seconds and more than ten steps, without --profile off",
             )
     return Comparison(first, second)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"

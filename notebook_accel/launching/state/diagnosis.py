@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.formatting import format_duration, format_size
+from notebook_accel.formatting import format_duration, format_milliseconds, format_size
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.step_times import StepTimes
@@ -115,8 +115,10 @@ class Diagnosis:
         if self.cost:
             lines.append(self.cost)
         for rank, phases in self.steps.items():
-            parts = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in phases.items() if seconds >= 5e-5)
-            lines.append(f"rank {rank}: {_ms(sum(phases.values()))} a step: {parts}")
+            parts = ", ".join(
+                f"{name} {format_milliseconds(seconds)}" for name, seconds in phases.items() if seconds >= 5e-5
+            )
+            lines.append(f"rank {rank}: {format_milliseconds(sum(phases.values()))} a step: {parts}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -218,10 +220,6 @@ class _Run:
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(rank.number for rank in self.ranks)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
 
 
 def _percent(share: float) -> str:
@@ -361,9 +359,8 @@ def _communication(run: _Run) -> Verdict | None:
         return None  # latency, which a longer step hides
     computing_s = statistics.fmean(sum(rank.times.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size:
-        what = (
-            f"Gradients take {_percent(share)} of each step: {format_size(size)} for {_ms(computing_s)} of computing."
-        )
+        computing = format_milliseconds(computing_s)
+        what = f"Gradients take {_percent(share)} of each step: {format_size(size)} for {computing} of computing."
         fix = "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch."
         if size < _LARGE_BYTES:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
@@ -407,9 +404,8 @@ def _tiny_batch(run: _Run) -> Verdict | None:
     share = sum(run.share(name) for name in _COMPUTING)
     if not 0 < rows <= _TINY_ROWS or run.step_s > _TINY_STEP_S or share < 0.5:
         return None
-    what = (
-        f"A step has {rows:.0f} row{'s' if rows > 1 else ''} a rank and takes {_ms(run.step_s)}, most of it overhead."
-    )
+    size, took = f"{rows:.0f} row{'s' if rows > 1 else ''}", format_milliseconds(run.step_s)
+    what = f"A step has {size} a rank and takes {took}, most of it overhead."
     return Verdict("tiny batch", share, what, "Try a batch of 32 or more.", run.numbers)
 
 
