@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from kernel_ext import magics
+from kernel_ext import arguments, magics
 from notebook_accel import cli
 from tests import kernels, pages
 from tests.pages import Block
@@ -26,7 +26,6 @@ _NOT_RUN = {
     "installs": 5,
     "needs Docker": 1,
     "needs Ray": 1,
-    "needs torch_xla": 1,
     "needs two machines": 1,
 }
 
@@ -113,8 +112,8 @@ def test_flags_of_a_cell_that_is_not_run_exist() -> None:
     lines = [block.text.splitlines()[0] for block in _EVERY if block.why_not_run and block.text.startswith("%%dist")]
     assert lines
     for line in lines:
-        _, *words = shlex.split(line)
-        magics._make_parser().parse(words)  # raises for a flag that isn't there
+        magic, words = line.split(maxsplit=1)
+        magics._make_parser().parse(arguments.split(words, magic))  # raises for a flag that isn't there
 
 
 @pytest.mark.parametrize(
