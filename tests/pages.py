@@ -2,7 +2,7 @@
 
 A comment stands alone on the lines before a block. GitHub and the site show none of them:
 
-- ``<!-- not run: needs two GPUs -->``: the block is compiled only.
+- ``<!-- not run: needs two GPUs -->``: the block is compiled only. Shell commands of others never run.
 - ``<!-- raises RankFailedError -->``: running the block raises this.
 - ``<!-- output -->``: the block before it shows these lines, apart from numbers and paths; ``...`` stands for any
   others.
