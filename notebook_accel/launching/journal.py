@@ -30,7 +30,8 @@ _PERIOD_SHARE = 1 / 500  # of the time that the run has taken, between two sampl
 _OUTPUT_BYTES = 32 << 20  # of all ranks together
 _LAST_OUTPUT_BYTES = 1 << 16  # of a rank that has used up its share
 _DISPLAY_BYTES = 64 << 20
-_KEPT_KINDS = (events.Started, *events.SAMPLES, events.Failed, events.Finished, events.Ended)
+_END_KINDS = (events.TimeLimitReached, events.Failed, events.Finished, events.Ended)
+_KEPT_KINDS = (events.Started, *events.SAMPLES, *_END_KINDS)
 _NO_MORE_DISPLAYS = (
     "[figures and other displays of this run have reached {limit} MiB: later ones are shown where somebody is "
     "attached, and not kept]"
@@ -157,7 +158,7 @@ class Journal:
 
     def _note(self, number: int, message: messages.Said, event: events.Event) -> None:
         if isinstance(event, events.Started):
-            for kind in (events.Failed, events.Finished, events.Ended):
+            for kind in _END_KINDS:
                 self._latest.pop((message.rank, kind), None)
         if isinstance(event, events.Metrics):
             known = self._latest.get((message.rank, events.Metrics))

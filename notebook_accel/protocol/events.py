@@ -333,6 +333,16 @@ class Finished(_Event, frozen=True, kw_only=True):
     result_bytes: int
 
 
+class TimeLimitReached(_Event, frozen=True, kw_only=True):
+    """The rank was told to stop training, since the run's time limit is near.
+
+    Attributes:
+        limit: The time limit in seconds since the epoch.
+    """
+
+    limit: float
+
+
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """The shortage of host memory in the seconds before a rank's end.
 
@@ -450,6 +460,7 @@ Event: TypeAlias = (
     | ModelMemory
     | Failed
     | Finished
+    | TimeLimitReached
     | Ended
     | Silent
     | Respawning

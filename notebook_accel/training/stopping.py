@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import time_limit
+from notebook_accel import reporting, time_limit
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends.backend import Backend
@@ -124,7 +124,10 @@ class Stopping:
         return [int(self._store.get(key)) for key in keys]
 
     def _tell(self) -> None:
-        if self._place.rank == 0 and self._end_s is not None:
+        if self._end_s is None:
+            return
+        reporting.reporter().report_time_limit(self._end_s)
+        if self._place.rank == 0:
             end = time_limit.in_words(self._end_s)
             print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
 

@@ -196,6 +196,22 @@ def test_latest_of_each_kind_tells_the_present_state(book: Book) -> None:
     assert state.ranks[0].word == "running"
 
 
+def test_latest_has_the_time_limit_that_ended_the_run_until_it_is_started_again(book: Book) -> None:
+    def is_known() -> bool:
+        path = book.path.with_name("latest")
+        path.write_bytes(book.journal.latest())
+        descriptor = os.open(path, os.O_RDONLY)
+        state = RunState.replay(1, stored(descriptor))
+        os.close(descriptor)
+        return state.early_end != ""
+
+    for event in (events.Started(pid=7), events.TimeLimitReached(limit=1e9), events.Finished(result_bytes=1)):
+        book.tell(event)
+    assert is_known()
+    book.tell(events.Started(pid=8))
+    assert not is_known()
+
+
 def test_full_disk_loses_samples_and_says_so_and_loses_no_end(book: Book) -> None:
     book.tell(events.Started(pid=7))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

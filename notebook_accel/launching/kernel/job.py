@@ -117,7 +117,7 @@ class Ending:
 
     Attributes:
         status: The status in a word; empty while the run goes on.
-        why: The reason of a failure in a line; empty if there was none.
+        why: The reason of a failure or of an early end in a line; empty if there was none.
         took_s: Duration of the run in seconds.
         diagnosis: Where the time of the steps went.
     """
@@ -517,6 +517,8 @@ class Job(Handle):
                 why = error.what
             elif elsewhere is not None:
                 why = elsewhere.in_a_line
+        elif status == "succeeded":
+            why = self.state.early_end
         self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()
